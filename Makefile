@@ -1,0 +1,45 @@
+# Every target sets up the virtual environment first, through docker/install.sh, which is done at once if nothing changed.
+#
+#   PYTHON      interpreter for the environment, 3.10 to 3.13
+#   DALI_EXTRA  cuda12 or cuda13
+#   ARGS        more arguments for dali-stream or pytest, e.g. make test ARGS='-k order -x'
+
+PYTHON ?= python3
+DALI_EXTRA ?= cuda12
+ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+
+export PYTHON DALI_EXTRA
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow check format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: ## set up .venv with all that is needed (and FFmpeg, as root on Debian and Ubuntu)
+	@bash docker/install.sh $(VENV)
+
+demo: install ## make a small dataset in .demo/dataset and stream it
+	$(VENV)/bin/dali-stream demo --root .demo/dataset $(ARGS)
+
+test: install ## run the tests, without the slow ones
+	$(RUN) pytest -q -m 'not slow' $(ARGS)
+
+# pytest exits 5 where no test is marked slow: nothing failed.
+test-slow: install ## run the slow tests
+	$(RUN) pytest -q -m slow $(ARGS) || test $$? -eq 5
+
+check: install ## lint, format check, types
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) mypy
+
+format: install ## format the code and fix what ruff can fix
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+
+clean: ## remove the environment, the demo and every cache
+	rm -rf $(VENV) .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

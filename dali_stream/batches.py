@@ -1,0 +1,46 @@
+"""How the positions of an epoch are cut into batches, the same number of them for each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAST_BATCH = ("drop", "partial", "pad")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The global batches of an epoch of `frames` positions, each rank's share being `batch_size`.
+
+    `last_batch` says what becomes of the positions that fill no whole batch: "drop" leaves them out; "partial" serves
+    them as a smaller batch, dealt to the ranks in turn; "pad" fills the batch with samples from the epoch's beginning.
+    Where fewer positions than ranks are left, "partial" adds them to the batch before, since each rank needs as many
+    batches as the others: some ranks' last batch then has one sample more.
+    """
+
+    frames: int
+    batch_size: int
+    world_size: int
+    last_batch: str
+
+    @property
+    def stride(self) -> int:
+        """Positions of a whole global batch."""
+        return self.batch_size * self.world_size
+
+    @property
+    def largest(self) -> int:
+        """Samples that one rank's batch may have."""
+        return self.batch_size + (self.last_batch == "partial" and self.world_size > 1)
+
+    def count(self, position: int) -> int:
+        """Batches from `position` to the end of the epoch."""
+        whole, rest = divmod(max(self.frames - position, 0), self.stride)
+        if self.last_batch == "drop" or (self.last_batch == "partial" and rest < self.world_size):
+            return whole
+        return whole + (rest > 0)
+
+    def span(self, position: int) -> tuple[int, int]:
+        """(start, stop) of the global batch that begins at `position`."""
+        if self.last_batch == "partial" and self.count(position) == 1:
+            return position, self.frames
+        return position, min(position + self.stride, self.frames)

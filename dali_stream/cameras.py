@@ -1,0 +1,279 @@
+"""From a batch's requests of one camera to frames or clips: dealt into tasks, run by the decode pool, collected by row.
+
+A task that fails is run again sample by sample, so that an error names the sample that is at fault and no other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.residency import LACKING, Residency
+from dali_stream.video import decode, image
+from dali_stream.video.clip import pack
+from dali_stream.video.format import VideoFormat, describe
+from dali_stream.video.route import Route, refusal
+from dali_stream.video.table import SampleTable
+
+Array = npt.NDArray[Any]
+CLIP_FRAMES = 16  # frames decoded by one decoder: opening it costs less than one frame of them
+CLIP_BYTES = 28 << 20  # of decoded RGB; glibc maps and unmaps allocations above 32 MB anew each time, page by page
+
+
+class RouteChange(DaliStreamError):
+    """A file of a camera on the DALI route turned out to be unsafe for it. The loader rebuilds the pipeline."""
+
+    def __init__(self, camera: str, reason: str) -> None:
+        super().__init__(f"{camera}: {reason}")
+        self.camera, self.reason = camera, reason
+
+
+@dataclass
+class Counters:
+    """What has been done. Times are seconds of work, added up over the threads."""
+
+    samples: int = 0
+    frames: int = 0
+    clips: int = 0
+    decoded_pictures: int = 0
+    decode_s: float = 0.0
+    plan_s: float = 0.0
+    starved_s: float = 0.0
+    padded: int = 0
+    substituted: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def decoded(self, started: float, pictures: int) -> None:
+        """Counts one task of the decode pool."""
+        with self.lock:
+            self.clips += 1
+            self.decoded_pictures += pictures
+            self.decode_s += time.perf_counter() - started
+
+
+@dataclass
+class Request:
+    """What one camera is to show for one sample: a window of frames of one episode."""
+
+    row: int
+    episode: int
+    frames: Array
+    table: SampleTable | None = None
+    samples: Array | None = None
+    images: Array | None = None
+
+
+@dataclass
+class Pending:
+    """The frames of one camera and one batch, to come. `failed` has an error per row that cannot be had."""
+
+    rows: int
+    tasks: list[tuple[list[Request], Future[list[Any]]]] = field(default_factory=list)
+    failed: dict[int, DecodeError] = field(default_factory=dict)
+
+    def collect(self) -> list[Any]:
+        """Waits. One result per row, None for those in `failed`."""
+        results: list[Any] = [None] * self.rows
+        for requests, task in self.tasks:
+            for request, result in zip(requests, task.result(), strict=True):
+                if isinstance(result, DecodeError):
+                    self.failed[request.row] = result
+                else:
+                    results[request.row] = result
+        return results
+
+
+class VideoCamera:
+    """A camera whose frames are in MP4s.
+
+    Args:
+        dataset: where they are.
+        key: the camera.
+        route: its decoder.
+        gpu: the CUDA device of the DALI route; None on a CPU.
+        counters: what to add to.
+    """
+
+    def __init__(self, dataset: Dataset, key: str, route: Route, gpu: int | None, counters: Counters) -> None:
+        self.key, self._dataset, self._route, self._gpu, self._counters = key, dataset, route, gpu, counters
+        self._formats: dict[bytes, VideoFormat] = {}
+
+    def submit(self, pool: Executor, residency: Residency, episode: Array, frames: Array) -> Pending:
+        """Starts the work for a batch. `episode` is (B,), `frames` (B, T).
+
+        Per sample, the torchcodec route gives (T, H, W, 3) uint8; the DALI route gives (clip, frames in it, rising;
+        order of the window's steps among those).
+        """
+        pending, requests = Pending(len(episode)), []
+        samples = residency.samples(self.key, episode, frames)
+        for row, e in enumerate(episode.tolist()):
+            request = Request(row, e, frames[row], samples=samples[row])
+            try:
+                self._locate(residency, request)
+                requests.append(request)
+            except DecodeError as error:
+                pending.failed[row] = error
+        on_dali = self._route.decoder == "dali"
+        work: Callable[[list[Request]], list[Any]] = self._pack if on_dali else self._decode
+        groups = [[request] for request in requests] if on_dali else self._deal(requests)
+        pending.tasks = [(group, pool.submit(work, group)) for group in groups]
+        return pending
+
+    def describe(self, residency: Residency, episode: int) -> tuple[SampleTable, VideoFormat]:
+        """Index and format of the file that holds an episode. Raises DecodeError."""
+        table = residency.table(self.key, episode)
+        return table, self._format(table, 0)
+
+    def _locate(self, residency: Residency, request: Request) -> None:
+        """Finds the request's file, and checks all that can be checked before decoding."""
+        assert request.samples is not None
+        try:
+            request.table = table = residency.table(self.key, request.episode)
+            lacking = request.samples == LACKING
+            if lacking.any():
+                request.frames = request.frames[lacking]
+                raise DecodeError(
+                    f"{self._dataset.data_store.where(table.path)}: the video shows no picture at that frame's time, though "
+                    "the metadata promises one: it is shorter than its episode, or its timestamps drift. Record, convert or "
+                    "copy the dataset again"
+                )
+            video = self._format(table, int(request.samples[0]))
+            self._check_size(table, video)
+        except DecodeError as error:
+            raise self._named(request.episode, request.frames, error) from error
+        if self._route.decoder == "dali" and (reason := refusal(self._gpu, video, table)):
+            raise RouteChange(self.key, f"{self._dataset.data_store.where(table.path)}: {reason}")
+
+    def _format(self, table: SampleTable, sample: int) -> VideoFormat:
+        config = table.configs[table.config[sample]]
+        if config not in self._formats:
+            try:
+                self._formats[config] = describe(config)
+            except DecodeError as error:
+                raise DecodeError(f"{self._dataset.data_store.where(table.path)}: {error}") from error
+        return self._formats[config]
+
+    def _check_size(self, table: SampleTable, video: VideoFormat) -> None:
+        """A file's size has to be the promised one: batches are of one shape, and a broken size takes memory at will."""
+        shape = tuple(self._dataset.features[self.key]["shape"])
+        if (video.height, video.width) not in (shape[:2], shape[1:]):
+            raise DecodeError(
+                f"{self._dataset.data_store.where(table.path)}: has pictures of {video.height}×{video.width}, and "
+                f"meta/info.json promises the shape {shape}"
+            )
+
+    def _deal(self, requests: list[Request]) -> list[list[Request]]:
+        """Groups that are decoded by one task. Neighbours in a file share GOPs, and a clip has one sample description."""
+        groups: list[list[Request]] = []
+        before = None
+        for config, request in sorted(((self._config(r), r) for r in requests), key=lambda pair: _place(*pair)):
+            assert request.table is not None
+            video = self._format(request.table, int(request.samples[0]))  # type: ignore[index]
+            most = min(CLIP_FRAMES, CLIP_BYTES // (video.height * video.width * 3))
+            full = bool(groups) and (len(groups[-1]) + 1) * len(request.frames) > most
+            if config != before or full:
+                groups.append([])
+            groups[-1].append(request)
+            before = config
+        return groups
+
+    @staticmethod
+    def _config(request: Request) -> bytes:
+        table, samples = request.table, request.samples
+        assert table is not None and samples is not None
+        return table.configs[table.config[samples[0]]] + table.track_header
+
+    def _decode(self, requests: list[Request]) -> list[Array | DecodeError]:
+        """Decode pool: (T, H, W, 3) uint8 per request."""
+        started, store = time.perf_counter(), self._dataset.data_store
+        tables = [r.table for r in requests for _ in r.frames]
+        samples = [sample for r in requests for sample in r.samples.tolist()]  # type: ignore[union-attr]
+        try:
+            video = self._format(tables[0], samples[0])  # type: ignore[arg-type]
+            decoded, pictures = decode.decode(store, tables, samples, video)  # type: ignore[arg-type]
+        except DecodeError as error:
+            if len(requests) > 1:
+                return [result for request in requests for result in self._decode([request])]
+            return [self._blame(requests[0], video, error)]
+        self._counters.decoded(started, pictures)
+        return list(decoded.reshape(len(requests), -1, *decoded.shape[1:]))
+
+    def _blame(self, request: Request, video: VideoFormat, error: DecodeError) -> DecodeError:
+        """A window's error with the name of the first frame in it that fails on its own."""
+        table = request.table
+        assert table is not None and request.samples is not None
+        frames = request.frames
+        for i, sample in enumerate(request.samples.tolist()):
+            try:
+                decode.decode(self._dataset.data_store, [table], [sample], video)
+            except DecodeError as own:
+                frames, error = frames[i : i + 1], own
+                break
+        where = self._dataset.data_store.where(table.path)
+        return self._named(request.episode, frames, DecodeError(f"{where}: {error}"))
+
+    def _pack(self, requests: list[Request]) -> list[tuple[Array, Array, Array] | DecodeError]:
+        """Decode pool, DALI route: each frame of the window is decoded once, in rising order, and then put into place."""
+        started = time.perf_counter()
+        [request] = requests
+        assert request.table is not None and request.samples is not None
+        unique, steps = np.unique(request.samples, return_inverse=True)
+        try:
+            clip = pack(self._dataset.data_store, [request.table] * len(unique), unique.tolist())
+        except DecodeError as error:
+            return [self._named(request.episode, request.frames, error)]
+        self._counters.decoded(started, clip.pictures)
+        places = np.array(clip.frames, np.int32)
+        order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
+        return [(np.frombuffer(clip.data, np.uint8), np.sort(places), order)]
+
+    def _named(self, episode: int, frames: Array, error: DecodeError) -> DecodeError:
+        return named(self._dataset, self.key, episode, frames, error)
+
+
+class ImageCamera:
+    """A camera whose frames are images in Parquet rows."""
+
+    def __init__(self, dataset: Dataset, key: str, counters: Counters) -> None:
+        self.key, self._dataset, self._counters = key, dataset, counters
+
+    def submit(self, pool: Executor, residency: Residency, episode: Array, frames: Array) -> Pending:
+        """Starts the work for a batch: (T, H, W, 3) uint8 per sample."""
+        encoded = residency.gather(self.key, episode, frames)
+        requests = [Request(row, e, frames[row], images=encoded[row]) for row, e in enumerate(episode.tolist())]
+        each = max(CLIP_FRAMES // frames.shape[1], 1)
+        groups = [requests[i : i + each] for i in range(0, len(requests), each)]
+        return Pending(len(requests), [(group, pool.submit(self._decode, group)) for group in groups])
+
+    def _decode(self, requests: list[Request]) -> list[Array | DecodeError]:
+        started, results = time.perf_counter(), []
+        shape = self._dataset.features[self.key]["shape"]
+        for request in requests:
+            try:
+                results.append(np.stack([image.decode(data, shape) for data in request.images]))  # type: ignore[union-attr]
+            except DecodeError as error:
+                results.append(named(self._dataset, self.key, request.episode, request.frames, error))
+        self._counters.decoded(started, sum(len(r.frames) for r in requests))
+        return results
+
+
+def named(dataset: Dataset, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
+    """The error with camera, episode and frames in front."""
+    which = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
+    found = DecodeError(f"{camera}: episode {dataset.episodes[episode]}, frame {which}: {error}")
+    found.__cause__ = error
+    return found
+
+
+def _place(config: bytes, request: Request) -> tuple[bytes, str, int]:
+    assert request.table is not None and request.samples is not None
+    return config, request.table.path, int(request.samples[0])

@@ -1,0 +1,8 @@
+"""A small simulated robot dataset in LeRobot's format, whose every picture says which frame it is."""
+
+from __future__ import annotations
+
+from dali_stream.demo.identity import read_identities, read_identity, stamp
+from dali_stream.demo.write import write_demo
+
+__all__ = ["read_identities", "read_identity", "stamp", "write_demo"]

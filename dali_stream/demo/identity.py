@@ -1,0 +1,135 @@
+"""A bar code in each picture that says which frame it is: episode, frame and camera, with a checksum.
+
+Shapes and timestamps cannot tell a frame from its neighbour; this can. The code is a strip of black and white cells
+along the lower edge, placed in fractions of the picture's size, so that a resize to any size of at least `MIN_SIZE`
+(also with another aspect ratio) keeps it readable. A crop or a flip does not.
+
+    row 0   | episode, 16 bits              | frame, first 8 bits       |
+    row 1   | frame, 4 | camera, 4 | CRC-16 of the 32 bits before it    |
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ROWS, COLUMNS = 2, 24
+STRIP = 1 / 15  # the strip's share of the picture's height: 16 of 240 rows
+MIN_SIZE = (120, 128)  # (height, width): a cell is then 4 by 5 pixels, four blocks of chroma; smaller did not survive
+MAX_EPISODE, MAX_FRAME, MAX_CAMERA = 2**16 - 1, 2**12 - 1, 2**4 - 1
+_BLACK, _WHITE = 16, 235
+_FIELDS = ("episode", "frame", "camera")
+_BITS = (16, 12, 4)
+_CRC_BITS = 16
+
+
+def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
+    """Draw the identity into `image` (H, W, 3) uint8, in place.
+
+    Args:
+        image: the picture; at least `MIN_SIZE`; its lowest fifteenth is overwritten.
+        episode: 0 to 65535.
+        frame: 0 to 4095, counted within the episode.
+        camera: 0 to 15.
+
+    Raises:
+        ValueError: a picture that is too small or of another kind, or a number out of range.
+    """
+    _check_pictures(image[None] if image.ndim == 3 else image)
+    cells = encode_cells(episode, frame, camera).reshape(ROWS, COLUMNS)
+    height, width = image.shape[:2]
+    top = (1 - STRIP) * height
+    row_edges = np.rint(top + np.arange(ROWS + 1) / ROWS * (height - top)).astype(int)
+    column_edges = np.rint(np.arange(COLUMNS + 1) / COLUMNS * width).astype(int)
+    strip = np.repeat(np.repeat(cells, np.diff(row_edges), axis=0), np.diff(column_edges), axis=1)
+    image[row_edges[0] :] = np.where(strip, _WHITE, _BLACK).astype(np.uint8)[..., None]
+
+
+def read_identity(image: np.ndarray) -> tuple[int, int, int]:
+    """Read (episode, frame, camera) from one picture (H, W, 3) uint8.
+
+    Raises:
+        ValueError: the checksum does not fit, or the picture is too small or of another kind.
+    """
+    image = np.asarray(image)
+    if image.ndim != 3:
+        raise ValueError(f"Invalid picture of shape {image.shape}. Give one picture (H, W, 3), or use read_identities.")
+    episode, frame, camera = read_identities(image[None])[0].tolist()
+    return episode, frame, camera
+
+
+def read_identities(batch: np.ndarray) -> np.ndarray:
+    """Read the identities of pictures (N, H, W, 3) uint8, as int64 (N, 3): episode, frame, camera.
+
+    Raises:
+        ValueError: a checksum does not fit (the message names the pictures), or the pictures are too small or of
+            another kind.
+    """
+    batch = np.asarray(batch)
+    _check_pictures(batch)
+    bits = _sample_cells(batch) > (_BLACK + _WHITE) / 2
+    payload, found = bits[:, :-_CRC_BITS], _numbers(bits[:, -_CRC_BITS:])
+    expected = _crc16(payload)
+    wrong = np.flatnonzero(found != expected)
+    if wrong.size:
+        first = int(wrong[0])
+        raise ValueError(
+            f"No readable identity in {wrong.size} of {len(batch)} pictures, the first at position {first}: checksum "
+            f"{int(found[first]):#06x}, expected {int(expected[first]):#06x}. The picture must be a whole frame of a "
+            "demo dataset (channels last; not cropped, flipped or normalised)."
+        )
+    episode_end, frame_end = _BITS[0], _BITS[0] + _BITS[1]
+    parts = (payload[:, :episode_end], payload[:, episode_end:frame_end], payload[:, frame_end:])
+    return np.stack([_numbers(part) for part in parts], axis=1)
+
+
+def encode_cells(episode: int, frame: int, camera: int) -> np.ndarray:
+    """The 48 cells of an identity as bool (48,), row by row, True for white; ValueError where a number is too large."""
+    values = []
+    for name, value, bits in zip(_FIELDS, (episode, frame, camera), _BITS, strict=True):
+        if not 0 <= value < 2**bits:
+            raise ValueError(f"Invalid {name} ({value}). The stamp holds 0 to {2**bits - 1} in {bits} bits.")
+        values.append([bool(value >> shift & 1) for shift in reversed(range(bits))])
+    payload = np.array([bit for value in values for bit in value])
+    checksum = int(_crc16(payload[None])[0])
+    return np.concatenate([payload, [bool(checksum >> shift & 1) for shift in reversed(range(_CRC_BITS))]])
+
+
+def _sample_cells(batch: np.ndarray) -> np.ndarray:
+    """Mean brightness (N, 48) of the middle of each cell: 3 by 3 points, away from edges that coding smears."""
+    height, width = batch.shape[1:3]
+    inside = np.array([0.3, 0.5, 0.7])
+    rows = (1 - STRIP + (np.arange(ROWS)[:, None] + inside) / ROWS * STRIP) * height
+    columns = (np.arange(COLUMNS)[:, None] + inside) / COLUMNS * width
+    points = batch[:, rows.astype(int).ravel()][:, :, columns.astype(int).ravel()]
+    return points.reshape(len(batch), ROWS, 3, COLUMNS, 3, 3).mean(axis=(2, 4, 5)).reshape(len(batch), -1)
+
+
+def _crc16(bits: np.ndarray) -> np.ndarray:
+    """CRC-16/CCITT-FALSE of bits (N, n), as int64 (N,).
+
+    Polynomial 0x1021 finds every error of up to three bits at this length; the start value 0xFFFF makes plain black
+    and plain white strips invalid.
+    """
+    register = np.full(len(bits), 0xFFFF, dtype=np.int64)
+    for column in bits.T.astype(np.int64):
+        feedback = (register >> 15) ^ column
+        register = ((register << 1) & 0xFFFF) ^ (feedback * 0x1021)
+    return register
+
+
+def _numbers(bits: np.ndarray) -> np.ndarray:
+    """Bits (N, n), most significant first, as int64 (N,)."""
+    return bits.astype(np.int64) @ (1 << np.arange(bits.shape[1], dtype=np.int64)[::-1])
+
+
+def _check_pictures(batch: np.ndarray) -> None:
+    if batch.ndim != 4 or batch.shape[-1] != 3 or batch.dtype != np.uint8:
+        raise ValueError(
+            f"Invalid pictures: shape {batch.shape}, dtype {batch.dtype}. Give uint8 with channels last, (H, W, 3) for "
+            "one picture and (N, H, W, 3) for several."
+        )
+    if batch.shape[1] < MIN_SIZE[0] or batch.shape[2] < MIN_SIZE[1]:
+        raise ValueError(
+            f"Invalid picture size {batch.shape[1]}x{batch.shape[2]} (height x width). The identity strip needs at "
+            f"least {MIN_SIZE[0]}x{MIN_SIZE[1]}."
+        )

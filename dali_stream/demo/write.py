@@ -1,0 +1,152 @@
+"""Writes the demo scene as a LeRobot v3.0 dataset: Parquet rows, MP4 videos and metadata."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+
+from dali_stream.demo import identity, render, scene, stats, tables
+from dali_stream.demo.encode import CODECS, encode_video, quiet_encoders
+
+
+def write_demo(
+    root: str | Path,
+    *,
+    episodes: int = 16,
+    size: tuple[int, int] = (240, 320),
+    codec: str = "av1",
+    gop: int = 2,
+    fps: int = 20,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a dataset of simulated episodes in which a gripper pushes a block to a goal, seen by two cameras.
+
+    The rows depend on `episodes`, `fps` and `seed` alone. Every picture carries its identity: read it with
+    `read_identity`. The dataset is written beside `root` and renamed at the end, so a run that is cut short leaves
+    nothing at `root`.
+
+    Args:
+        root: folder to write; must not exist, or be empty.
+        episodes: 1 to 65536; of 60 to 140 frames each at 20 frames per second.
+        size: (height, width) of the pictures, even, at least (120, 128).
+        codec: "av1", "h264", "hevc" or "vp9".
+        gop: distance of key frames, in frames; at least 1, for AV1 at least 2.
+        fps: frames per second, 5 to 60.
+        seed: of all randomness; not negative.
+        progress: called in this thread as progress(done_frames, total_frames) after each video file; a frame counts
+            once per camera.
+
+    Returns:
+        `root` as a Path.
+
+    Raises:
+        ValueError: an argument is out of range.
+        FileExistsError: `root` exists and is not an empty folder.
+        RuntimeError: FFmpeg lacks the encoder.
+    """
+    _check(episodes, size, codec, gop, fps, seed)
+    root = Path(root)
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise FileExistsError(f"{root} exists and is not an empty folder. Remove it, or choose another folder.")
+    root.parent.mkdir(parents=True, exist_ok=True)
+    partial = root.parent / f".{root.name}.partial-{uuid.uuid4().hex[:8]}"
+    partial.mkdir()
+    try:
+        recorded = [scene.record_episode(seed, episode, fps) for episode in range(episodes)]
+        histograms = _write_videos(partial, recorded, size, codec, gop, fps, progress)
+        tables.write_tables(partial, recorded, size, codec, fps, histograms)
+        if root.exists():
+            root.rmdir()  # it is empty; a rename onto a folder is an error on some systems
+        os.rename(partial, root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return root
+
+
+def _check(episodes: int, size: tuple[int, int], codec: str, gop: int, fps: int, seed: int) -> None:
+    if codec not in CODECS:
+        raise ValueError(f"Invalid codec ({codec!r}). Supported values are {', '.join(CODECS)}.")
+    limits = {
+        "episodes": (episodes, 1, identity.MAX_EPISODE + 1),
+        "gop": (gop, CODECS[codec].min_gop, 10_000),
+        "fps": (fps, 5, 60),
+        "seed": (seed, 0, 2**63 - 1),
+    }
+    for name, (value, low, high) in limits.items():
+        if not _is_whole(value) or not low <= value <= high:
+            with_codec = f" with codec {codec}" if name == "gop" else ""
+            raise ValueError(f"Invalid {name} ({value!r}). Give a whole number from {low} to {high}{with_codec}.")
+    fits = len(size) == 2 and all(
+        _is_whole(length) and length % 2 == 0 and length >= least
+        for length, least in zip(size, identity.MIN_SIZE, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"Invalid size ({size!r}). Give (height, width), both even, height at least {identity.MIN_SIZE[0]} and "
+            f"width at least {identity.MIN_SIZE[1]}, so that the identity strip stays readable."
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _write_videos(
+    root: Path,
+    recorded: list[scene.Episode],
+    size: tuple[int, int],
+    codec: str,
+    gop: int,
+    fps: int,
+    progress: Callable[[int, int], None] | None,
+) -> tables.Histograms:
+    """Draw and encode all files, two at a time; returns the pictures' histograms per (camera, episode)."""
+    files: dict[tuple[str, int], list[int]] = {}
+    for camera, cuts in tables.VIDEO_CUTS.items():
+        for episode, number in enumerate(tables.file_numbers(len(recorded), cuts)):
+            files.setdefault((camera, number), []).append(episode)
+    histograms: tables.Histograms = {}
+    done, total = 0, len(tables.VIDEO_CUTS) * sum(map(len, recorded))
+
+    def write(camera: str, number: int, held: list[int]) -> int:
+        pictures, found = _draw({episode: recorded[episode] for episode in held}, camera, size)
+        path = root / tables.VIDEO_PATH.format(video_key=camera, **tables.place(number))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        encode_video(pictures, path, codec=codec, gop=gop, fps=fps)
+        histograms.update(found)
+        return len(pictures)
+
+    with quiet_encoders(), ThreadPoolExecutor(max_workers=2, thread_name_prefix="demo-video") as pool:
+        jobs = [pool.submit(write, camera, number, held) for (camera, number), held in files.items()]
+        try:
+            for job in as_completed(jobs):
+                done += job.result()
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return histograms
+
+
+def _draw(held: dict[int, scene.Episode], camera: str, size: tuple[int, int]) -> tuple[np.ndarray, tables.Histograms]:
+    """The stamped pictures of one video file, uint8 (N, H, W, 3), and their histograms."""
+    pictures = np.empty((sum(map(len, held.values())), *size, 3), dtype=np.uint8)
+    camera_number = list(render.CAMERAS).index(camera)
+    histograms: tables.Histograms = {}
+    start = 0
+    for index, episode in held.items():
+        part = pictures[start : start + len(episode)]
+        for frame, picture in enumerate(render.render_episode(episode, render.CAMERAS[camera], size)):
+            part[frame] = picture
+            identity.stamp(part[frame], index, frame, camera_number)
+        histograms[camera, index] = stats.picture_histogram(part)
+        start += len(episode)
+    return pictures, histograms

@@ -1,0 +1,23 @@
+"""What can go wrong, as classes. A bad argument is a plain `ValueError`; everything else is below `DaliStreamError`."""
+
+from __future__ import annotations
+
+
+class DaliStreamError(Exception):
+    """Any failure of this package that is not a bad argument."""
+
+
+class DatasetError(DaliStreamError):
+    """The dataset is missing, is of another format, or its metadata and its files contradict each other."""
+
+
+class StorageError(DaliStreamError):
+    """Bytes could not be had from where the dataset lies."""
+
+
+class DecodeError(DaliStreamError):
+    """A video cannot be decoded to the frames that were asked for."""
+
+
+class ResumeError(DaliStreamError):
+    """A saved state does not fit this loader, or came too late."""

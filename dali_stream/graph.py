@@ -1,0 +1,154 @@
+"""The DALI pipeline: what the stage brings goes in, is decoded, resized and normalised, and goes through the user's function.
+
+The same graph serves a CPU and a GPU; `mixed` decoding on NVDEC is the `cpu` decoding of VP9 with another device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dali_stream.errors import DaliStreamError
+
+try:
+    from nvidia.dali import fn, types
+    from nvidia.dali.pipeline import Pipeline
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+except ImportError as error:
+    raise DaliStreamError(
+        f"NVIDIA DALI cannot be imported ({error}); install it with `pip install 'dali-stream[cuda12]'` (driver 525 or later) "
+        "or `pip install 'dali-stream[cuda13]'` (driver 580 or later), never both"
+    ) from error
+
+if TYPE_CHECKING:
+    from nvidia.dali.data_node import DataNode
+
+    from dali_stream.stage import Plan, Stage
+    from dali_stream.video.route import Route
+
+Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
+_TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
+
+
+def build(
+    plan: Plan,
+    stage: Stage,
+    routes: dict[str, Route],
+    user: Graph | None,
+    image_size: tuple[int, int] | None,
+    image_dtype: str,
+) -> tuple[Pipeline, list[str]]:
+    """Builds the pipeline.
+
+    Args:
+        plan: features, windows, batch size, threads and device.
+        stage: the external source.
+        routes: the decoder of each camera.
+        user: the user's graph function, given (F)HWC pictures and tabular nodes on the pipeline's device.
+        image_size: (height, width), or None for the recorded size.
+        image_dtype: "float32" in [0, 1] or "uint8".
+
+    Returns:
+        The pipeline and the names of its outputs.
+
+    Raises:
+        ValueError: `user` does not return a dict of DataNodes.
+    """
+    pipeline = Pipeline(
+        batch_size=plan.batches.largest,
+        num_threads=plan.threads,
+        device_id=plan.gpu,
+        prefetch_queue_depth=1 if plan.gpu is None else 2,  # on a CPU, the stage is ahead already
+        exec_dynamic=True,  # its buffers are handed to torch without a copy
+    )
+    with pipeline:
+        nodes = _read(plan, stage, routes)
+        for camera in plan.dataset.cameras:
+            nodes[camera] = _picture(nodes[camera], image_size, image_dtype)
+        if user is not None:
+            nodes = _applied(user, nodes)
+        pipeline.set_outputs(*nodes.values())
+    pipeline.build()
+    return pipeline, list(nodes)
+
+
+class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
+    """DALIGenericIterator that keeps the layouts of the outputs, which say where a picture's channels are."""
+
+    def __init__(self, pipeline: Pipeline, names: list[str]) -> None:
+        self.layouts: dict[str, str] = {}
+        super().__init__([pipeline], names, prepare_first_batch=False)
+
+    def _get_outputs(self) -> Any:
+        outputs = super()._get_outputs()
+        self.layouts = {name: out.layout() for name, out in zip(self.output_map, outputs[0], strict=True)}
+        return outputs
+
+
+def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataNode]:
+    """The stage's arrays as nodes, with encoded cameras decoded; all on the pipeline's device."""
+    kinds: list[tuple[str, Any, int, str]] = []
+    for key in plan.columns():
+        kinds.append((key, *_column(plan, key)))
+    for camera in plan.dataset.cameras:
+        if routes[camera].decoder == "dali":
+            kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, ""), (camera, types.INT32, 1, "")]
+        else:
+            layout = "HWC" if plan.squeezed(camera) else "FHWC"
+            kinds.append((camera, types.UINT8, len(layout), layout))
+    sources = fn.external_source(
+        stage.source,
+        num_outputs=len(kinds),
+        batch=True,
+        dtype=[kind[1] for kind in kinds],
+        ndim=[kind[2] for kind in kinds],
+        layout=[kind[3] for kind in kinds],
+    )
+    grouped: dict[str, list[DataNode]] = {}
+    for (key, *_), node in zip(kinds, sources, strict=True):
+        grouped.setdefault(key, []).append(node)
+    device = "cpu" if plan.gpu is None else "gpu"
+    nodes = {}
+    for key, parts in grouped.items():
+        if len(parts) == 3:
+            nodes[key] = _decoded(*parts, mixed=plan.gpu is not None, squeezed=plan.squeezed(key))
+        else:
+            nodes[key] = parts[0] if device == "cpu" else parts[0].gpu()
+    return nodes
+
+
+def _column(plan: Plan, key: str) -> tuple[Any, int, str]:
+    if key not in plan.dataset.features:
+        return types.BOOL, 1, ""  # a pad mask
+    feature = plan.dataset.features[key]
+    kind = np.float32 if feature["dtype"].startswith("float") else np.bool_ if feature["dtype"] == "bool" else np.int64
+    ndim = 0 if tuple(feature["shape"]) == (1,) else len(feature["shape"])
+    return _TYPES[np.dtype(kind)], ndim + (key in plan.windows), ""
+
+
+def _decoded(clip: DataNode, frames: DataNode, order: DataNode, mixed: bool, squeezed: bool) -> DataNode:
+    """A window of pictures out of a clip. A repeated frame would be decoded from 0 again, so it is repeated afterwards."""
+    device = "mixed" if mixed else "cpu"
+    video = fn.decoders.video(clip, device=device, frames=frames, pad_mode="none")
+    return fn.squeeze(video, axes=[0]) if squeezed else fn.sequence_rearrange(video, new_order=order)
+
+
+def _picture(node: DataNode, image_size: tuple[int, int] | None, image_dtype: str) -> DataNode:
+    as_float = image_dtype == "float32"
+    if image_size is not None:
+        node = fn.resize(node, size=image_size, dtype=types.FLOAT if as_float else types.UINT8)
+    return node / np.float32(255) if as_float else node  # a division, as LeRobot does it: x * (1 / 255) rounds otherwise
+
+
+def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
+    from nvidia.dali.data_node import DataNode
+
+    found = user(dict(nodes))
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"pipeline returned {type(found).__name__}; it is to return a dict of DALI DataNodes by key")
+    for key, node in found.items():
+        if not isinstance(key, str) or not isinstance(node, DataNode):
+            raise ValueError(f"pipeline returned {key!r}: {type(node).__name__}; it is to return DALI DataNodes by key")
+    return found

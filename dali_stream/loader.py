@@ -1,0 +1,393 @@
+"""The public iterator: epochs of batches, a state that any number of ranks can resume, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dali_stream import ranks, windows
+from dali_stream.batches import LAST_BATCH, Batches
+from dali_stream.cameras import Counters, RouteChange, VideoCamera
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, ResumeError
+from dali_stream.order import Shuffle, check_order_arguments, check_world
+from dali_stream.residency import Residency
+from dali_stream.stage import Plan, Stage
+from dali_stream.video.route import DECODE, Route, choose
+
+if TYPE_CHECKING:
+    from dali_stream.graph import Graph
+
+Batch = dict[str, Any]
+_log = logging.getLogger("dali_stream")
+_STATE_VERSION = 1
+
+
+class Loader:
+    """Batches of a LeRobot v3 dataset, epoch after epoch.
+
+    A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
+    `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
+    where the feature's shape is (1,); `<key>_is_pad` bool `(B, T)` for each key with a window; `task`, a list of str.
+    Pictures lie in memory with their channels last.
+
+    Args:
+        dataset: a `Dataset`, or anything that it takes.
+        batch_size: samples per batch and rank.
+        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps.
+        pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Pictures come in as HWC or FHWC,
+            resized and normalised; what it returns with a layout that ends in HWC is delivered channels first.
+        image_size: (height, width) to resize to; None keeps the recorded size.
+        image_dtype: "float32", in [0, 1], or "uint8".
+        shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
+            that is local; False, recorded order.
+        seed: of the order.
+        consumers, episode_pool_size: see `Order`. `consumers` must be a multiple of every world size that a run is to be
+            resumed on.
+        device: "auto", "cpu", "cuda" or "cuda:1". "auto" is this process's GPU where there is one.
+        decode: "auto", NVDEC where the driver says that it decodes the camera's video and torchcodec otherwise; "dali";
+            "torchcodec".
+        threads: that decode on the CPU; None: the cores of this process.
+        memory_budget: bytes that resident rows and indices may take; an int, or such as "4GiB".
+        last_batch: what becomes of samples that fill no whole batch: "drop", "partial" or "pad" (see `Batches`).
+        on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a
+            warning, and counted in `stats()`.
+        rank, world_size: None: from Accelerate or torch.distributed if initialised, else RANK and WORLD_SIZE, else 0 of 1.
+
+    Raises:
+        ValueError: a bad argument.
+        DatasetError: as `Dataset`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | str | os.PathLike[str],
+        *,
+        batch_size: int = 64,
+        delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        pipeline: Graph | None = None,
+        image_size: tuple[int, int] | None = None,
+        image_dtype: str = "float32",
+        shuffle: Shuffle = True,
+        seed: int = 0,
+        consumers: int = 32,
+        episode_pool_size: int = 8,
+        device: str = "auto",
+        decode: str = "auto",
+        threads: int | None = None,
+        memory_budget: int | str = "4GiB",
+        last_batch: str = "drop",
+        on_error: str = "raise",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        _one_of("image_dtype", image_dtype, ("float32", "uint8"))
+        _one_of("decode", decode, DECODE)
+        _one_of("last_batch", last_batch, LAST_BATCH)
+        _one_of("on_error", on_error, ("raise", "substitute"))
+        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
+        rank, world_size = ranks.rank_and_world(rank, world_size)
+        check_world(rank, world_size, consumers if shuffle is True else None)
+        threads = ranks.cores() if threads is None else _positive("threads", threads)
+        self.dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+        batches = Batches(self.dataset.num_frames, _positive("batch_size", batch_size), world_size, last_batch)
+        if not batches.count(0):
+            raise ValueError(
+                f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
+                f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
+            )
+        self._plan = Plan(
+            dataset=self.dataset,
+            batches=batches,
+            windows=windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset)),
+            shuffle=shuffle,
+            seed=int(seed),
+            consumers=consumers,
+            episode_pool_size=episode_pool_size,
+            rank=rank,
+            threads=threads,
+            memory_budget=_bytes(memory_budget),
+            substitute=on_error == "substitute",
+            gpu=_gpu(device),
+        )
+        self._graph = (pipeline, _size(image_size), image_dtype)
+        self._decode = decode
+        self._counters = Counters()
+        self._batches_delivered, self._wait_s, self._first_batch_s = 0, 0.0, None
+        self._constructed = time.perf_counter()
+        self._epoch = self._position = 0
+        self._began = self._abandoned = False
+        self._run: _Run | None = None
+        self._iteration = 0
+        self._closed = False
+        self._pid = os.getpid()
+        self._routes: dict[str, Route] | None = None
+        self._route_changes = 0
+        try:
+            self._routes = self._choose_routes()
+        except DaliStreamError:
+            pass  # a file that cannot be read is reported where it is needed: by `routes`, or by the first batch
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on each rank."""
+        return self._plan.batches.count(0)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One epoch: the first, the one that a loaded state is in, or the one after the last that was begun.
+
+        Leaving the loop early stops all work; the next iteration is the next epoch.
+        """
+        self._check_usable()
+        return self._iterate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: a small JSON-serialisable dict, the same on each rank. It counts what has been delivered.
+
+        It holds the position in the epoch's order, so a run that is resumed goes on at the very next sample, on any number
+        of ranks that divides `consumers`.
+        """
+        self._check_usable()
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self._epoch,
+            "position": self._position,
+            "dataset": self.dataset.fingerprint,
+            "order": self._order_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken. Only before the first iteration.
+
+        Raises:
+            ResumeError: iteration has begun, or the state is of another dataset or order.
+        """
+        self._check_usable()
+        if self._began:
+            raise ResumeError("load_state_dict was called after iteration began; call it on a new Loader, before iterating")
+        if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
+            raise ResumeError(f"this is no state of a Loader (version {_STATE_VERSION}): {str(state)[:200]}")
+        if state.get("dataset") != self.dataset.fingerprint:
+            raise ResumeError(
+                f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
+                f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
+            )
+        saved, own = state.get("order"), self._order_state()
+        if saved != own:
+            raise ResumeError(f"the state is of the order {saved}, and this loader has {own}; resume with the same arguments")
+        epoch, position = state.get("epoch"), state.get("position")
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= self.dataset.num_frames:
+            raise ResumeError(
+                f"the state is at epoch {epoch}, position {position}; an epoch counts from 0 and has {self.dataset.num_frames} "
+                "positions"
+            )
+        self._epoch, self._position = epoch, position
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """{camera: Route(decoder, reason)}. Raises DecodeError where a camera's first file cannot be read."""
+        self._check_usable()
+        if self._routes is None:
+            self._routes = self._choose_routes()
+        return dict(self._routes)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and times since the loader was made.
+
+        `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_pictures` it took; seconds: `wait_s` in `next()`,
+        `first_batch_s` from construction to the first batch, `decode_s` of all decode threads together, `plan_s` of the
+        planner, `starved_s` that DALI's source waited for frames; `padded` and `substituted` samples; `route_changes`;
+        `resident_bytes` of rows and indices.
+        """
+        counters = {key: value for key, value in vars(self._counters).items() if key != "lock"}
+        return {
+            "batches": self._batches_delivered,
+            **counters,
+            "wait_s": self._wait_s,
+            "first_batch_s": self._first_batch_s,
+            "route_changes": self._route_changes,
+            "resident_bytes": self._run.stage.resident_bytes() if self._run else 0,
+        }
+
+    def close(self) -> None:
+        """Stops all work, joins all threads and gives back all files. The loader is of no use afterwards."""
+        if os.getpid() == self._pid:
+            self._stop()
+        self._closed = True
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _iterate(self) -> Iterator[Batch]:
+        self._check_usable()
+        self._iteration += 1
+        iteration, self._began = self._iteration, True
+        if self._abandoned:
+            self._stop()
+            self._epoch, self._position = self._epoch + 1, 0
+        self._abandoned, batches = True, self._plan.batches
+        try:
+            while batches.count(self._position):
+                self._check_current(iteration)
+                started = time.perf_counter()
+                batch = self._next()
+                self._wait_s += time.perf_counter() - started
+                self._first_batch_s = self._first_batch_s or time.perf_counter() - self._constructed
+                self._position = batches.span(self._position)[1]
+                self._batches_delivered += 1
+                yield batch
+            self._check_current(iteration)
+            self._epoch, self._position = self._epoch + 1, 0
+            self._abandoned = False
+        finally:
+            # An epoch that was left early, or that failed: what is under way belongs to it, so it goes.
+            if self._abandoned and iteration == self._iteration:
+                self._stop()
+
+    def _next(self) -> Batch:
+        while True:
+            if self._run is None:
+                self._run = _Run(self._plan, self.routes, self._graph, self._epoch, self._position, self._counters)
+            try:
+                return self._run.next()
+            except RouteChange as change:
+                if self._decode == "dali":
+                    raise ValueError(f'decode="dali": {change}; use decode="auto"') from change
+                # The pipeline is built anew at this very position, with the camera on the other route.
+                self._stop()
+                self._route_changes += 1
+                self._routes = self.routes | {change.camera: Route("torchcodec", change.reason)}
+                _log.warning("%s is decoded by torchcodec from here on: %s", change.camera, change.reason)
+
+    def _stop(self) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.close()
+        self.dataset.close()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise DaliStreamError(
+                f"this loader was made in process {self._pid} and is used in {os.getpid()}, after a fork, where its threads and "
+                "its GPU context do not exist; make the Loader in the process that uses it"
+            )
+        if self._closed:
+            raise DaliStreamError("this loader is closed; make a new one")
+
+    def _check_current(self, iteration: int) -> None:
+        self._check_usable()
+        if iteration != self._iteration:
+            raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
+
+    def _order_state(self) -> dict[str, Any]:
+        """What the order is a function of, beside the dataset and the epoch."""
+        plan = self._plan
+        state: dict[str, Any] = {"shuffle": plan.shuffle}
+        if plan.shuffle:
+            state["seed"] = plan.seed
+        if plan.shuffle is True:
+            state |= {"consumers": plan.consumers, "episode_pool_size": plan.episode_pool_size}
+        return state
+
+    def _choose_routes(self) -> dict[str, Route]:
+        routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}
+        residency = Residency(self.dataset, self._plan.memory_budget)
+        try:
+            for key in self.dataset.videos:
+                camera = VideoCamera(self.dataset, key, routes[key], self._plan.gpu, self._counters)
+                table, video = camera.describe(residency, 0)
+                routes[key] = choose(self._decode, self._plan.gpu, video, table)
+        finally:
+            self.dataset.close()
+        for key, route in routes.items():
+            _log.info("%s: %s, since %s", key, route.decoder, route.reason)
+        return routes
+
+
+class _Run:
+    """A stage and the DALI pipeline over it, from one position on until it is closed."""
+
+    def __init__(
+        self, plan: Plan, routes: dict[str, Route], graph: tuple[Any, ...], epoch: int, position: int, counters: Counters
+    ) -> None:
+        from dali_stream import graph as dali  # DALI is loaded where it is needed
+
+        self.stage = Stage(plan, routes, epoch, position, counters)
+        # A loader that is dropped without being closed leaves no threads behind either.
+        self._finalizer = weakref.finalize(self, self.stage.close)
+        try:
+            pipeline, names = dali.build(plan, self.stage, routes, *graph)
+            self._iterator: Any = dali.Iterator(pipeline, names)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def next(self) -> Batch:
+        """The next batch, with pictures channels first and with the text that went past DALI."""
+        [batch] = next(self._iterator)
+        for key, layout in self._iterator.layouts.items():
+            if layout.endswith("HWC"):
+                batch[key] = batch[key].movedim(-1, -3)
+        return {**batch, **self.stage.delivered.popleft()}
+
+    def close(self) -> None:
+        self._finalizer()
+        self._iterator = None
+
+
+def _window_keys(dataset: Dataset) -> list[str]:
+    return [key for key, feature in dataset.features.items() if feature["dtype"] != "string"]
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
+    return value
+
+
+def _size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    if not isinstance(image_size, Sequence) or len(image_size) != 2:
+        raise ValueError(f"image_size is {image_size!r}; it is (height, width) or None")
+    return _positive("the height of image_size", image_size[0]), _positive("the width of image_size", image_size[1])
+
+
+def _bytes(budget: int | str) -> int:
+    """4294967296, "4GiB", "500 MB": bytes."""
+    units = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
+    if isinstance(budget, bool) or not found or found[2] not in units or float(found[1]) <= 0:
+        raise ValueError(f'memory_budget is {budget!r}; it is a number of bytes above 0, or such as "512MiB" or "4GiB"')
+    return int(float(found[1]) * units[found[2]])
+
+
+def _gpu(device: str) -> int | None:
+    """Index of the CUDA device; None for the CPU."""
+    found = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", str(device))
+    if not found or (found[2] and found[1] != "cuda"):
+        raise ValueError(f'device is {device!r}; allowed are "auto", "cpu", "cuda" and "cuda:<index>"')
+    if found[1] == "cpu" or (found[1] == "auto" and not torch.cuda.is_available()):
+        return None
+    if not torch.cuda.is_available():
+        raise ValueError(f'device is {device!r}, and torch {torch.__version__} finds no GPU; use device="cpu" or "auto"')
+    local = os.environ.get("LOCAL_RANK", "")
+    default = int(local) if local.isdigit() else torch.cuda.current_device()
+    index = int(found[2]) if found[2] else default
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device is {device!r}, which is GPU {index}, and there are {torch.cuda.device_count()}")
+    return index

@@ -1,0 +1,305 @@
+"""The files below `meta/` of a LeRobot v3.0 dataset, read and held against what the format promises.
+
+Format: https://huggingface.co/docs/lerobot/lerobot-dataset-v3 and LeRobot's `datasets/utils.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dali_stream.errors import DatasetError, StorageError
+from dali_stream.storage import Store
+
+INFO = "meta/info.json"
+TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+DTYPES = (*TABULAR, "video", "image", "string")
+_LARGEST_JSON = 64 << 20
+_log = logging.getLogger("dali_stream")
+
+
+@dataclass(frozen=True)
+class Info:
+    """What `meta/info.json` says, checked. `features` are the entries as they stand, of the dtypes that can be read."""
+
+    fps: float
+    features: dict[str, dict[str, Any]]
+    data_path: str
+    video_path: str | None
+    episodes: int | None
+    frames: int | None
+
+
+@dataclass(frozen=True)
+class Files:
+    """Which file holds each episode: `paths[index[e]]` for the e-th episode."""
+
+    paths: list[str]
+    index: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The episode table as columns, by rising episode index; E of them.
+
+    Attributes:
+        index, length: (E,) episode index, frames.
+        first_row: (E,) value of `index` at its first frame.
+        data: its Parquet file.
+        video: per camera, its MP4.
+        start: per camera, (E,) seconds at which the episode begins in its MP4.
+    """
+
+    index: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    first_row: npt.NDArray[np.int64]
+    data: Files
+    video: dict[str, Files] = field(default_factory=dict)
+    start: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+
+def read_info(store: Store) -> Info:
+    """Reads `meta/info.json`.
+
+    Raises:
+        DatasetError: it is missing, of another version or storage format, or of the wrong shape.
+    """
+    if not store.exists(INFO):
+        old = " It has meta/episodes.jsonl, so it is v2.x." + _CONVERT if store.exists("meta/episodes.jsonl") else ""
+        raise DatasetError(f"{store.address}: no LeRobot dataset, since there is no {INFO}.{old}")
+    info = _object(read_json(store, INFO), store, "it")
+    version = str(info.get("codebase_version", "missing"))
+    if not version.startswith("v3."):
+        raise DatasetError(f"{store.where(INFO)}: codebase_version is {version[:40]!r}, and v3.0 is read.{_CONVERT}")
+    if info.get("storage_format") == "lance":
+        raise DatasetError(
+            f'{store.where(INFO)}: storage_format is "lance", and Parquet with MP4 is read; export it to that with LeRobot'
+        )
+    fps = info.get("fps")
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not math.isfinite(fps) or not 0 < fps <= 100_000:
+        raise DatasetError(f"{store.where(INFO)}: fps is {str(fps)[:40]}; it is a number above 0")
+    features = _object(info.get("features"), store, "features")
+    return Info(
+        fps=fps,
+        features={key: feature for key, feature in features.items() if _readable(key, feature, store)},
+        data_path=_template(info.get("data_path"), "data_path", store),
+        video_path=_template(info["video_path"], "video_path", store) if info.get("video_path") else None,
+        episodes=_count(info.get("total_episodes"), "total_episodes", store),
+        frames=_count(info.get("total_frames"), "total_frames", store),
+    )
+
+
+def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
+    """Reads the episode table, without the columns of statistics and of other cameras.
+
+    Raises:
+        DatasetError: a column is missing, or the numbers contradict each other or `info.json`.
+    """
+    names = [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
+    if not names:
+        raise DatasetError(f"{store.where('meta/episodes')}: no Parquet file in there, so there are no episodes")
+    cameras = list(cameras)
+    fields = ["chunk_index", "file_index", "from_timestamp", "to_timestamp"]
+    wanted = ["episode_index", "length", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index"]
+    wanted += [f"videos/{camera}/{name}" for camera in cameras for name in fields]
+    parts = [_numbers(store, name, wanted) for name in names]
+    table = {key: np.concatenate([part[key] for part in parts]) for key in wanted}
+    by_index = np.argsort(table["episode_index"], kind="stable")
+    table = {key: values[by_index] for key, values in table.items()}
+    _check_episodes(table, store, info)
+    video = {}
+    for camera in cameras:
+        assert info.video_path is not None  # read_info's caller has made sure where there is a video feature
+        columns = table[f"videos/{camera}/chunk_index"], table[f"videos/{camera}/file_index"]
+        video[camera] = _files(info.video_path, *columns, video_key=camera)
+    return Episodes(
+        index=table["episode_index"],
+        length=table["length"],
+        first_row=table["dataset_from_index"],
+        data=_files(info.data_path, table["data/chunk_index"], table["data/file_index"]),
+        video=video,
+        start={camera: table[f"videos/{camera}/from_timestamp"].astype(np.float64) for camera in cameras},
+    )
+
+
+def read_names(store: Store, path: str, index: str) -> dict[int, str]:
+    """A table of names such as `meta/tasks.parquet`: {task_index: task}; empty where there is no such file.
+
+    The name is the table's pandas index, whose column may be called anything: the pandas metadata says which it is.
+    """
+    if not store.exists(path):
+        return {}
+    table = read_parquet(store, path)
+    try:
+        stored = json.loads((table.schema.metadata or {}).get(b"pandas", b"{}"))
+        columns = [c for c in stored.get("index_columns", []) if isinstance(c, str)] if isinstance(stored, dict) else []
+    except ValueError:
+        columns = []
+    names = [c for c in (*columns, "task", "subtask", "__index_level_0__") if c in table.column_names]
+    if not names or index not in table.column_names:
+        raise DatasetError(f"{store.where(path)}: columns {table.column_names}; {index} and a column of names are needed")
+    pairs = dict(zip(table[index].to_pylist(), table[names[0]].to_pylist(), strict=True))
+    if not all(isinstance(k, int) and isinstance(v, str) for k, v in pairs.items()):
+        raise DatasetError(f"{store.where(path)}: {index} is to hold integers and {names[0]} strings")
+    return pairs
+
+
+def read_stats(store: Store) -> dict[str, dict[str, npt.NDArray[Any]]]:
+    """`meta/stats.json` as arrays per key and statistic; empty where there is no such file."""
+    path = "meta/stats.json"
+    if not store.exists(path):
+        return {}
+    stats = _object(read_json(store, path), store, "it", path)
+    try:
+        return {key: {name: np.asarray(v) for name, v in values.items()} for key, values in stats.items()}
+    except (AttributeError, ValueError) as error:
+        raise DatasetError(f"{store.where(path)}: not a table of numbers per key and statistic: {error}") from error
+
+
+def read_json(store: Store, path: str) -> Any:
+    """A JSON file of up to 64 MiB. Raises DatasetError where it is none."""
+    size = store.size(path)
+    if size > _LARGEST_JSON:
+        raise DatasetError(f"{store.where(path)}: {size} bytes of JSON; up to {_LARGEST_JSON} are read")
+    try:
+        return json.loads(store.read(path, 0, size))
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{store.where(path)}: not JSON: {error}; fetch it again") from error
+
+
+def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
+    """A Parquet file, or the named columns of it. Raises DatasetError where it cannot be read."""
+    with parquet_errors(store, path), store.open(path) as file:
+        return pq.ParquetFile(file).read(columns=columns, use_threads=False)
+
+
+class parquet_errors:
+    """Turns what pyarrow raises on a broken file into a DatasetError that names the file."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._where = store.where(path)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        known = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError, TypeError)
+        if isinstance(error, known) and not isinstance(error, (DatasetError, StorageError)):
+            said = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise DatasetError(f"{self._where}: not a whole Parquet file: {said}; fetch or record it again") from error
+
+
+_CONVERT = (
+    " Convert it with LeRobot: python -m lerobot.datasets.v30.convert_dataset_v21_to_v30 --repo-id=<owner>/<name>"
+    " (a v2.0 dataset to v2.1 first)"
+)
+
+
+def _object(value: Any, store: Store, what: str, path: str = INFO) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DatasetError(f"{store.where(path)}: {what} is to be a JSON object, and is {type(value).__name__}")
+    return value
+
+
+def _count(value: Any, name: str, store: Store) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise DatasetError(f"{store.where(INFO)}: {name} is {str(value)[:40]}; it is an integer of 0 or more")
+    return value
+
+
+def _readable(key: str, feature: Any, store: Store) -> bool:
+    where = f"{store.where(INFO)}: feature {key[:80]!r}"
+    feature = _object(feature, store, f"feature {key[:80]!r}")
+    dtype, shape = feature.get("dtype"), feature.get("shape")
+    if dtype not in DTYPES:
+        _log.warning("%s has dtype %.40r, which is not read; batches will lack it", where, dtype)
+        return False
+    whole = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
+    if not whole or not 1 <= len(shape) <= 5:
+        raise DatasetError(f"{where} has shape {str(shape)[:80]}; it is a list of one to five positive integers")
+    details = feature.get("info") or {}
+    if dtype == "video" and isinstance(details, dict) and details.get("video.is_depth_map"):
+        _log.warning("%s is a depth map, which is not read; batches will lack it", where)
+        return False
+    return True
+
+
+def _template(value: Any, name: str, store: Store) -> str:
+    """A path template, held to plain integer fields, since a format can also spell gigabytes of padding."""
+    allowed = {"chunk_index", "file_index", "video_key"}
+    try:
+        if not isinstance(value, str):
+            raise ValueError(f"it is {type(value).__name__}")
+        for _, key, form, conversion in string.Formatter().parse(value):
+            if key is not None and (key not in allowed or conversion or not re.fullmatch(r"(0?\d{1,2}d?)?", form or "")):
+                raise ValueError(f"it has the field {{{key}:{form}}}"[:80])
+    except ValueError as error:
+        raise DatasetError(
+            f"{store.where(INFO)}: {name} is no path template: {error}; allowed are {{video_key}}, {{chunk_index:03d}} and "
+            "{file_index:03d}"
+        ) from error
+    return value
+
+
+def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArray[Any]]:
+    with parquet_errors(store, path), store.open(path) as file:
+        parquet = pq.ParquetFile(file)
+        missing = [name for name in wanted if name not in parquet.schema_arrow.names]
+        if missing:
+            raise DatasetError(f"{store.where(path)}: lacks the column {missing[0]}, which v3.0 has for each episode")
+        table = parquet.read(columns=wanted, use_threads=False)
+        columns = {}
+        for name in wanted:
+            column = table[name]
+            if column.null_count or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+                raise DatasetError(f"{store.where(path)}: column {name} is to hold a number for each episode")
+            columns[name] = column.to_numpy()
+            if not name.endswith("timestamp"):
+                columns[name] = columns[name].astype(np.int64)
+        return columns
+
+
+def _check_episodes(table: dict[str, npt.NDArray[Any]], store: Store, info: Info) -> None:
+    index, length = table["episode_index"], table["length"]
+    where = store.where("meta/episodes")
+
+    def refuse(wrong: npt.NDArray[np.bool_], what: str) -> None:
+        if wrong.any():
+            raise DatasetError(f"{where}: episode {index[np.argmax(wrong)]}: {what}")
+
+    if len(index) == 0:
+        raise DatasetError(f"{where}: no episodes")
+    refuse(np.append(False, np.diff(index) == 0) | (index < 0), "its index is negative or stands there twice")
+    refuse((length < 1) | (length > 1 << 40), "its length is not a positive number of frames")
+    promised = table["dataset_to_index"] - table["dataset_from_index"]
+    refuse(promised != length, "its length and its dataset_from_index and dataset_to_index differ")
+    for name, values in table.items():
+        if name.endswith(("chunk_index", "file_index")):
+            refuse((values < 0) | (values > 1 << 40), f"{name} is not a number of a file")
+        if name.endswith("timestamp"):
+            refuse(~np.isfinite(values) | (np.abs(values) > 1e9), f"{name} is no time in seconds")
+    for what, promise, found in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
+        if promise is not None and promise != found:
+            raise DatasetError(
+                f"{store.where(INFO)}: it promises {promise} {what}, and the tables in {where} hold {found}; a file is "
+                "missing, or the dataset was edited by hand: copy or edit it again with LeRobot's tools"
+            )
+
+
+def _files(
+    template: str, chunk: npt.NDArray[np.int64], file: npt.NDArray[np.int64], video_key: str = ""
+) -> Files:
+    pairs, index = np.unique(np.stack([chunk, file], 1), axis=0, return_inverse=True)
+    paths = [template.format(chunk_index=c, file_index=f, video_key=video_key) for c, f in pairs.tolist()]
+    return Files(paths, index.reshape(-1))

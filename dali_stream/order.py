@@ -1,0 +1,271 @@
+"""Which frame comes when: a pure function from a position of the epoch to (episode, frame). No I/O, no clock, no global RNG.
+
+With N frames, C consumers and W ranks, position g (0 <= g < N) is draw g // C of consumer g % C, and rank r serves the
+positions g with g % W == r. So the order does not know W, and any number of ranks that divides C walks the same epoch.
+
+Random numbers are the raw stream of Philox (numpy guarantees it across versions), keyed by a hash of what they are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Shuffle = bool | str
+
+
+class Order:
+    """The order of one epoch.
+
+    Args:
+        episode_lengths: frames of each episode, in recorded order.
+        shuffle: True, every consumer draws uniformly out of a pool of episodes; "global", one permutation of all
+            frames; False, recorded order.
+        seed, epoch: what the order is a function of, beside the lengths.
+        consumers: logical consumers C, a property of the run and not of the hardware (only for `shuffle=True`).
+        episode_pool_size: segments that a consumer draws from at a time (only for `shuffle=True`).
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]],
+        shuffle: Shuffle = True,
+        seed: int = 0,
+        epoch: int = 0,
+        consumers: int = 32,
+        episode_pool_size: int = 8,
+    ) -> None:
+        lengths = _checked_lengths(episode_lengths)
+        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; it counts from 0")
+        self._consumers = consumers if shuffle is True else None
+        self._frames = int(lengths.sum())
+        key = (seed, epoch)
+        if shuffle is True:
+            self._episodes = np.argsort(_philox("episodes", *key).random_raw(len(lengths)), kind="stable")
+            ends = np.cumsum(lengths[self._episodes])
+            self._walk: _Pools | _Permutation | _Recorded = _Pools(ends, self._frames, key, consumers, episode_pool_size)
+        else:
+            self._episodes = np.arange(len(lengths))
+            ends = np.cumsum(lengths)
+            self._walk = _Permutation(self._frames, key) if shuffle == "global" else _Recorded()
+        self._ends = ends
+        self._starts = ends - lengths[self._episodes]
+
+    def __len__(self) -> int:
+        return self._frames
+
+    def read(
+        self, start: int, count: int, rank: int = 0, world_size: int = 1
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The next `count` samples that `rank` serves at or after position `start`.
+
+        Reading on from where the last call ended is cheap; going back replays the rank's draws from the epoch's start.
+
+        Returns:
+            (episode, frame), two int64 arrays: `episode` indexes `episode_lengths`, `frame` counts within the episode.
+            Shorter than `count` at the end of the epoch.
+
+        Raises:
+            ValueError: a negative number, a rank outside the world, or a world size that does not divide `consumers`.
+        """
+        if start < 0 or count < 0:
+            raise ValueError(f"start is {start} and count is {count}; both are 0 or more")
+        check_world(rank, world_size, self._consumers)
+        first = start + (rank - start) % world_size
+        positions = np.arange(first, min(first + count * world_size, self._frames), world_size, dtype=np.int64)
+        laid = self._walk.at(positions)
+        run = np.searchsorted(self._ends, laid, side="right")
+        return self._episodes[run].astype(np.int64), laid - self._starts[run]
+
+
+def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
+    """Raises ValueError for what no order can be made of."""
+    if shuffle not in (True, False, "global") or isinstance(shuffle, (int, float)) and not isinstance(shuffle, bool):
+        raise ValueError(f'shuffle is {shuffle!r}; allowed are True (episode pool), "global" and False (recorded order)')
+    if not isinstance(seed, (int, np.integer)):
+        raise ValueError(f"seed is {seed!r}; it is an integer")
+    for name, value in (("consumers", consumers), ("episode_pool_size", episode_pool_size)):
+        if not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
+
+
+def check_world(rank: int, world_size: int, consumers: int | None) -> None:
+    """Raises ValueError where these ranks cannot share the order. `consumers` is None where the order has none."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank} and world_size is {world_size}; a rank is at least 0 and below world_size")
+    if consumers is not None and consumers % world_size:
+        fits = [w for w in range(1, consumers + 1) if consumers % w == 0]
+        raise ValueError(
+            f"world_size is {world_size}, which does not divide consumers={consumers}; allowed with these consumers are "
+            f"{', '.join(map(str, fits[:20]))}. Choose consumers as a multiple of every world size you may run on "
+            "(it is part of the order: a run that is resumed keeps it)"
+        )
+
+
+class _Recorded:
+    """Position g is frame g."""
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return positions
+
+
+class _Permutation:
+    """A keyed permutation of [0, n) computed per index: no memory, any position at once.
+
+    A Feistel network over the smallest power of two that holds n, walked on until the value falls below n (cycle
+    walking, Black and Rogaway 2002). The domain is below 2n, so two steps are enough on average.
+    """
+
+    ROUNDS = 8
+
+    def __init__(self, n: int, key: tuple[int, int]) -> None:
+        bits = max(n - 1, 0).bit_length()
+        self._n = n
+        self._low = np.uint64(bits // 2)
+        self._low_mask = np.uint64((1 << bits // 2) - 1)
+        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+        self._keys = _philox("permutation", *key).random_raw(2 * self.ROUNDS).reshape(-1, 2)
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        value = self._step(positions.astype(np.uint64))
+        outside = np.flatnonzero(value >= self._n)
+        while len(outside):
+            value[outside] = self._step(value[outside])
+            outside = outside[value[outside] >= self._n]
+        return value.astype(np.int64)
+
+    def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        low, high = value & self._low_mask, value >> self._low
+        for for_low, for_high in self._keys:
+            low ^= _mix(high ^ for_low) & self._low_mask
+            high ^= _mix(low ^ for_high) & self._high_mask
+        return high << self._low | low
+
+
+class _Pools:
+    """Consumers that draw from pools of episode segments (see `Order`).
+
+    `ends` are the ends of the permuted episodes laid end to end. Consumer c owns a run of that line; the runs are of
+    equal length, the first N mod C one longer.
+    """
+
+    def __init__(self, ends: npt.NDArray[np.int64], frames: int, key: tuple[int, int], consumers: int, pool: int) -> None:
+        self._ends, self._frames, self._key, self._count, self._pool = ends, frames, key, consumers, pool
+        self._consumers: dict[int, _Consumer] = {}
+        self._lock = threading.Lock()
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`positions` are an arithmetic progression whose step divides the number of consumers."""
+        laid = np.empty(len(positions), np.int64)
+        with self._lock:
+            # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one.
+            turn = self._count // int(positions[1] - positions[0]) if len(positions) > 1 else 1
+            for i in range(min(turn, len(positions))):
+                first = int(positions[i])
+                count = len(laid[i::turn])
+                laid[i::turn] = self._consumer(first % self._count, first // self._count).draw(count)
+        return laid
+
+    def _consumer(self, index: int, draw: int) -> _Consumer:
+        consumer = self._consumers.get(index)
+        if consumer is None or consumer.drawn > draw:
+            short, longer = divmod(self._frames, self._count)
+            start = index * short + min(index, longer)
+            run = (start, start + short + (index < longer))
+            consumer = _Consumer(self._ends, run, _philox("consumer", *self._key, index), self._pool)
+            self._consumers[index] = consumer
+        consumer.skip(draw - consumer.drawn)
+        return consumer
+
+
+class _Consumer:
+    """One pool. Each draw takes a frame uniformly out of all that remain in the pool's segments.
+
+    All frames of the pool lie in one flat array, so that a draw is one random index and one swap with the end, whatever
+    the size of the pool. A frame carries the slot of its segment in its lowest digit (base `pool`), which tells when a
+    segment is drained and the run's next one takes the slot.
+    """
+
+    BLOCK = 65536
+
+    def __init__(self, ends: npt.NDArray[np.int64], run: tuple[int, int], random: np.random.Philox, pool: int) -> None:
+        self.drawn = 0
+        self._ends, self._random, self._pool = ends, random, pool
+        self._next, self._stop = run
+        self._episode = int(np.searchsorted(ends, self._next, side="right"))
+        self._frames = array("q")
+        self._left = [0] * pool
+        for slot in range(pool):
+            self._refill(slot)
+
+    def draw(self, count: int) -> list[int]:
+        """The next `count` frames as places on the line of laid out episodes."""
+        frames, left, pool, taken = self._frames, self._left, self._pool, []
+        for uniform in self._uniforms(count):
+            at = int(uniform * len(frames))
+            frame = frames[at]
+            last = frames.pop()
+            if at < len(frames):
+                frames[at] = last
+            frame, slot = divmod(frame, pool)
+            taken.append(frame)
+            left[slot] -= 1
+            if not left[slot]:
+                self._refill(slot)
+        self.drawn += count
+        return taken
+
+    def skip(self, count: int) -> None:
+        """Draws and forgets, in blocks that bound the memory."""
+        while count:
+            block = min(count, self.BLOCK)
+            self.draw(block)
+            count -= block
+
+    def _uniforms(self, count: int) -> list[float]:
+        # The upper 53 bits as a double in [0, 1), as numpy's own generators do it, but out of the guaranteed raw stream.
+        uniforms: list[float] = ((self._random.random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()
+        return uniforms
+
+    def _refill(self, slot: int) -> None:
+        while self._next < self._stop:
+            end = min(int(self._ends[self._episode]), self._stop)
+            start, self._next = self._next, end
+            self._episode += 1
+            if end > start:  # an episode without frames is no segment
+                self._frames.frombytes((np.arange(start, end, dtype=np.int64) * self._pool + slot).tobytes())
+                self._left[slot] = end - start
+                return
+
+
+def _philox(purpose: str, *key: int) -> np.random.Philox:
+    digest = hashlib.blake2b(repr((purpose, *map(int, key))).encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little"))
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every input bit changes every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    lengths = np.asarray(episode_lengths)
+    if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
+        raise ValueError(f"episode_lengths has shape {lengths.shape} and dtype {lengths.dtype}; it is a list of integers")
+    lengths = lengths.astype(np.int64)
+    if (lengths < 0).any():
+        raise ValueError(f"episode {int(np.argmax(lengths < 0))} has length {lengths.min()}; a length is 0 or more")
+    return lengths

@@ -1,0 +1,160 @@
+"""Rows of the Parquet files as NumPy columns, one episode at a time.
+
+Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every float becomes float32, every integer int64.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DatasetError
+from dali_stream.metadata import parquet_errors
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+class RowReader:
+    """Reads the rows of episodes, and only the features that `dataset` selects."""
+
+    FILES = 16  # Parquet footers kept, least recently used first to go
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video"}
+        self._footers: OrderedDict[str, _Footer] = OrderedDict()
+
+    def read(self, episode: int) -> dict[int, Columns]:
+        """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
+
+        Returns:
+            {episode: {key: (L, ...) array}}; strings and encoded images are arrays of objects.
+
+        Raises:
+            DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
+        """
+        dataset = self._dataset
+        row = int(dataset.rows[episode])
+        path = dataset.table.data.paths[dataset.table.data.index[row]]
+        with parquet_errors(dataset.data_store, path):
+            footer = self._footer(path)
+            groups = footer.groups_of(int(dataset.episodes[episode]))
+            with dataset.data_store.open(path) as file:
+                parquet = pq.ParquetFile(file, metadata=footer.metadata)
+                table = parquet.read_row_groups(groups, columns=footer.columns, use_threads=False)
+            found = self._cut(path, table)
+        if episode not in found:
+            rows = int((table["episode_index"].to_numpy() == dataset.episodes[episode]).sum())
+            raise DatasetError(
+                f"{dataset.data_store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
+                f"{dataset.lengths[episode]} rows, and the file holds {rows}; copy the dataset again"
+            )
+        return found
+
+    def _footer(self, path: str) -> _Footer:
+        if path not in self._footers:
+            with self._dataset.data_store.open(path) as file:
+                parquet = pq.ParquetFile(file)
+                self._footers[path] = _Footer(parquet, list(self.features), self._dataset.data_store.where(path))
+        self._footers.move_to_end(path)
+        while len(self._footers) > self.FILES:
+            self._footers.popitem(last=False)
+        return self._footers[path]
+
+    def _cut(self, path: str, table: pa.Table) -> dict[int, Columns]:
+        """The selected episodes that are whole in `table`."""
+        dataset = self._dataset
+        index = table["episode_index"].to_numpy()
+        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.empty(0, np.int64)
+        stops = np.append(starts[1:], len(index))
+        found: dict[int, Columns] = {}
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            episode = int(np.searchsorted(dataset.episodes, index[start]))
+            known = episode < len(dataset.episodes) and dataset.episodes[episode] == index[start]
+            if known and stop - start == dataset.lengths[episode]:
+                rows = table.slice(start, stop - start)
+                where = f"{dataset.data_store.where(path)}: episode {index[start]}"
+                found[episode] = {key: to_numpy(rows[key], self.features[key], f"{where}: {key}") for key in self.features}
+                counted = found[episode].get("frame_index")
+                if counted is not None and (np.diff(counted) != 1).any():
+                    raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
+        return found
+
+
+class _Footer:
+    """What a Parquet file says of itself: which row groups hold which episodes."""
+
+    def __init__(self, parquet: pq.ParquetFile, keys: list[str], where: str) -> None:
+        self.metadata = parquet.metadata
+        self.columns = [*keys, "episode_index"] if "episode_index" not in keys else keys
+        missing = [key for key in self.columns if key not in parquet.schema_arrow.names]
+        if missing:
+            raise DatasetError(f"{where}: lacks the column {missing[0]}, which meta/info.json has as a feature")
+        leaves = [self.metadata.schema.column(i).path for i in range(self.metadata.num_columns)]
+        column = leaves.index("episode_index")
+        self._ranges = np.array(
+            [self._range(parquet, group, column) for group in range(self.metadata.num_row_groups)], np.int64
+        ).reshape(-1, 2)
+
+    def groups_of(self, episode: int) -> list[int]:
+        """Row groups that may hold rows of an episode, by its index in the dataset."""
+        return np.flatnonzero((self._ranges[:, 0] <= episode) & (episode <= self._ranges[:, 1])).tolist()
+
+    @staticmethod
+    def _range(parquet: pq.ParquetFile, group: int, column: int) -> tuple[int, int]:
+        stats = parquet.metadata.row_group(group).column(column).statistics
+        if stats is not None and stats.has_min_max:
+            return stats.min, stats.max
+        values = parquet.read_row_group(group, columns=["episode_index"])["episode_index"].to_numpy()
+        return (int(values.min()), int(values.max())) if len(values) else (0, -1)
+
+
+def to_numpy(column: pa.ChunkedArray, feature: dict[str, Any], where: str) -> npt.NDArray[Any]:
+    """A column as (L, *shape), or (L,) where the shape is (1,). Images and strings as (L,) objects, bytes and str.
+
+    Raises:
+        DatasetError: a value is missing, or is of another shape or dtype than the feature.
+    """
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if feature["dtype"] == "image":
+        array = pc.struct_field(array, "bytes") if pa.types.is_struct(array.type) else array
+    if array.null_count:
+        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing")
+    if feature["dtype"] in ("image", "string"):
+        return _objects(array, bytes if feature["dtype"] == "image" else str, where)
+    shape = () if tuple(feature["shape"]) == (1,) else tuple(feature["shape"])
+    for size in shape:
+        if not (pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type) or pa.types.is_large_list(array.type)):
+            raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
+        if pc.any(pc.not_equal(pc.list_value_length(array), size)).as_py():
+            raise DatasetError(f"{where}: a value has another shape than {feature['shape']}, which meta/info.json says")
+        array = array.flatten()
+        if array.null_count:
+            raise DatasetError(f"{where}: {array.null_count} numbers are missing")
+    kind = feature["dtype"]
+    numeric = pa.types.is_boolean(array.type) if kind == "bool" else _is_number(array.type)
+    if not numeric:
+        raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says {kind} of shape {feature['shape']}")
+    target = np.bool_ if kind == "bool" else np.float32 if kind.startswith("float") else np.int64
+    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False).astype(target, copy=False)
+    return values.reshape(len(column), *shape)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _objects(array: pa.Array, kind: type, where: str) -> npt.NDArray[np.object_]:
+    values = array.to_pylist()
+    if not all(isinstance(value, kind) for value in values):
+        raise DatasetError(f"{where}: holds {array.type}, and {kind.__name__} is needed")
+    objects = np.empty(len(values), object)
+    objects[:] = values
+    return objects

@@ -1,0 +1,242 @@
+"""The external source of the DALI pipeline: batches of rows, masks, clips and frames, made ahead by a planner and a pool.
+
+    planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
+    decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
+    DALI's caller:   `Stage.source()` takes the next batch in order and waits for its frames
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream import windows
+from dali_stream.batches import Batches
+from dali_stream.cameras import CLIP_FRAMES, Counters, ImageCamera, Pending, VideoCamera
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.order import Order, Shuffle
+from dali_stream.residency import Residency
+from dali_stream.video.route import Route
+
+Array = npt.NDArray[Any]
+_log = logging.getLogger("dali_stream")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a stage is to make: all that does not change from epoch to epoch."""
+
+    dataset: Dataset
+    batches: Batches
+    windows: dict[str, npt.NDArray[np.int64]]
+    shuffle: Shuffle
+    seed: int
+    consumers: int
+    episode_pool_size: int
+    rank: int
+    threads: int
+    memory_budget: int
+    substitute: bool
+    gpu: int | None
+
+    def order(self, epoch: int) -> Order:
+        """The order of one epoch."""
+        return Order(self.dataset.lengths, self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size)
+
+    def steps(self, camera: str) -> int:
+        """Frames of a camera's window."""
+        return len(self.windows.get(camera, (0,)))
+
+    def squeezed(self, camera: str) -> bool:
+        """Whether a sample has one picture without a time axis. LeRobot drops the axis of one step for videos only."""
+        return self.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
+
+    def columns(self) -> list[str]:
+        """Keys that go through DALI as plain arrays."""
+        features = self.dataset.features.items()
+        return [key for key, f in features if f["dtype"] not in ("video", "image", "string")] + [
+            f"{key}_is_pad" for key in self.windows
+        ]
+
+
+@dataclass
+class Batch:
+    """One rank's share of a global batch, under way."""
+
+    columns: dict[str, Array]
+    strings: dict[str, list[str]]
+    cameras: dict[str, Pending]
+    padded: int
+
+
+class Stage:
+    """Makes batches from a position on, without end: one epoch follows another.
+
+    Args:
+        plan: what to make.
+        routes: the decoder of each camera.
+        epoch, position: where to begin.
+        counters: what to add to.
+    """
+
+    def __init__(self, plan: Plan, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
+        self._plan, self._counters = plan, counters
+        self._residency = Residency(plan.dataset, plan.memory_budget)
+        self._cameras: dict[str, VideoCamera | ImageCamera] = {
+            key: VideoCamera(plan.dataset, key, routes[key], plan.gpu, counters)
+            if key in plan.dataset.videos
+            else ImageCamera(plan.dataset, key, counters)
+            for key in plan.dataset.cameras
+        }
+        self._on_dali = [key for key in plan.dataset.cameras if routes[key].decoder == "dali"]
+        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+        self._room = threading.Semaphore(self._depth())
+        self._stopping = False
+        self.delivered: deque[dict[str, list[str]]] = deque()  # strings of the batches that DALI has taken
+        self._pool = ThreadPoolExecutor(plan.threads, "dali_stream decode")
+        self._planner = threading.Thread(
+            target=self._run, args=(epoch, position), name="dali_stream planner", daemon=True
+        )
+        self._planner.start()
+
+    def source(self) -> tuple[Any, ...]:
+        """The next batch for DALI: the arrays of `Plan.columns`, then per camera a list of one array a sample; for a camera
+        on the DALI route three lists: clips, frames in them, order of the steps.
+
+        Raises:
+            DaliStreamError: whatever kept the batch from being made. The stage is of no use then.
+        """
+        started = time.perf_counter()
+        batch = self._ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        frames = self._finish(batch)
+        self._room.release()
+        self._counters.starved_s += time.perf_counter() - started
+        self._counters.padded += batch.padded
+        self.delivered.append(batch.strings)
+        arrays: list[Any] = [batch.columns[key] for key in self._plan.columns()]
+        for key, samples in frames.items():
+            arrays += map(list, zip(*samples, strict=True)) if key in self._on_dali else [samples]
+        return tuple(arrays)
+
+    def resident_bytes(self) -> int:
+        """Memory of rows and indices."""
+        return self._residency.resident_bytes()
+
+    def close(self) -> None:
+        """Stops the planner and the pool, and waits for them."""
+        self._stopping = True
+        self._room.release()
+        self._planner.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _depth(self) -> int:
+        """Batches under way: enough for every decode thread to have work while the oldest batch is waited for."""
+        frames = self._plan.batches.batch_size * sum(map(self._plan.steps, self._cameras))
+        return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
+
+    # ---- planner thread
+
+    def _run(self, epoch: int, position: int) -> None:
+        try:
+            for batch in self._batches(epoch, position):
+                self._ready.put(batch)
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _batches(self, epoch: int, position: int) -> Iterator[Batch]:
+        batches = self._plan.batches
+        for number in itertools.count(epoch):
+            order = self._plan.order(number)
+            while batches.count(position):
+                start, stop = batches.span(position)
+                self._room.acquire()
+                if self._stopping:
+                    return
+                started = time.perf_counter()
+                batch = self._prepare(order, start, stop)
+                self._counters.plan_s += time.perf_counter() - started
+                yield batch
+                position = stop
+            position = 0
+
+    def _prepare(self, order: Order, start: int, stop: int) -> Batch:
+        plan, dataset = self._plan, self._plan.dataset
+        world = plan.batches.world_size
+        count = len(range(start + (plan.rank - start) % world, stop, world))
+        episode, frame = order.read(start, count, plan.rank, world)
+        padded = plan.batches.batch_size - count if plan.batches.last_batch == "pad" else 0
+        if padded:
+            again = order.read(0, padded, plan.rank, world)
+            episode, frame = (np.append(a, np.resize(b, padded)) for a, b in zip((episode, frame), again, strict=True))
+        self._residency.load(np.unique(episode))
+        columns: dict[str, Array] = {}
+        cameras: dict[str, Pending] = {}
+        shown, pads = {}, {}
+        for key, offset in plan.windows.items():
+            shown[key], pads[f"{key}_is_pad"] = windows.window(offset, frame, dataset.lengths[episode])
+        for key in dataset.features:
+            if key in self._cameras:
+                frames = shown.get(key, frame[:, None])
+                cameras[key] = self._cameras[key].submit(self._pool, self._residency, episode, frames)
+            else:
+                columns[key] = self._residency.gather(key, episode, shown.get(key, frame))
+        return Batch(columns | pads, self._strings(columns), cameras, padded)
+
+    def _strings(self, columns: dict[str, Array]) -> dict[str, list[Any]]:
+        """Text goes past DALI: string features, and the name of each sample's task."""
+        dataset = self._plan.dataset
+        texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f["dtype"] == "string"}
+        for key, index, names in (("task", "task_index", dataset.tasks), ("subtask", "subtask_index", dataset.subtasks)):
+            if index in columns and (names or key == "task"):
+                numbers = columns[index].tolist()
+                try:
+                    texts[key] = [names[n] for n in numbers]
+                except KeyError as error:
+                    raise DatasetError(
+                        f"{dataset.store.where(f'meta/{key}s.parquet')}: has no {index} {error}, which rows of the dataset "
+                        f"name; it has {len(names)}. Copy the dataset again"
+                    ) from error
+        return texts
+
+    # ---- the thread that runs DALI
+
+    def _finish(self, batch: Batch) -> dict[str, list[Any]]:
+        """Waits for the frames of a batch: per camera, one entry a sample. Replaces samples that failed, if allowed."""
+        frames = {key: pending.collect() for key, pending in batch.cameras.items()}
+        failed = {row: error for pending in batch.cameras.values() for row, error in sorted(pending.failed.items())}
+        for key, samples in frames.items():
+            self._counters.frames += len(samples) * self._plan.steps(key)
+            if key not in self._on_dali and self._plan.squeezed(key):
+                frames[key] = [None if sample is None else sample[0] for sample in samples]
+        rows = len(next(iter(batch.columns.values())))
+        self._counters.samples += rows
+        if failed:
+            take = self._substitutes(rows, failed)
+            batch.columns = {key: values[take] for key, values in batch.columns.items()}
+            batch.strings = {key: [texts[i] for i in take] for key, texts in batch.strings.items()}
+            frames = {key: [samples[i] for i in take] for key, samples in frames.items()}
+        return frames
+
+    def _substitutes(self, rows: int, failed: dict[int, DecodeError]) -> list[int]:
+        """Per row, the row that takes its place: itself, or for one that failed another of the batch."""
+        good = [row for row in range(rows) if row not in failed]
+        if not self._plan.substitute or not good:
+            raise next(iter(failed.values()))
+        for error in failed.values():
+            _log.warning("a sample was substituted by another of its batch: %s", error)
+        self._counters.substituted += len(failed)
+        return [row if row not in failed else good[row % len(good)] for row in range(rows)]

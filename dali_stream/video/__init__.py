@@ -1,0 +1,1 @@
+"""Encoded video: sample tables, packed clips, decoders, and what NVDEC can do."""

@@ -1,0 +1,106 @@
+"""ISO base media boxes (ISO/IEC 14496-12, section 4.2): walking them safely in files of any origin, and writing them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from dali_stream.errors import DecodeError
+from dali_stream.storage import Store
+
+MOST_CHILDREN = 10_000
+LARGEST_MOOV = 256 << 20
+HEAD = 1 << 16  # bytes fetched to look for `moov`: with it in front, one or two reads fetch a file's index
+
+
+def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """(kind, start, end) of the bodies of the boxes in `data[start:end]`.
+
+    Raises:
+        DecodeError: a box does not fit into its parent, or there are more than any real file has.
+    """
+    for _ in range(MOST_CHILDREN):
+        if start == end:
+            return
+        kind, head, size = _header(data[start : start + 16], start, end)
+        yield kind, start + head, start + size
+        start += size
+    raise DecodeError(f"a box has more than {MOST_CHILDREN} boxes in it: the file's index is broken")
+
+
+def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | None:
+    """The body of the first box at `path`, or None."""
+    for kind in path:
+        for found, first, last in children(data, start, end):
+            if found == kind:
+                start, end = first, last
+                break
+        else:
+            return None
+    return start, end
+
+
+def read_moov(store: Store, path: str) -> bytes:
+    """The body of a file's `moov` box: two reads when it is in front, three when it follows the media data.
+
+    Raises:
+        DecodeError: not an MP4, or one that ends before its boxes do.
+    """
+    size = store.size(path)
+    at = base = 0
+    window = store.read(path, 0, min(HEAD, size))
+    for _ in range(MOST_CHILDREN):
+        if at == size:
+            raise DecodeError(f"no moov box (the index of an MP4){_looks_like(store.read(path, 0, 48))}")
+        if not base <= at <= base + len(window) - 16:
+            base, window = at, store.read(path, at, min(at + HEAD, size))
+        try:
+            kind, head, length = _header(window[at - base : at - base + 16], at, size)
+        except DecodeError as error:
+            raise DecodeError(f"{error}{_looks_like(store.read(path, 0, 48))}") from None
+        if kind == b"moov":
+            if length > LARGEST_MOOV:
+                raise DecodeError(f"its moov box claims {length} bytes; more than {LARGEST_MOOV} is not read")
+            first, last = at + head - base, at + length - base
+            return window[first:last] + store.read(path, base + len(window), base + last)
+        at += length
+    raise DecodeError(f"more than {MOST_CHILDREN} boxes at the top: not an MP4")
+
+
+def box(kind: bytes, *parts: bytes) -> bytes:
+    """A box with these bytes as its body."""
+    body = b"".join(parts)
+    return struct.pack(">I4s", 8 + len(body), kind) + body
+
+
+def full_box(kind: bytes, version: int, flags: int, *parts: bytes) -> bytes:
+    """A box whose body begins with a version and flags."""
+    return box(kind, struct.pack(">I", version << 24 | flags), *parts)
+
+
+def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
+    """(kind, bytes of the header, bytes of the box) of the box at `start` of a parent that ends at `end`."""
+    if len(head) < 8:
+        raise DecodeError(f"it ends in the middle of a box header at byte {start}: truncated")
+    size, kind = struct.unpack_from(">I4s", head)
+    length = 8
+    if size == 1 and len(head) >= 16:
+        size, length = struct.unpack_from(">Q", head, 8)[0], 16
+    elif size == 0:
+        size = end - start  # to the end of the file
+    if size < length:
+        raise DecodeError(f"the box {kind!r} at byte {start} claims {size} bytes, which is less than its header")
+    if size > end - start:
+        raise DecodeError(f"the box {kind!r} at byte {start} claims {size} bytes and {end - start} are there: truncated")
+    return kind, length, size
+
+
+def _looks_like(first: bytes) -> str:
+    """What a file that is no MP4 is instead, for the message."""
+    if first.startswith(b"version https://git-lfs"):
+        return "; it is a Git LFS pointer: run `git lfs pull`"
+    if first.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        return "; it is an HTML page, so the download went wrong"
+    if not first:
+        return "; it is empty"
+    return "" if first[4:8] == b"ftyp" else f"; it begins with {first[:16]!r}, which is no MP4"

@@ -1,0 +1,161 @@
+"""Packed clips: small MP4s in memory that hold only the pictures which some requested frames need.
+
+    file A   |I p|I p|I p|I p|I p| ...        requests: A2 (the p of the second pair), A7, B4
+    file B   |I p|I p|I p| ...
+
+    clip     |I p|I p|I|     the prefixes of the GOPs of A2, A7 and B4, packed end to end
+    frames    1   3   4      where the requests are in the clip, counted in the order of showing
+
+Decoding starts at a sync sample and goes on to the requested picture: that prefix is all that a request costs. Each run
+of samples keeps its decode order; times are made anew, one tick a picture, so that a picture's index is its time. The
+shifts of `ctts` are negative where needed (version 1): the first picture is shown at 0, and nothing is delivered late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dali_stream.errors import DecodeError
+from dali_stream.storage import Store
+from dali_stream.video.boxes import box, full_box
+from dali_stream.video.table import SampleTable
+
+TIMESCALE, TICK = 15360, 512  # 30 pictures a second, the numbers FFmpeg writes; a clip's own time means nothing else
+
+
+@dataclass(frozen=True)
+class Clip:
+    """An MP4 in memory.
+
+    Attributes:
+        data: the file.
+        frames: per request, its index in the order of showing.
+        pictures: how many encoded pictures the clip holds.
+    """
+
+    data: bytes
+    frames: list[int]
+    pictures: int
+
+
+class _Run:
+    """Samples of one file that are decoded one after the other, beginning with a sync sample."""
+
+    __slots__ = ("ranks", "samples", "table")
+
+    def __init__(self, table: SampleTable, start: int, stop: int) -> None:
+        samples = np.arange(start, stop + 1)
+        if table.open_gops:
+            # What leads the run's own sync sample needs pictures that are not in the clip. Nobody asked for those, and
+            # no other picture refers to them, so they are left out.
+            samples = samples[(table.head[samples] != start) | (table.pts[samples] >= table.pts[start])]
+        self.table, self.samples = table, samples
+        self.ranks = np.arange(len(samples))  # per sample, its place in the order of showing within the run
+        if table.reordered:
+            self.ranks[np.argsort(table.pts[samples], kind="stable")] = np.arange(len(samples))
+
+    def rank(self, sample: int) -> int:
+        """The place of one sample in the order of showing."""
+        return int(self.ranks[np.searchsorted(self.samples, sample) if self.table.open_gops else sample - self.samples[0]])
+
+    def read(self, store: Store) -> bytes:
+        """The encoded pictures end to end."""
+        table, samples = self.table, self.samples
+        first, last = int(samples[0]), int(samples[-1])
+        if table.stretch[first] == table.stretch[last] and last - first == len(samples) - 1:
+            parts = [(int(table.offset[first]), int(table.offset[last] + table.size[last]))]
+        else:
+            parts = [(at, at + size) for at, size in zip(table.offset[samples].tolist(), table.size[samples].tolist())]
+        data = [store.read(table.path, start, stop) for start, stop in parts]
+        if any(len(d) != stop - start for d, (start, stop) in zip(data, parts)):
+            raise DecodeError(
+                f"{store.where(table.path)}: bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become "
+                "shorter since its index was read"
+            )
+        return data[0] if len(data) == 1 else b"".join(data)
+
+
+def pack(store: Store, tables: Sequence[SampleTable], samples: Sequence[int]) -> Clip:
+    """Packs the pictures that `samples` need into one clip.
+
+    Args:
+        store: where the files are.
+        tables: per request, the table of its file; all with the same sample description.
+        samples: per request, the sample in its file. The same request may come more than once.
+
+    Raises:
+        DecodeError: open GOPs of more than one run (`SampleTable.open_gops` tells), or a file that has changed.
+    """
+    stops: dict[tuple[int, int], int] = {}
+    by_id = {id(table): table for table in tables}
+    keys = [(id(table), decoding_start(table, sample)) for table, sample in zip(tables, samples, strict=True)]
+    for key, sample in zip(keys, samples, strict=True):
+        stops[key] = max(stops.get(key, 0), sample)
+    if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
+        raise DecodeError("pictures of open GOPs cannot share a clip with others: each run needs a clip of its own")
+    runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
+    ends = dict(zip(runs, itertools.accumulate(len(run.samples) for run in runs.values())))
+    before = {key: ends[key] - len(run.samples) for key, run in runs.items()}
+    frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
+    return Clip(_mux(store, list(runs.values())), frames, sum(len(run.samples) for run in runs.values()))
+
+
+def decoding_start(table: SampleTable, sample: int) -> int:
+    """The sync sample that decoding of `sample` starts at.
+
+    A picture that follows an open GOP's sync sample but is shown before it refers to the GOP before that one too.
+    """
+    head = int(table.head[sample])
+    if table.open_gops and table.pts[sample] < table.pts[head] and head > 0:
+        return int(table.head[head - 1])
+    return head
+
+
+def _mux(store: Store, runs: list[_Run]) -> bytes:
+    lengths = [len(run.samples) for run in runs]
+    n = sum(lengths)
+    sizes = np.concatenate([run.table.size[run.samples] for run in runs])
+    table, first = runs[0].table, int(runs[0].samples[0])
+    if table.open_gops:  # one run, which may go on over sync samples
+        sync = np.flatnonzero(np.isin(runs[0].samples, table.sync)) + 1
+    else:
+        sync = np.cumsum([1, *lengths[:-1]])
+    tables = [
+        full_box(b"stsd", 0, 0, struct.pack(">I", 1), table.configs[table.config[first]]),
+        full_box(b"stts", 0, 0, struct.pack(">III", 1, n, TICK)),
+        full_box(b"stss", 0, 0, struct.pack(">I", len(sync)), sync.astype(">u4").tobytes()),
+        full_box(b"stsc", 0, 0, struct.pack(">IIII", 1, 1, n, 1)),
+        full_box(b"stsz", 0, 0, struct.pack(">II", 0, n), sizes.astype(">u4").tobytes()),
+    ]
+    if any(run.table.reordered for run in runs):
+        shift = np.concatenate([run.ranks - np.arange(len(run.ranks)) for run in runs]) * TICK
+        entries = np.stack([np.ones(n, np.int64), shift], 1).astype(">i4").tobytes()
+        tables.append(full_box(b"ctts", 1, 0, struct.pack(">I", n), entries))
+    length = _LENGTH_OF_REST + sum(map(len, tables))
+    moov = _moov(tables, table.track_header, n * TICK, len(_FTYP) + length + 8)
+    body = [run.read(store) for run in runs]
+    return b"".join((_FTYP, moov, struct.pack(">I4s", 8 + sum(map(len, body)), b"mdat"), *body))
+
+
+def _moov(tables: list[bytes], track_header: bytes, duration: int, media_offset: int) -> bytes:
+    stbl = box(b"stbl", *tables, full_box(b"stco", 0, 0, struct.pack(">II", 1, media_offset)))
+    minf = box(b"minf", _VMHD_AND_DINF, stbl)
+    mdhd = full_box(b"mdhd", 0, 0, struct.pack(">IIIIHH", 0, 0, TIMESCALE, duration, 0x55C4, 0))
+    tkhd = full_box(b"tkhd", 0, 3, struct.pack(">IIIII", 0, 0, 1, 0, duration), bytes(16), track_header)
+    mvhd = full_box(b"mvhd", 0, 0, struct.pack(">IIII", 0, 0, TIMESCALE, duration), _MVHD_REST)
+    return box(b"moov", mvhd, box(b"trak", tkhd, box(b"mdia", mdhd, _HDLR, minf)))
+
+
+_FTYP = box(b"ftyp", b"isom", struct.pack(">I", 512), b"isomiso2mp41")
+_MATRIX = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
+_MVHD_REST = struct.pack(">IH", 0x10000, 0x100) + bytes(10) + _MATRIX + bytes(24) + struct.pack(">I", 2)
+_HDLR = full_box(b"hdlr", 0, 0, bytes(4), b"vide", bytes(12), b"v\0")
+_VMHD_AND_DINF = full_box(b"vmhd", 0, 1, bytes(8)) + box(
+    b"dinf", full_box(b"dref", 0, 0, struct.pack(">I", 1), full_box(b"url ", 0, 1))
+)
+_LENGTH_OF_REST = len(_moov([], bytes(44), 0, 0))  # bytes of `moov` beside the tables: stco holds an absolute offset

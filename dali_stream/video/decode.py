@@ -1,0 +1,80 @@
+"""The torchcodec route: frames out of packed clips, on the CPU. No state between calls, one thread a clip.
+
+FFmpeg is told nothing of where a clip came from, so a picture is known by its time alone: it is compared with the time
+that was asked for, since a decoder that met damage may skip a picture and deliver its neighbour without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import DecodeError
+from dali_stream.storage import Store
+from dali_stream.video.clip import TICK, TIMESCALE, Clip, decoding_start, pack
+from dali_stream.video.format import VideoFormat
+from dali_stream.video.table import SampleTable
+
+Frames = npt.NDArray[np.uint8]
+
+
+def decode(
+    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat
+) -> tuple[Frames, int]:
+    """Decodes samples, in the order asked for.
+
+    Args:
+        store: where the files are.
+        tables: per request, the table of its file; all with the same sample description.
+        samples: per request, the sample in its file.
+        expected: what the sample description says, in particular the size of the pictures.
+
+    Returns:
+        (n, H, W, 3) uint8 RGB, and how many pictures were decoded for it.
+
+    Raises:
+        DecodeError: the decoder failed, or delivered another picture than the one asked for.
+    """
+    if not any(table.open_gops for table in tables):
+        clip = pack(store, tables, samples)
+        return decode_clip(clip, expected), clip.pictures
+    # Runs of open GOPs need a clip each (see `clip.pack`).
+    starts = [(id(table), decoding_start(table, sample)) for table, sample in zip(tables, samples, strict=True)]
+    frames, pictures = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
+    for start in dict.fromkeys(starts):
+        own = [i for i, s in enumerate(starts) if s == start]
+        clip = pack(store, [tables[i] for i in own], [samples[i] for i in own])
+        frames[own] = decode_clip(clip, expected)
+        pictures += clip.pictures
+    return frames, pictures
+
+
+def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
+    """Decodes one clip to (n, H, W, 3) uint8 RGB. Errors as in `decode`."""
+    from torchcodec.decoders import VideoDecoder  # loads FFmpeg: only where something is decoded
+
+    try:
+        # "approximate" spares a scan; a clip's pictures are one tick apart, so an index is a time exactly.
+        decoder = VideoDecoder(clip.data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate")
+        batch = decoder.get_frames_at(clip.frames)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise DecodeError(f"the {expected.codec} decoder failed: {_first_line(error)}") from error
+    frames: Frames = batch.data.numpy()
+    if frames.shape[1:] != (expected.height, expected.width, 3):
+        raise DecodeError(
+            f"a decoded picture has shape {frames.shape[1:]}, and its file says {expected.height}×{expected.width}"
+        )
+    times = batch.pts_seconds.numpy()
+    wrong = np.abs(times * TIMESCALE / TICK - clip.frames) > 0.25
+    if wrong.any():
+        raise DecodeError(
+            f"the {expected.codec} decoder delivered other pictures than the {int(wrong.sum())} asked for: the encoded data "
+            "is damaged before or at them"
+        )
+    return frames
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

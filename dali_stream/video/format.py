@@ -1,0 +1,87 @@
+"""What a sample description says of a video: codec, profile, chroma, bit depth, size.
+
+Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media files (av1C, vpcC).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from dali_stream.errors import DecodeError
+from dali_stream.video.boxes import children
+
+CODECS = {
+    b"av01": "av1", b"avc1": "h264", b"avc3": "h264", b"hvc1": "hevc", b"hev1": "hevc",
+    b"vp08": "vp8", b"vp09": "vp9", b"mp4v": "mpeg4", b"jpeg": "mjpeg", b"mjpg": "mjpeg", b"png ": "png",
+}  # fmt: skip
+_CHROMA = {0: "gray", 1: "420", 2: "422", 3: "444"}
+
+
+@dataclass(frozen=True)
+class VideoFormat:
+    """Attributes: `codec` (av1, h264, hevc, vp8, vp9, mpeg4, mjpeg, png, or the four characters of an unknown one),
+    `profile` as the codec numbers it (None where the file does not say), `chroma` (gray, 420, 422, 444), `depth` in
+    bits, `height` and `width` in pixels."""
+
+    codec: str
+    profile: int | None
+    chroma: str
+    depth: int
+    height: int
+    width: int
+
+    @property
+    def pixel_format(self) -> str:
+        """FFmpeg's name of the planar format, such as yuv420p or yuv420p10le."""
+        if self.codec == "png":
+            return "rgb24"
+        deep = f"{self.depth}le" if self.depth > 8 else ""
+        return f"gray{deep}" if self.chroma == "gray" else f"yuv{self.chroma}p{deep}"
+
+
+def describe(config: bytes) -> VideoFormat:
+    """Reads a sample description (a whole `stsd` entry).
+
+    Raises:
+        DecodeError: it is too short to hold what its kind says, or has no size.
+    """
+    kind = config[4:8]
+    width, height = struct.unpack_from(">HH", config, 32)
+    codec = CODECS.get(kind, kind.decode("latin-1").strip())
+    if not width or not height:
+        raise DecodeError(f"its sample description says {width}×{height} pixels")
+    parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
+    try:
+        profile, chroma, depth = _details(codec, parts)
+    except IndexError as error:
+        raise DecodeError(f"its {codec} decoder configuration is cut short") from error
+    return VideoFormat(codec, profile, chroma, depth, height, width)
+
+
+def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, int]:
+    if codec == "av1" and (av1c := parts.get(b"av1C")):
+        high, twelve, gray = av1c[2] >> 6 & 1, av1c[2] >> 5 & 1, av1c[2] >> 4 & 1
+        chroma = "gray" if gray else {(1, 1): "420", (1, 0): "422", (0, 0): "444"}.get((av1c[2] >> 3 & 1, av1c[2] >> 2 & 1))
+        return av1c[1] >> 5, chroma or "420", 12 if high and twelve else 10 if high else 8
+    if codec == "hevc" and (hvcc := parts.get(b"hvcC")):
+        return hvcc[1] & 31, _CHROMA[hvcc[16] & 3], (hvcc[17] & 7) + 8
+    if codec == "vp9" and (vpcc := parts.get(b"vpcC")):
+        return vpcc[4], {0: "420", 1: "420", 2: "422", 3: "444"}.get(vpcc[6] >> 1 & 7, "420"), vpcc[6] >> 4
+    if codec == "h264" and (avcc := parts.get(b"avcC")):
+        chroma, depth = _avc_chroma(avcc)
+        return avcc[1], chroma, depth
+    return None, "420", 8
+
+
+def _avc_chroma(avcc: bytes) -> tuple[str, int]:
+    """Profiles from High on append chroma format and bit depths to the parameter sets."""
+    at = 6
+    for _ in range(avcc[5] & 31):
+        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
+    count, at = avcc[at], at + 1
+    for _ in range(count):
+        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
+    if avcc[1] not in (66, 77, 88) and len(avcc) >= at + 3:
+        return _CHROMA[avcc[at] & 3], (avcc[at + 1] & 7) + 8
+    return "420", 8

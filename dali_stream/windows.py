@@ -1,0 +1,57 @@
+"""`delta_timestamps` as frame offsets: which frames a sample shows, and which of them lie outside its episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+TOLERANCE_S = 1e-4  # how far a delta may lie from a multiple of 1/fps: LeRobot's `tolerance_s`
+
+
+def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[str]) -> dict[str, npt.NDArray[np.int64]]:
+    """Frame offsets per key: round(delta * fps).
+
+    Args:
+        deltas: seconds relative to the current frame, per key.
+        fps: frames per second of the dataset.
+        keys: the keys that may have a window.
+
+    Raises:
+        ValueError: an unknown key, an empty window, or a delta that is no multiple of 1/fps within 0.1 ms.
+    """
+    found = {}
+    for key, values in deltas.items():
+        if key not in keys:
+            raise ValueError(f"delta_timestamps has {key!r}, which this dataset has not; its keys are {', '.join(keys)}")
+        seconds = np.asarray(values, np.float64)
+        if seconds.ndim != 1 or not len(seconds) or not np.isfinite(seconds).all():
+            raise ValueError(f"delta_timestamps[{key!r}] is {values!r}; it is a list of one or more numbers, in seconds")
+        frames = np.round(seconds * fps)
+        wrong = np.abs(seconds * fps - frames) / fps > TOLERANCE_S
+        if wrong.any():
+            raise ValueError(
+                f"delta_timestamps[{key!r}] has {seconds[wrong][0]}, which is no multiple of 1/fps = {1 / fps:.6g} s within "
+                f"{TOLERANCE_S} s; the nearest frame is at {frames[wrong][0] / fps:.6g} s"
+            )
+        found[key] = frames.astype(np.int64)
+    return found
+
+
+def window(
+    offset: npt.NDArray[np.int64], frame: npt.NDArray[np.int64], length: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Frames of a batch of windows, clamped to their episodes.
+
+    Args:
+        offset: (T,) frame offsets.
+        frame: (B,) current frame within its episode.
+        length: (B,) frames of that episode.
+
+    Returns:
+        (B, T) frames in [0, length), and (B, T) bool: True where the frame asked for lies outside the episode.
+    """
+    wanted = frame[:, None] + offset[None, :]
+    clamped = np.clip(wanted, 0, length[:, None] - 1)
+    return clamped, clamped != wanted
