@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.buffers import Buffers
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.residency import LACKING, Residency
@@ -74,22 +74,31 @@ class Request:
 
 @dataclass
 class Pending:
-    """The frames of one camera and one batch, to come. `failed` has an error per row that cannot be had."""
+    """What one camera shows for one batch, to come.
 
-    rows: int
-    tasks: list[tuple[list[Request], Future[list[Any]]]] = field(default_factory=list)
+    Attributes:
+        out: (B, T, H, W, 3) uint8 that the tasks fill; on the DALI route a list of one `Packed` a sample.
+        tasks: under way; each gives the rows that could not be had.
+        failed: those rows, with their errors.
+    """
+
+    out: Any
+    tasks: list[Future[dict[int, DecodeError]]] = field(default_factory=list)
     failed: dict[int, DecodeError] = field(default_factory=dict)
 
-    def collect(self) -> list[Any]:
-        """Waits. One result per row, None for those in `failed`."""
-        results: list[Any] = [None] * self.rows
-        for requests, task in self.tasks:
-            for request, result in zip(requests, task.result(), strict=True):
-                if isinstance(result, DecodeError):
-                    self.failed[request.row] = result
-                else:
-                    results[request.row] = result
-        return results
+    def collect(self) -> Any:
+        """Waits for all tasks, and returns `out`."""
+        for task in self.tasks:
+            self.failed |= task.result()
+        return self.out
+
+
+class Packed(NamedTuple):
+    """One sample on the DALI route: a clip, the frames in it, rising, and per step of the window which of those it shows."""
+
+    clip: Array
+    frames: Array
+    order: Array
 
 
 class VideoCamera:
@@ -107,13 +116,13 @@ class VideoCamera:
         self.key, self._dataset, self._route, self._gpu, self._counters = key, dataset, route, gpu, counters
         self._formats: dict[bytes, VideoFormat] = {}
 
-    def submit(self, pool: Executor, residency: Residency, episode: Array, frames: Array) -> Pending:
-        """Starts the work for a batch. `episode` is (B,), `frames` (B, T).
-
-        Per sample, the torchcodec route gives (T, H, W, 3) uint8; the DALI route gives (clip, frames in it, rising;
-        order of the window's steps among those).
-        """
-        pending, requests = Pending(len(episode)), []
+    def submit(
+        self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array
+    ) -> Pending:
+        """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
+        on_dali = self._route.decoder == "dali"
+        out = [None] * len(episode) if on_dali else buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
+        pending, requests = Pending(out), []
         samples = residency.samples(self.key, episode, frames)
         for row, e in enumerate(episode.tolist()):
             request = Request(row, e, frames[row], samples=samples[row])
@@ -122,10 +131,10 @@ class VideoCamera:
                 requests.append(request)
             except DecodeError as error:
                 pending.failed[row] = error
-        on_dali = self._route.decoder == "dali"
-        work: Callable[[list[Request]], list[Any]] = self._pack if on_dali else self._decode
-        groups = [[request] for request in requests] if on_dali else self._deal(requests)
-        pending.tasks = [(group, pool.submit(work, group)) for group in groups]
+        if on_dali:
+            pending.tasks = [pool.submit(self._pack, request, out) for request in requests]
+        else:
+            pending.tasks = [pool.submit(self._decode, group, out) for group in self._deal(requests)]
         return pending
 
     def describe(self, residency: Residency, episode: int) -> tuple[SampleTable, VideoFormat]:
@@ -164,11 +173,11 @@ class VideoCamera:
 
     def _check_size(self, table: SampleTable, video: VideoFormat) -> None:
         """A file's size has to be the promised one: batches are of one shape, and a broken size takes memory at will."""
-        shape = tuple(self._dataset.features[self.key]["shape"])
-        if (video.height, video.width) not in (shape[:2], shape[1:]):
+        size = self._dataset.picture_size(self.key)
+        if (video.height, video.width) != size:
             raise DecodeError(
                 f"{self._dataset.data_store.where(table.path)}: has pictures of {video.height}×{video.width}, and "
-                f"meta/info.json promises the shape {shape}"
+                f"meta/info.json promises {size[0]}×{size[1]}"
             )
 
     def _deal(self, requests: list[Request]) -> list[list[Request]]:
@@ -192,20 +201,23 @@ class VideoCamera:
         assert table is not None and samples is not None
         return table.configs[table.config[samples[0]]] + table.track_header
 
-    def _decode(self, requests: list[Request]) -> list[Array | DecodeError]:
-        """Decode pool: (T, H, W, 3) uint8 per request."""
-        started, store = time.perf_counter(), self._dataset.data_store
+    def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
+        """Decode pool, torchcodec route: fills the rows of `out`."""
+        started = time.perf_counter()
         tables = [r.table for r in requests for _ in r.frames]
         samples = [sample for r in requests for sample in r.samples.tolist()]  # type: ignore[union-attr]
+        video = self._format(tables[0], samples[0])  # type: ignore[arg-type]
         try:
-            video = self._format(tables[0], samples[0])  # type: ignore[arg-type]
-            decoded, pictures = decode.decode(store, tables, samples, video)  # type: ignore[arg-type]
+            decoded, pictures = decode.decode(self._dataset.data_store, tables, samples, video)  # type: ignore[arg-type]
         except DecodeError as error:
-            if len(requests) > 1:
-                return [result for request in requests for result in self._decode([request])]
-            return [self._blame(requests[0], video, error)]
+            if len(requests) == 1:
+                return {requests[0].row: self._blame(requests[0], video, error)}
+            return {row: e for request in requests for row, e in self._decode([request], out).items()}
+        # Copied at once: the decoder's own array goes back to this thread's heap, where the next clip takes it again.
+        for request, pictures_of in zip(requests, decoded.reshape(len(requests), *out.shape[1:]), strict=True):
+            out[request.row] = pictures_of
         self._counters.decoded(started, pictures)
-        return list(decoded.reshape(len(requests), -1, *decoded.shape[1:]))
+        return {}
 
     def _blame(self, request: Request, video: VideoFormat, error: DecodeError) -> DecodeError:
         """A window's error with the name of the first frame in it that fails on its own."""
@@ -221,20 +233,20 @@ class VideoCamera:
         where = self._dataset.data_store.where(table.path)
         return self._named(request.episode, frames, DecodeError(f"{where}: {error}"))
 
-    def _pack(self, requests: list[Request]) -> list[tuple[Array, Array, Array] | DecodeError]:
-        """Decode pool, DALI route: each frame of the window is decoded once, in rising order, and then put into place."""
+    def _pack(self, request: Request, out: list[Packed | None]) -> dict[int, DecodeError]:
+        """Decode pool, DALI route. Each frame of the window is decoded once, in rising order, and then put into place."""
         started = time.perf_counter()
-        [request] = requests
         assert request.table is not None and request.samples is not None
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
             clip = pack(self._dataset.data_store, [request.table] * len(unique), unique.tolist())
         except DecodeError as error:
-            return [self._named(request.episode, request.frames, error)]
+            return {request.row: self._named(request.episode, request.frames, error)}
         self._counters.decoded(started, clip.pictures)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
-        return [(np.frombuffer(clip.data, np.uint8), np.sort(places), order)]
+        out[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
+        return {}
 
     def _named(self, episode: int, frames: Array, error: DecodeError) -> DecodeError:
         return named(self._dataset, self.key, episode, frames, error)
@@ -246,24 +258,27 @@ class ImageCamera:
     def __init__(self, dataset: Dataset, key: str, counters: Counters) -> None:
         self.key, self._dataset, self._counters = key, dataset, counters
 
-    def submit(self, pool: Executor, residency: Residency, episode: Array, frames: Array) -> Pending:
-        """Starts the work for a batch: (T, H, W, 3) uint8 per sample."""
+    def submit(
+        self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array
+    ) -> Pending:
+        """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
+        out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
         encoded = residency.gather(self.key, episode, frames)
         requests = [Request(row, e, frames[row], images=encoded[row]) for row, e in enumerate(episode.tolist())]
         each = max(CLIP_FRAMES // frames.shape[1], 1)
         groups = [requests[i : i + each] for i in range(0, len(requests), each)]
-        return Pending(len(requests), [(group, pool.submit(self._decode, group)) for group in groups])
+        return Pending(out, [pool.submit(self._decode, group, out) for group in groups])
 
-    def _decode(self, requests: list[Request]) -> list[Array | DecodeError]:
-        started, results = time.perf_counter(), []
-        shape = self._dataset.features[self.key]["shape"]
+    def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
+        started, failed = time.perf_counter(), {}
         for request in requests:
-            try:
-                results.append(np.stack([image.decode(data, shape) for data in request.images]))  # type: ignore[union-attr]
-            except DecodeError as error:
-                results.append(named(self._dataset, self.key, request.episode, request.frames, error))
+            for step, data in enumerate(request.images):  # type: ignore[arg-type]
+                try:
+                    out[request.row, step] = image.decode(data, out.shape[2:4])
+                except DecodeError as error:
+                    failed[request.row] = named(self._dataset, self.key, request.episode, request.frames[[step]], error)
         self._counters.decoded(started, sum(len(r.frames) for r in requests))
-        return results
+        return failed
 
 
 def named(dataset: Dataset, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:

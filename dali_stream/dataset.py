@@ -70,6 +70,10 @@ class Dataset:
             for key, feature in info.features.items()
             if feature["dtype"] not in ("video", "image") or key in self.cameras
         }
+        for key in self.cameras:
+            if len(self.features[key]["shape"]) != 3:
+                shape = self.features[key]["shape"]
+                raise DatasetError(f"{self.store.where(metadata.INFO)}: camera {key!r} has shape {shape}; it is (H, W, C)")
         for key in ("timestamp", "frame_index", "episode_index", "index", "task_index"):
             if key not in info.features:
                 raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which v3.0 always has")
@@ -106,6 +110,12 @@ class Dataset:
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
         return digest.hexdigest()
+
+    def picture_size(self, camera: str) -> tuple[int, int]:
+        """(height, width) of a camera's pictures. Its shape is (H, W, C); some datasets have (C, H, W)."""
+        shape = self.features[camera]["shape"]
+        height, width = shape[1:] if shape[0] in (1, 3) and shape[-1] not in (1, 3) else shape[:2]
+        return height, width
 
     def __repr__(self) -> str:
         what = f"{self.num_episodes} episodes, {self.num_frames} frames at {self.fps:g} fps"

@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from dali_stream import windows
 from dali_stream.batches import Batches
+from dali_stream.buffers import Buffers
 from dali_stream.cameras import CLIP_FRAMES, Counters, ImageCamera, Pending, VideoCamera
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.errors import DatasetError
 from dali_stream.order import Order, Shuffle
 from dali_stream.residency import Residency
 from dali_stream.video.route import Route
@@ -101,6 +102,8 @@ class Stage:
             for key in plan.dataset.cameras
         }
         self._on_dali = [key for key in plan.dataset.cameras if routes[key].decoder == "dali"]
+        self._buffers = Buffers()
+        self._lent: list[Array] = []
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(self._depth())
         self._stopping = False
@@ -112,8 +115,8 @@ class Stage:
         self._planner.start()
 
     def source(self) -> tuple[Any, ...]:
-        """The next batch for DALI: the arrays of `Plan.columns`, then per camera a list of one array a sample; for a camera
-        on the DALI route three lists: clips, frames in them, order of the steps.
+        """The next batch for DALI: the arrays of `Plan.columns`, then per camera its pictures; for a camera on the DALI
+        route three lists: clips, frames in them, order of the steps.
 
         Raises:
             DaliStreamError: whatever kept the batch from being made. The stage is of no use then.
@@ -124,12 +127,18 @@ class Stage:
             raise batch
         frames = self._finish(batch)
         self._room.release()
+        for array in self._lent:  # DALI has copied the batch before this one by now
+            self._buffers.give(array)
+        self._lent = [out for out in frames.values() if isinstance(out, np.ndarray)]
         self._counters.starved_s += time.perf_counter() - started
         self._counters.padded += batch.padded
         self.delivered.append(batch.strings)
         arrays: list[Any] = [batch.columns[key] for key in self._plan.columns()]
-        for key, samples in frames.items():
-            arrays += map(list, zip(*samples, strict=True)) if key in self._on_dali else [samples]
+        for key, out in frames.items():
+            if key in self._on_dali:
+                arrays += map(list, zip(*out, strict=True))
+            else:
+                arrays.append(out[:, 0] if self._plan.squeezed(key) else out)
         return tuple(arrays)
 
     def resident_bytes(self) -> int:
@@ -191,7 +200,7 @@ class Stage:
         for key in dataset.features:
             if key in self._cameras:
                 frames = shown.get(key, frame[:, None])
-                cameras[key] = self._cameras[key].submit(self._pool, self._residency, episode, frames)
+                cameras[key] = self._cameras[key].submit(self._pool, self._buffers, self._residency, episode, frames)
             else:
                 columns[key] = self._residency.gather(key, episode, shown.get(key, frame))
         return Batch(columns | pads, self._strings(columns), cameras, padded)
@@ -214,29 +223,20 @@ class Stage:
 
     # ---- the thread that runs DALI
 
-    def _finish(self, batch: Batch) -> dict[str, list[Any]]:
-        """Waits for the frames of a batch: per camera, one entry a sample. Replaces samples that failed, if allowed."""
+    def _finish(self, batch: Batch) -> dict[str, Any]:
+        """Waits for the frames of a batch, per camera as in `Pending.out`. Replaces samples that failed, if allowed."""
         frames = {key: pending.collect() for key, pending in batch.cameras.items()}
         failed = {row: error for pending in batch.cameras.values() for row, error in sorted(pending.failed.items())}
-        for key, samples in frames.items():
-            self._counters.frames += len(samples) * self._plan.steps(key)
-            if key not in self._on_dali and self._plan.squeezed(key):
-                frames[key] = [None if sample is None else sample[0] for sample in samples]
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
+        self._counters.frames += rows * sum(map(self._plan.steps, frames))
         if failed:
-            take = self._substitutes(rows, failed)
-            batch.columns = {key: values[take] for key, values in batch.columns.items()}
-            batch.strings = {key: [texts[i] for i in take] for key, texts in batch.strings.items()}
-            frames = {key: [samples[i] for i in take] for key, samples in frames.items()}
+            good = [row for row in range(rows) if row not in failed]
+            if not self._plan.substitute or not good:
+                raise next(iter(failed.values()))
+            for row, error in failed.items():
+                _log.warning("a sample was substituted by another of its batch: %s", error)
+                for values in (*batch.columns.values(), *batch.strings.values(), *frames.values()):
+                    values[row] = values[good[row % len(good)]]
+            self._counters.substituted += len(failed)
         return frames
-
-    def _substitutes(self, rows: int, failed: dict[int, DecodeError]) -> list[int]:
-        """Per row, the row that takes its place: itself, or for one that failed another of the batch."""
-        good = [row for row in range(rows) if row not in failed]
-        if not self._plan.substitute or not good:
-            raise next(iter(failed.values()))
-        for error in failed.values():
-            _log.warning("a sample was substituted by another of its batch: %s", error)
-        self._counters.substituted += len(failed)
-        return [row if row not in failed else good[row % len(good)] for row in range(rows)]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torchcodec.decoders import VideoDecoder
+from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
 from dali_stream.demo import read_identities, read_identity, render, scene, stamp, write_demo
 from dali_stream.demo.identity import COLUMNS, MIN_SIZE, ROWS, STRIP

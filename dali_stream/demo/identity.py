@@ -14,7 +14,7 @@ import numpy as np
 
 ROWS, COLUMNS = 2, 24
 STRIP = 1 / 15  # the strip's share of the picture's height: 16 of 240 rows
-MIN_SIZE = (120, 128)  # (height, width): a cell is then 4 by 5 pixels, four blocks of chroma; smaller did not survive
+MIN_SIZE = (120, 128)  # (height, width): a cell is then 4 rows by 5 columns; smaller ones were not tried
 MAX_EPISODE, MAX_FRAME, MAX_CAMERA = 2**16 - 1, 2**12 - 1, 2**4 - 1
 _BLACK, _WHITE = 16, 235
 _FIELDS = ("episode", "frame", "camera")

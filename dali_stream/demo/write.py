@@ -34,7 +34,7 @@ def write_demo(
 
     Args:
         root: folder to write; must not exist, or be empty.
-        episodes: 1 to 65536; of 60 to 140 frames each at 20 frames per second.
+        episodes: 1 to 65536; of about 50 to 140 frames each at 20 frames per second.
         size: (height, width) of the pictures, even, at least (120, 128).
         codec: "av1", "h264", "hevc" or "vp9".
         gop: distance of key frames, in frames; at least 1, for AV1 at least 2.
