@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torchcodec.decoders import VideoDecoder
 
 from dali_stream.errors import DecodeError
 from dali_stream.storage import Store
@@ -53,8 +54,6 @@ def decode(
 
 def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
     """Decodes one clip to (n, H, W, 3) uint8 RGB. Errors as in `decode`."""
-    from torchcodec.decoders import VideoDecoder  # loads FFmpeg: only where something is decoded
-
     try:
         # "approximate" spares a scan; a clip's pictures are one tick apart, so an index is a time exactly.
         decoder = VideoDecoder(clip.data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate")

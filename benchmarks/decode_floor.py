@@ -1,0 +1,167 @@
+"""How near the loader comes to the decode floor: FFmpeg alone, one process with one thread per core, decoding exactly the
+GOP prefixes that each batch's frames need, and converting only those frames to RGB.
+
+    python benchmarks/decode_floor.py URI [--batch-size 64] [--batches 30] [--rounds 5] [--json]
+
+Both sides get the same requests and take turns. FFmpeg gets them as one packed clip a core and camera, so it pays neither
+for opening files nor for seeking; the time that the program takes to start and end is measured and taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import dali_stream
+from dali_stream.ranks import cores
+from dali_stream.residency import Residency
+from dali_stream.video.clip import pack
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("uri", help="a local LeRobot v3 dataset")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batches", type=int, default=30, help="batches that a round times")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each side; the medians are compared")
+    parser.add_argument("--threads", type=int, default=cores(), help="FFmpeg processes, and decode threads of the loader")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    if not shutil.which("ffmpeg"):
+        print("decode_floor: needs the program ffmpeg; install it (Debian, Ubuntu: apt-get install ffmpeg)", file=sys.stderr)
+        return 1
+    try:
+        result = measure(arguments.uri, arguments.batch_size, arguments.batches, arguments.rounds, arguments.threads)
+    except (dali_stream.DaliStreamError, ValueError) as error:
+        print(f"decode_floor: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"floor {result['floor_frames_per_s']:.0f} frames/s, loader {result['loader_frames_per_s']:.0f} frames/s, "
+        f"ratio {result['ratio']:.3f} ({result['frames_per_round']} frames a round, {arguments.rounds} rounds, "
+        f"{arguments.threads} threads)"
+    )
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Times both sides in turns."""
+    dataset = dali_stream.Dataset(uri)
+    batches = min(batches, dataset.num_frames // batch_size)
+    frames = batches * batch_size * len(dataset.videos)
+    with tempfile.TemporaryDirectory() as folder, dali_stream.Loader(
+        dataset, batch_size=batch_size, image_dtype="uint8", threads=threads, decode="torchcodec", device="cpu"
+    ) as loader:
+        jobs = floor_jobs(dataset, batch_size, batches, threads, Path(folder))
+        idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
+        stream = endless(loader)
+        for _ in range(4):
+            next(stream)
+        floor, own = [], []
+        for _ in range(rounds):
+            floor.append(frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads))
+            own.append(frames / timed(lambda: [next(stream) for _ in range(batches)]))
+        routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
+    return {
+        "ratio": statistics.median(own) / statistics.median(floor),
+        "floor_frames_per_s": statistics.median(floor),
+        "loader_frames_per_s": statistics.median(own),
+        "floor_rounds": floor,
+        "loader_rounds": own,
+        "frames_per_round": frames,
+        "batch_size": batch_size,
+        "threads": threads,
+        "routes": routes,
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def endless(loader: dali_stream.Loader) -> Any:
+    """Batches of one epoch after another."""
+    while True:
+        yield from loader
+
+
+def floor_jobs(dataset: Any, batch_size: int, batches: int, threads: int, folder: Path) -> list[tuple[Path, str, int]]:
+    """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for."""
+    order = dali_stream.Order(dataset.lengths)
+    residency = Residency(dataset, 4 << 30)
+    jobs = []
+    for camera in dataset.videos:
+        for core in range(threads):
+            tables, samples = [], []
+            for number in range(core, batches, threads):
+                episode, frame = order.read(number * batch_size, batch_size)
+                residency.load(np.unique(episode))
+                found = [residency.table(camera, e) for e in episode.tolist()]
+                # A copy of the table a batch: two batches that need the same GOP pay for it twice, as any loader does.
+                own = {id(table): dataclasses.replace(table) for table in found}
+                tables += [own[id(table)] for table in found]
+                samples += residency.samples(camera, episode, frame).tolist()
+            clip = pack(dataset.data_store, tables, samples)
+            path = folder / f"{len(jobs)}.mp4"
+            path.write_bytes(clip.data)
+            wanted = np.zeros(clip.pictures, bool)
+            wanted[clip.frames] = True
+            jobs.append((path, f"select='{selection(wanted, 0, len(wanted))}',format=rgb24", int(wanted.sum())))
+    return jobs
+
+
+def selection(wanted: np.ndarray, start: int, stop: int) -> str:
+    """An expression in n, the number of the picture, that is 1 for the wanted ones: a tree, so that it is cheap to evaluate."""
+    if wanted[start:stop].all():
+        return "1"
+    if not wanted[start:stop].any():
+        return "0"
+    middle = (start + stop) // 2
+    return f"if(lt(n,{middle}),{selection(wanted, start, middle)},{selection(wanted, middle, stop)})"
+
+
+def run_ffmpeg(jobs: list[tuple[Path, str, int]], threads: int, head_only: bool = False) -> None:
+    """Decodes the clips, `threads` processes at a time; with `head_only` the first picture of each."""
+
+    def run(job: tuple[Path, str, int]) -> None:
+        path, filters, frames = job
+        command = ["ffmpeg", "-hide_banner", "-nostdin", "-threads", "1", "-i", str(path), "-filter_threads", "1"]
+        command += ["-frames:v", "1"] if head_only else ["-vf", filters]
+        done = subprocess.run([*command, "-vsync", "passthrough", "-f", "null", "-"], capture_output=True, text=True)
+        counts = re.findall(r"frame=\s*(\d+)", done.stderr)
+        if done.returncode or (not head_only and int(counts[-1]) != frames):
+            raise dali_stream.DecodeError(f"ffmpeg delivered {counts[-1:]} of {frames} frames: {done.stderr[-300:]}")
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, jobs))
+
+
+def timed(work: Any) -> float:
+    """Seconds that a call takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def processor() -> str:
+    """The processor's name, where Linux tells it."""
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    return found[1] if found else platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
