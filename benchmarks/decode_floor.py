@@ -65,9 +65,12 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
     dataset = dali_stream.Dataset(uri)
     batches = min(batches, dataset.num_frames // batch_size)
     frames = batches * batch_size * len(dataset.videos)
-    with tempfile.TemporaryDirectory() as folder, dali_stream.Loader(
-        dataset, batch_size=batch_size, image_dtype="uint8", threads=threads, decode="torchcodec", device="cpu"
-    ) as loader:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        dali_stream.Loader(
+            dataset, batch_size=batch_size, image_dtype="uint8", threads=threads, decode="torchcodec", device="cpu"
+        ) as loader,
+    ):
         jobs = floor_jobs(dataset, batch_size, batches, threads, Path(folder))
         idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
         stream = endless(loader)

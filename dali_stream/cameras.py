@@ -5,6 +5,7 @@ A task that fails is run again sample by sample, so that an error names the samp
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from concurrent.futures import Executor, Future
@@ -60,16 +61,14 @@ class Counters:
             self.decode_s += time.perf_counter() - started
 
 
-@dataclass
-class Request:
-    """What one camera is to show for one sample: a window of frames of one episode."""
+class Request(NamedTuple):
+    """What a video camera is to show for one sample: a window of frames of one episode, and the samples that show them."""
 
     row: int
     episode: int
     frames: Array
-    table: SampleTable | None = None
-    samples: Array | None = None
-    images: Array | None = None
+    samples: Array
+    table: SampleTable
 
 
 @dataclass
@@ -85,6 +84,12 @@ class Pending:
     out: Any
     tasks: list[Future[dict[int, DecodeError]]] = field(default_factory=list)
     failed: dict[int, DecodeError] = field(default_factory=dict)
+
+    def succeeded(self) -> bool:
+        """Whether all is there, without waiting."""
+        return not self.failed and all(
+            t.done() and not t.cancelled() and not t.exception() and not t.result() for t in self.tasks
+        )
 
     def collect(self) -> Any:
         """Waits for all tasks, and returns `out`."""
@@ -116,25 +121,21 @@ class VideoCamera:
         self.key, self._dataset, self._route, self._gpu, self._counters = key, dataset, route, gpu, counters
         self._formats: dict[bytes, VideoFormat] = {}
 
-    def submit(
-        self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array
-    ) -> Pending:
+    def submit(self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
         """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
-        on_dali = self._route.decoder == "dali"
-        out = [None] * len(episode) if on_dali else buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
-        pending, requests = Pending(out), []
-        samples = residency.samples(self.key, episode, frames)
-        for row, e in enumerate(episode.tolist()):
-            request = Request(row, e, frames[row], samples=samples[row])
+        pending = Pending(None)
+        requests = []
+        for row, (e, shown) in enumerate(zip(episode.tolist(), residency.samples(self.key, episode, frames), strict=True)):
             try:
-                self._locate(residency, request)
-                requests.append(request)
+                requests.append(Request(row, e, frames[row], shown, self._locate(residency, e, frames[row], shown)))
             except DecodeError as error:
                 pending.failed[row] = error
-        if on_dali:
-            pending.tasks = [pool.submit(self._pack, request, out) for request in requests]
+        if self._route.decoder == "dali":
+            pending.out = [None] * len(episode)
+            pending.tasks = [pool.submit(self._pack, request, pending.out) for request in requests]
         else:
-            pending.tasks = [pool.submit(self._decode, group, out) for group in self._deal(requests)]
+            pending.out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
+            pending.tasks = [pool.submit(self._decode, group, pending.out) for group in self._deal(requests)]
         return pending
 
     def describe(self, residency: Residency, episode: int) -> tuple[SampleTable, VideoFormat]:
@@ -142,25 +143,25 @@ class VideoCamera:
         table = residency.table(self.key, episode)
         return table, self._format(table, 0)
 
-    def _locate(self, residency: Residency, request: Request) -> None:
-        """Finds the request's file, and checks all that can be checked before decoding."""
-        assert request.samples is not None
+    def _locate(self, residency: Residency, episode: int, frames: Array, samples: Array) -> SampleTable:
+        """The index of the episode's file, with all checked that can be before decoding."""
         try:
-            request.table = table = residency.table(self.key, request.episode)
-            lacking = request.samples == LACKING
+            table = residency.table(self.key, episode)
+            lacking = samples == LACKING
             if lacking.any():
-                request.frames = request.frames[lacking]
+                frames = frames[lacking]
                 raise DecodeError(
                     f"{self._dataset.data_store.where(table.path)}: the video shows no picture at that frame's time, though "
                     "the metadata promises one: it is shorter than its episode, or its timestamps drift. Record, convert or "
                     "copy the dataset again"
                 )
-            video = self._format(table, int(request.samples[0]))
+            video = self._format(table, int(samples[0]))
             self._check_size(table, video)
         except DecodeError as error:
-            raise self._named(request.episode, request.frames, error) from error
+            raise named(self._dataset, self.key, episode, frames, error) from error
         if self._route.decoder == "dali" and (reason := refusal(self._gpu, video, table)):
             raise RouteChange(self.key, f"{self._dataset.data_store.where(table.path)}: {reason}")
+        return table
 
     def _format(self, table: SampleTable, sample: int) -> VideoFormat:
         config = table.configs[table.config[sample]]
@@ -184,31 +185,23 @@ class VideoCamera:
         """Groups that are decoded by one task. Neighbours in a file share GOPs, and a clip has one sample description."""
         groups: list[list[Request]] = []
         before = None
-        for config, request in sorted(((self._config(r), r) for r in requests), key=lambda pair: _place(*pair)):
-            assert request.table is not None
-            video = self._format(request.table, int(request.samples[0]))  # type: ignore[index]
+        for request in sorted(requests, key=lambda r: (_config(r), r.table.path, int(r.samples[0]))):
+            video = self._format(request.table, int(request.samples[0]))
             most = min(CLIP_FRAMES, CLIP_BYTES // (video.height * video.width * 3))
-            full = bool(groups) and (len(groups[-1]) + 1) * len(request.frames) > most
-            if config != before or full:
+            if _config(request) != before or (len(groups[-1]) + 1) * len(request.frames) > most:
                 groups.append([])
             groups[-1].append(request)
-            before = config
+            before = _config(request)
         return groups
-
-    @staticmethod
-    def _config(request: Request) -> bytes:
-        table, samples = request.table, request.samples
-        assert table is not None and samples is not None
-        return table.configs[table.config[samples[0]]] + table.track_header
 
     def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
         """Decode pool, torchcodec route: fills the rows of `out`."""
         started = time.perf_counter()
         tables = [r.table for r in requests for _ in r.frames]
-        samples = [sample for r in requests for sample in r.samples.tolist()]  # type: ignore[union-attr]
-        video = self._format(tables[0], samples[0])  # type: ignore[arg-type]
+        samples = [sample for r in requests for sample in r.samples.tolist()]
+        video = self._format(tables[0], samples[0])
         try:
-            decoded, pictures = decode.decode(self._dataset.data_store, tables, samples, video)  # type: ignore[arg-type]
+            decoded, pictures = decode.decode(self._dataset.data_store, tables, samples, video)
         except DecodeError as error:
             if len(requests) == 1:
                 return {requests[0].row: self._blame(requests[0], video, error)}
@@ -221,35 +214,29 @@ class VideoCamera:
 
     def _blame(self, request: Request, video: VideoFormat, error: DecodeError) -> DecodeError:
         """A window's error with the name of the first frame in it that fails on its own."""
-        table = request.table
-        assert table is not None and request.samples is not None
         frames = request.frames
         for i, sample in enumerate(request.samples.tolist()):
             try:
-                decode.decode(self._dataset.data_store, [table], [sample], video)
+                decode.decode(self._dataset.data_store, [request.table], [sample], video)
             except DecodeError as own:
                 frames, error = frames[i : i + 1], own
                 break
-        where = self._dataset.data_store.where(table.path)
-        return self._named(request.episode, frames, DecodeError(f"{where}: {error}"))
+        where = self._dataset.data_store.where(request.table.path)
+        return named(self._dataset, self.key, request.episode, frames, DecodeError(f"{where}: {error}"))
 
     def _pack(self, request: Request, out: list[Packed | None]) -> dict[int, DecodeError]:
         """Decode pool, DALI route. Each frame of the window is decoded once, in rising order, and then put into place."""
         started = time.perf_counter()
-        assert request.table is not None and request.samples is not None
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
             clip = pack(self._dataset.data_store, [request.table] * len(unique), unique.tolist())
         except DecodeError as error:
-            return {request.row: self._named(request.episode, request.frames, error)}
+            return {request.row: named(self._dataset, self.key, request.episode, request.frames, error)}
         self._counters.decoded(started, clip.pictures)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         out[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
         return {}
-
-    def _named(self, episode: int, frames: Array, error: DecodeError) -> DecodeError:
-        return named(self._dataset, self.key, episode, frames, error)
 
 
 class ImageCamera:
@@ -258,26 +245,22 @@ class ImageCamera:
     def __init__(self, dataset: Dataset, key: str, counters: Counters) -> None:
         self.key, self._dataset, self._counters = key, dataset, counters
 
-    def submit(
-        self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array
-    ) -> Pending:
+    def submit(self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
         """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
         out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
         encoded = residency.gather(self.key, episode, frames)
-        requests = [Request(row, e, frames[row], images=encoded[row]) for row, e in enumerate(episode.tolist())]
         each = max(CLIP_FRAMES // frames.shape[1], 1)
-        groups = [requests[i : i + each] for i in range(0, len(requests), each)]
-        return Pending(out, [pool.submit(self._decode, group, out) for group in groups])
+        groups = [range(i, min(i + each, len(episode))) for i in range(0, len(episode), each)]
+        return Pending(out, [pool.submit(self._decode, rows, encoded, episode, frames, out) for rows in groups])
 
-    def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
+    def _decode(self, rows: range, encoded: Array, episode: Array, frames: Array, out: Array) -> dict[int, DecodeError]:
         started, failed = time.perf_counter(), {}
-        for request in requests:
-            for step, data in enumerate(request.images):  # type: ignore[arg-type]
-                try:
-                    out[request.row, step] = image.decode(data, out.shape[2:4])
-                except DecodeError as error:
-                    failed[request.row] = named(self._dataset, self.key, request.episode, request.frames[[step]], error)
-        self._counters.decoded(started, sum(len(r.frames) for r in requests))
+        for row, step in itertools.product(rows, range(frames.shape[1])):
+            try:
+                out[row, step] = image.decode(encoded[row, step], out.shape[2:4])
+            except DecodeError as error:
+                failed[row] = named(self._dataset, self.key, int(episode[row]), frames[row, step : step + 1], error)
+        self._counters.decoded(started, len(rows) * frames.shape[1])
         return failed
 
 
@@ -289,6 +272,7 @@ def named(dataset: Dataset, camera: str, episode: int, frames: Array, error: Dec
     return found
 
 
-def _place(config: bytes, request: Request) -> tuple[bytes, str, int]:
-    assert request.table is not None and request.samples is not None
-    return config, request.table.path, int(request.samples[0])
+def _config(request: Request) -> bytes:
+    """What requests must have in common to share a clip."""
+    table = request.table
+    return table.configs[table.config[request.samples[0]]] + table.track_header

@@ -151,7 +151,9 @@ def _selected_cameras(info: metadata.Info, cameras: Sequence[str] | None) -> tup
         raise ValueError(f"cameras is the string {cameras!r}; it is a list of keys")
     for camera in cameras:
         if camera not in there:
-            raise ValueError(f"cameras has {camera!r}, which this dataset has not; its cameras are {', '.join(there) or 'none'}")
+            raise ValueError(
+                f"cameras has {camera!r}, which this dataset has not; its cameras are {', '.join(there) or 'none'}"
+            )
     return tuple(key for key in there if key in cameras)
 
 
@@ -169,6 +171,6 @@ def _selected_rows(index: npt.NDArray[np.int64], episodes: Sequence[int] | None)
     unknown = wanted[index[rows] != wanted]
     if len(unknown):
         raise ValueError(
-            f"episodes has {unknown[0]}, which this dataset has not; it has {len(index)} episodes from {index[0]} to {index[-1]}"
+            f"episodes has {unknown[0]}, which this dataset has not; it has {len(index)}, from {index[0]} to {index[-1]}"
         )
     return rows

@@ -5,6 +5,8 @@ The same graph serves a CPU and a GPU; `mixed` decoding on NVDEC is the `cpu` de
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from dali_stream.video.route import Route
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
+_log = logging.getLogger("dali_stream")
 _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
 
 
@@ -70,18 +73,39 @@ def build(
         if user is not None:
             nodes = _applied(user, nodes)
         pipeline.set_outputs(*nodes.values())
-    pipeline.build()
+    with warnings.catch_warnings():
+        # A user's function may drop what it has no use for. A camera it drops is decoded all the same, so that is said.
+        warnings.filterwarnings("ignore", message="The external source node", category=Warning)
+        pipeline.build()
+    for camera in plan.dataset.cameras:
+        if camera not in nodes:
+            _log.warning("pipeline drops %s, which is decoded nevertheless; leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
 
 
 class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
-    """DALIGenericIterator that keeps the layouts of the outputs, which say where a picture's channels are."""
+    """DALIGenericIterator that does not wait for the batch after the one it returns.
 
-    def __init__(self, pipeline: Pipeline, names: list[str]) -> None:
+    As it comes, it starts the pipeline's next run before it returns a batch, and so waits for the frames of the next one; an
+    error there would take this batch with it. Here that run starts early only where its input is ready, else when it is
+    asked for. The layouts of the outputs, which it drops, are kept: they say where a picture's channels are.
+    """
+
+    def __init__(self, pipeline: Pipeline, names: list[str], ready: Callable[[], bool]) -> None:
         self.layouts: dict[str, str] = {}
+        self._input_ready, self._owes_run = ready, False
         super().__init__([pipeline], names, prepare_first_batch=False)
 
+    def _schedule_runs(self, release_outputs: bool = True) -> None:
+        if self._ever_scheduled and not self._input_ready():
+            self._owes_run = True
+        else:
+            super()._schedule_runs(release_outputs)
+
     def _get_outputs(self) -> Any:
+        if self._owes_run:
+            self._owes_run = False
+            super()._schedule_runs()
         outputs = super()._get_outputs()
         self.layouts = {name: out.layout() for name, out in zip(self.output_map, outputs[0], strict=True)}
         return outputs
@@ -94,7 +118,8 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataN
         kinds.append((key, *_column(plan, key)))
     for camera in plan.dataset.cameras:
         if routes[camera].decoder == "dali":
-            kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, ""), (camera, types.INT32, 1, "")]
+            kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
+            kinds += [] if plan.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
         else:
             layout = "HWC" if plan.squeezed(camera) else "FHWC"
             kinds.append((camera, types.UINT8, len(layout), layout))
@@ -109,13 +134,12 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataN
     grouped: dict[str, list[DataNode]] = {}
     for (key, *_), node in zip(kinds, sources, strict=True):
         grouped.setdefault(key, []).append(node)
-    device = "cpu" if plan.gpu is None else "gpu"
     nodes = {}
     for key, parts in grouped.items():
-        if len(parts) == 3:
-            nodes[key] = _decoded(*parts, mixed=plan.gpu is not None, squeezed=plan.squeezed(key))
+        if len(parts) > 1:
+            nodes[key] = _decoded(parts, "cpu" if plan.gpu is None else "mixed")
         else:
-            nodes[key] = parts[0] if device == "cpu" else parts[0].gpu()
+            nodes[key] = parts[0] if plan.gpu is None else parts[0].gpu()
     return nodes
 
 
@@ -128,11 +152,13 @@ def _column(plan: Plan, key: str) -> tuple[Any, int, str]:
     return _TYPES[np.dtype(kind)], ndim + (key in plan.windows), ""
 
 
-def _decoded(clip: DataNode, frames: DataNode, order: DataNode, mixed: bool, squeezed: bool) -> DataNode:
-    """A window of pictures out of a clip. A repeated frame would be decoded from 0 again, so it is repeated afterwards."""
-    device = "mixed" if mixed else "cpu"
-    video = fn.decoders.video(clip, device=device, frames=frames, pad_mode="none")
-    return fn.squeeze(video, axes=[0]) if squeezed else fn.sequence_rearrange(video, new_order=order)
+def _decoded(parts: list[DataNode], device: str) -> DataNode:
+    """The pictures of a window out of its clip, HWC without an order of steps, else FHWC.
+
+    DALI would decode a repeated frame from the clip's beginning again, so each comes once and is repeated afterwards.
+    """
+    video = fn.decoders.video(parts[0], device=device, frames=parts[1], pad_mode="none")
+    return fn.squeeze(video, axes=[0]) if len(parts) == 2 else fn.sequence_rearrange(video, new_order=parts[2])
 
 
 def _picture(node: DataNode, image_size: tuple[int, int] | None, image_dtype: str) -> DataNode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -120,7 +121,8 @@ class Loader:
         self._graph = (pipeline, _size(image_size), image_dtype)
         self._decode = decode
         self._counters = Counters()
-        self._batches_delivered, self._wait_s, self._first_batch_s = 0, 0.0, None
+        self._batches_delivered, self._wait_s = 0, 0.0
+        self._first_batch_s: float | None = None
         self._constructed = time.perf_counter()
         self._epoch = self._position = 0
         self._began = self._abandoned = False
@@ -130,10 +132,9 @@ class Loader:
         self._pid = os.getpid()
         self._routes: dict[str, Route] | None = None
         self._route_changes = 0
-        try:
+        # A file that cannot be read is reported where it is needed: by `routes`, or by the first batch.
+        with contextlib.suppress(DaliStreamError):
             self._routes = self._choose_routes()
-        except DaliStreamError:
-            pass  # a file that cannot be read is reported where it is needed: by `routes`, or by the first batch
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
@@ -277,8 +278,8 @@ class Loader:
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise DaliStreamError(
-                f"this loader was made in process {self._pid} and is used in {os.getpid()}, after a fork, where its threads and "
-                "its GPU context do not exist; make the Loader in the process that uses it"
+                f"this loader was made in process {self._pid} and is used in {os.getpid()}, after a fork, where its threads "
+                "and its GPU context do not exist; make the Loader in the process that uses it"
             )
         if self._closed:
             raise DaliStreamError("this loader is closed; make a new one")
@@ -289,7 +290,7 @@ class Loader:
             raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
 
     def _order_state(self) -> dict[str, Any]:
-        """What the order is a function of, beside the dataset and the epoch."""
+        """What the order is a function of, beside dataset and epoch."""
         plan = self._plan
         state: dict[str, Any] = {"shuffle": plan.shuffle}
         if plan.shuffle:
@@ -326,7 +327,7 @@ class _Run:
         self._finalizer = weakref.finalize(self, self.stage.close)
         try:
             pipeline, names = dali.build(plan, self.stage, routes, *graph)
-            self._iterator: Any = dali.Iterator(pipeline, names)
+            self._iterator: Any = dali.Iterator(pipeline, names, self.stage.ready)
         except BaseException:
             self._finalizer()
             raise
@@ -369,7 +370,17 @@ def _size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
 
 def _bytes(budget: int | str) -> int:
     """4294967296, "4GiB", "500 MB": bytes."""
-    units = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+    units = {
+        "": 1,
+        "k": 1000,
+        "m": 1000**2,
+        "g": 1000**3,
+        "t": 1000**4,
+        "ki": 1 << 10,
+        "mi": 1 << 20,
+        "gi": 1 << 30,
+        "ti": 1 << 40,
+    }
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
     if isinstance(budget, bool) or not found or found[2] not in units or float(found[1]) <= 0:
         raise ValueError(f'memory_budget is {budget!r}; it is a number of bytes above 0, or such as "512MiB" or "4GiB"')

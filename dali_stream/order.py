@@ -91,7 +91,7 @@ class Order:
 
 def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
     """Raises ValueError for what no order can be made of."""
-    if shuffle not in (True, False, "global") or isinstance(shuffle, (int, float)) and not isinstance(shuffle, bool):
+    if shuffle != "global" and not isinstance(shuffle, bool):
         raise ValueError(f'shuffle is {shuffle!r}; allowed are True (episode pool), "global" and False (recorded order)')
     if not isinstance(seed, (int, np.integer)):
         raise ValueError(f"seed is {seed!r}; it is an integer")

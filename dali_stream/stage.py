@@ -1,15 +1,15 @@
 """The external source of the DALI pipeline: batches of rows, masks, clips and frames, made ahead by a planner and a pool.
 
-    planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
-    decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
-    DALI's caller:   `Stage.source()` takes the next batch in order and waits for its frames
+planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
+decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
+DALI's caller:   `Stage.source()` takes the next batch in order and waits for its frames
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import queue
+import os
 import threading
 import time
 from collections import deque
@@ -104,25 +104,27 @@ class Stage:
         self._on_dali = [key for key in plan.dataset.cameras if routes[key].decoder == "dali"]
         self._buffers = Buffers()
         self._lent: list[Array] = []
-        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+        self._made: deque[Batch | BaseException] = deque()
+        self._more = threading.Condition()
         self._room = threading.Semaphore(self._depth())
         self._stopping = False
+        self._pid = os.getpid()
         self.delivered: deque[dict[str, list[str]]] = deque()  # strings of the batches that DALI has taken
         self._pool = ThreadPoolExecutor(plan.threads, "dali_stream decode")
-        self._planner = threading.Thread(
-            target=self._run, args=(epoch, position), name="dali_stream planner", daemon=True
-        )
+        self._planner = threading.Thread(target=self._run, args=(epoch, position), name="dali_stream planner", daemon=True)
         self._planner.start()
 
     def source(self) -> tuple[Any, ...]:
         """The next batch for DALI: the arrays of `Plan.columns`, then per camera its pictures; for a camera on the DALI
-        route three lists: clips, frames in them, order of the steps.
+        route lists: clips, frames in them and, for a window, order of its steps.
 
         Raises:
             DaliStreamError: whatever kept the batch from being made. The stage is of no use then.
         """
         started = time.perf_counter()
-        batch = self._ready.get()
+        with self._more:
+            self._more.wait_for(lambda: self._made)
+            batch = self._made.popleft()
         if isinstance(batch, BaseException):
             raise batch
         frames = self._finish(batch)
@@ -136,17 +138,26 @@ class Stage:
         arrays: list[Any] = [batch.columns[key] for key in self._plan.columns()]
         for key, out in frames.items():
             if key in self._on_dali:
-                arrays += map(list, zip(*out, strict=True))
+                clips, places, orders = (list(part) for part in zip(*out, strict=True))
+                arrays += [clips, places] if self._plan.squeezed(key) else [clips, places, orders]
             else:
                 arrays.append(out[:, 0] if self._plan.squeezed(key) else out)
         return tuple(arrays)
+
+    def ready(self) -> bool:
+        """Whether `source` would return at once, and without an error."""
+        with self._more:
+            batch = self._made[0] if self._made else None
+        return isinstance(batch, Batch) and all(pending.succeeded() for pending in batch.cameras.values())
 
     def resident_bytes(self) -> int:
         """Memory of rows and indices."""
         return self._residency.resident_bytes()
 
     def close(self) -> None:
-        """Stops the planner and the pool, and waits for them."""
+        """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
+        if os.getpid() != self._pid:
+            return
         self._stopping = True
         self._room.release()
         self._planner.join()
@@ -162,9 +173,14 @@ class Stage:
     def _run(self, epoch: int, position: int) -> None:
         try:
             for batch in self._batches(epoch, position):
-                self._ready.put(batch)
+                self._put(batch)
         except BaseException as error:
-            self._ready.put(error)
+            self._put(error)
+
+    def _put(self, made: Batch | BaseException) -> None:
+        with self._more:
+            self._made.append(made)
+            self._more.notify()
 
     def _batches(self, epoch: int, position: int) -> Iterator[Batch]:
         batches = self._plan.batches

@@ -54,9 +54,7 @@ def encode_video(pictures: np.ndarray, path: Path, *, codec: str, gop: int, fps:
     from torchcodec.encoders import VideoEncoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
     settings = CODECS[codec]
-    options = {
-        key: value.format(gop=gop) if isinstance(value, str) else value for key, value in settings.options.items()
-    }
+    options = {key: value.format(gop=gop) if isinstance(value, str) else value for key, value in settings.options.items()}
     frames = torch.from_numpy(pictures).permute(0, 3, 1, 2)
     try:
         VideoEncoder(frames, frame_rate=fps).to_file(

@@ -72,9 +72,7 @@ def finger_positions(gripper: np.ndarray) -> np.ndarray:
     return np.stack([gripper[:2] + across, gripper[:2] - across])
 
 
-def move_gripper(
-    position: np.ndarray, velocity: np.ndarray, command: np.ndarray, dt: float
-) -> tuple[np.ndarray, np.ndarray]:
+def move_gripper(position: np.ndarray, velocity: np.ndarray, command: np.ndarray, dt: float) -> tuple[np.ndarray, np.ndarray]:
     """Position and velocity after `dt` under a constant velocity command: a first-order lag, solved exactly."""
     decay = np.exp(-dt / _LAG)
     error = velocity - command

@@ -84,8 +84,7 @@ def _check(episodes: int, size: tuple[int, int], codec: str, gop: int, fps: int,
             with_codec = f" with codec {codec}" if name == "gop" else ""
             raise ValueError(f"Invalid {name} ({value!r}). Give a whole number from {low} to {high}{with_codec}.")
     fits = len(size) == 2 and all(
-        _is_whole(length) and length % 2 == 0 and length >= least
-        for length, least in zip(size, identity.MIN_SIZE, strict=True)
+        _is_whole(length) and length % 2 == 0 and length >= least for length, least in zip(size, identity.MIN_SIZE, strict=True)
     )
     if not fits:
         raise ValueError(
