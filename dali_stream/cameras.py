@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,11 +32,11 @@ CLIP_BYTES = 28 << 20  # of decoded RGB; glibc maps and unmaps allocations above
 
 
 class RouteChange(DaliStreamError):
-    """A file of a camera on the DALI route turned out to be unsafe for it. The loader rebuilds the pipeline."""
+    """Cameras on the DALI route that cannot stay there: a file is unsafe for it, or it failed. The loader builds anew."""
 
-    def __init__(self, camera: str, reason: str) -> None:
-        super().__init__(f"{camera}: {reason}")
-        self.camera, self.reason = camera, reason
+    def __init__(self, cameras: Sequence[str], reason: str) -> None:
+        super().__init__(f"{', '.join(cameras)}: {reason}")
+        self.cameras, self.reason = cameras, reason
 
 
 @dataclass
@@ -160,7 +161,7 @@ class VideoCamera:
         except DecodeError as error:
             raise named(self._dataset, self.key, episode, frames, error) from error
         if self._route.decoder == "dali" and (reason := refusal(self._gpu, video, table)):
-            raise RouteChange(self.key, f"{self._dataset.data_store.where(table.path)}: {reason}")
+            raise RouteChange([self.key], f"{self._dataset.data_store.where(table.path)}: {reason}")
         return table
 
     def _format(self, table: SampleTable, sample: int) -> VideoFormat:

@@ -17,7 +17,7 @@ from dali_stream import ranks, windows
 from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cameras import Counters, RouteChange, VideoCamera
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, ResumeError
+from dali_stream.errors import DaliStreamError, DecodeError, ResumeError
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.residency import Residency
 from dali_stream.stage import Plan, Stage
@@ -262,12 +262,12 @@ class Loader:
                 return self._run.next()
             except RouteChange as change:
                 if self._decode == "dali":
-                    raise ValueError(f'decode="dali": {change}; use decode="auto"') from change
-                # The pipeline is built anew at this very position, with the camera on the other route.
+                    raise DecodeError(f'decode="dali": {change}; decode="auto" goes on with torchcodec') from change
+                # The pipeline is built anew at this very position. Where the data is at fault, torchcodec names the sample.
                 self._stop()
                 self._route_changes += 1
-                self._routes = self.routes | {change.camera: Route("torchcodec", change.reason)}
-                _log.warning("%s is decoded by torchcodec from here on: %s", change.camera, change.reason)
+                self._routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
+                _log.warning("torchcodec decodes from here on: %s", change)
 
     def _stop(self) -> None:
         if self._run is not None:
@@ -322,6 +322,7 @@ class _Run:
     ) -> None:
         from dali_stream import graph as dali  # DALI is loaded where it is needed
 
+        self._routes = routes
         self.stage = Stage(plan, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.
         self._finalizer = weakref.finalize(self, self.stage.close)
@@ -334,7 +335,17 @@ class _Run:
 
     def next(self) -> Batch:
         """The next batch, with pictures channels first and with the text that went past DALI."""
-        [batch] = next(self._iterator)
+        try:
+            [batch] = next(self._iterator)
+        except RuntimeError as error:  # of a DALI operator; what the stage raises comes through as it is
+            text = str(error).partition("encountered:")[2] or str(error)
+            said = " ".join(text.partition("C++ context")[0].split())[:300]
+            if "fn.decoders.video" in str(error):
+                on_dali = [camera for camera, route in self._routes.items() if route.decoder == "dali"]
+                raise RouteChange(on_dali, f"DALI's video decoder failed: {said}") from error
+            raise DaliStreamError(
+                f"an operator of the DALI pipeline failed: {said}; see the error it was raised from"
+            ) from error
         for key, layout in self._iterator.layouts.items():
             if layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)

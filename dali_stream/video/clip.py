@@ -121,10 +121,9 @@ def _mux(store: Store, runs: list[_Run]) -> bytes:
     n = sum(lengths)
     sizes = np.concatenate([run.table.size[run.samples] for run in runs])
     table, first = runs[0].table, int(runs[0].samples[0])
-    if table.open_gops:  # one run, which may go on over sync samples
-        sync = np.flatnonzero(np.isin(runs[0].samples, table.sync)) + 1
-    else:
-        sync = np.cumsum([1, *lengths[:-1]])
+    # A run that goes on over an open GOP's sync sample does not name it: a decoder that seeks to it, since it is decoded
+    # before the picture that is asked for, loses the pictures that lead it.
+    sync = np.cumsum([1, *lengths[:-1]])
     tables = [
         full_box(b"stsd", 0, 0, struct.pack(">I", 1), table.configs[table.config[first]]),
         full_box(b"stts", 0, 0, struct.pack(">III", 1, n, TICK)),
