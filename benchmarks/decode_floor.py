@@ -1,5 +1,7 @@
-"""How near the loader comes to the decode floor: FFmpeg alone, one process with one thread per core, decoding exactly the
-GOP prefixes that each batch's frames need, and converting only those frames to RGB.
+"""How near the loader comes to the decode floor.
+
+The floor is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's frames
+need, and converting only those frames to RGB.
 
     python benchmarks/decode_floor.py URI [--batch-size 64] [--batches 30] [--rounds 5] [--json]
 
@@ -15,6 +17,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -80,6 +83,7 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
         for _ in range(rounds):
             floor.append(frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads))
             own.append(frames / timed(lambda: [next(stream) for _ in range(batches)]))
+        first_batch_s = loader.stats()["first_batch_s"]
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
     return {
         "ratio": statistics.median(own) / statistics.median(floor),
@@ -88,6 +92,8 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
         "floor_rounds": floor,
         "loader_rounds": own,
         "frames_per_round": frames,
+        "first_batch_s": first_batch_s,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "batch_size": batch_size,
         "threads": threads,
         "routes": routes,

@@ -9,10 +9,11 @@ import re
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dali_stream import graph as dali
 from dali_stream import ranks, windows
 from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cameras import Counters, RouteChange, VideoCamera
@@ -22,9 +23,6 @@ from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.residency import Residency
 from dali_stream.stage import Plan, Stage
 from dali_stream.video.route import DECODE, Route, choose
-
-if TYPE_CHECKING:
-    from dali_stream.graph import Graph
 
 Batch = dict[str, Any]
 _log = logging.getLogger("dali_stream")
@@ -73,7 +71,7 @@ class Loader:
         *,
         batch_size: int = 64,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
-        pipeline: Graph | None = None,
+        pipeline: dali.Graph | None = None,
         image_size: tuple[int, int] | None = None,
         image_dtype: str = "float32",
         shuffle: Shuffle = True,
@@ -306,7 +304,10 @@ class Loader:
             for key in self.dataset.videos:
                 camera = VideoCamera(self.dataset, key, routes[key], self._plan.gpu, self._counters)
                 table, video = camera.describe(residency, 0)
-                routes[key] = choose(self._decode, self._plan.gpu, video, table)
+                try:
+                    routes[key] = choose(self._decode, self._plan.gpu, video, table)
+                except ValueError as error:
+                    raise ValueError(f"{key}: {error}") from error
         finally:
             self.dataset.close()
         for key, route in routes.items():
@@ -320,8 +321,6 @@ class _Run:
     def __init__(
         self, plan: Plan, routes: dict[str, Route], graph: tuple[Any, ...], epoch: int, position: int, counters: Counters
     ) -> None:
-        from dali_stream import graph as dali  # DALI is loaded where it is needed
-
         self._routes = routes
         self.stage = Stage(plan, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from dali_stream.batches import Batches
 from dali_stream.buffers import Buffers
 from dali_stream.cameras import CLIP_FRAMES, Counters, ImageCamera, Pending, VideoCamera
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.order import Order, Shuffle
 from dali_stream.residency import Residency
 from dali_stream.video.route import Route
@@ -127,7 +127,10 @@ class Stage:
             batch = self._made.popleft()
         if isinstance(batch, BaseException):
             raise batch
-        frames = self._finish(batch)
+        try:
+            frames = self._finish(batch)
+        except CancelledError as error:
+            raise _closed() from error
         self._room.release()
         for array in self._lent:  # DALI has copied the batch before this one by now
             self._buffers.give(array)
@@ -162,6 +165,7 @@ class Stage:
         self._room.release()
         self._planner.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._put(_closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:
         """Batches under way: enough for every decode thread to have work while the oldest batch is waited for."""
@@ -256,3 +260,7 @@ class Stage:
                     values[row] = values[good[row % len(good)]]
             self._counters.substituted += len(failed)
         return frames
+
+
+def _closed() -> DaliStreamError:
+    return DaliStreamError("the loader was closed while a batch was waited for")

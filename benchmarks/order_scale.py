@@ -1,0 +1,62 @@
+"""What the order costs for a dataset of any size: no files are needed.
+
+    python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--json]
+
+Times planning (the order made and its first batch read) and fast-forward by a million positions of one rank, for world
+sizes from 1 to the number of consumers, and takes the peak memory of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dali_stream import Order
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the order costs for a dataset of any size")
+    parser.add_argument("--episodes", type=int, default=1_000_000)
+    parser.add_argument("--length", type=int, default=100, help="frames of an episode")
+    parser.add_argument("--consumers", type=int, default=64)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    result = measure(arguments.episodes, arguments.length, arguments.consumers)
+    forward = ", ".join(f"{seconds:.2f} s of {world}" for world, seconds in result["forward_s"].items())
+    print(
+        f"{result['frames']} frames in {arguments.episodes} episodes: planned in {result['plan_s']:.2f} s; a million positions "
+        f"of one rank in {forward}; peak memory {result['peak_rss_bytes'] / 1e6:.0f} MB"
+    )
+    if arguments.json:
+        print(json.dumps(result))
+
+
+def measure(episodes: int, length: int, consumers: int) -> dict[str, Any]:
+    """Times one order after the other."""
+    lengths = np.full(episodes, length)
+    result: dict[str, Any] = {"frames": episodes * length, "episodes": episodes, "consumers": consumers, "forward_s": {}}
+    result["plan_s"] = timed(lambda: Order(lengths, consumers=consumers).read(0, 64))
+    for world in sorted({1, 8, consumers}):
+        order, start = Order(lengths, consumers=consumers), min(1_000_000 * world, episodes * length - 1)
+        count = consumers // world  # one sample of each consumer of the rank, so that all of them go forward
+        result["forward_s"][world] = timed(functools.partial(order.read, start, count, 0, world))
+    result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return result
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
