@@ -1,0 +1,46 @@
+"""The programs beside the package run from the command line on a real dataset."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: object) -> str:
+    """What a program prints; it has to end well."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_single_frame_pipeline_crops_every_camera(demo: Path) -> None:
+    out = run("pipelines/single_frame.py", demo, "--batch-size", 4, "--batches", 2)
+    assert "observation.images.top: (4, 3, 116, 144) torch.float32" in out
+    assert "observation.images.side: (4, 3, 116, 144) torch.float32" in out
+
+
+def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
+    out = run("benchmarks/decode_floor.py", demo, "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
+    result = json.loads(out.splitlines()[-1])
+    assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
+    assert result["frames_per_round"] == 8 * 4 * 2
+
+
+def test_decode_floor_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/decode_floor.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "no LeRobot dataset" in done.stderr
+
+
+def test_order_scale_prints_its_measurements() -> None:
+    out = run("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, "--json")
+    result = json.loads(out.splitlines()[-1])
+    assert result["frames"] == 100_000
+    assert set(result["forward_s"]) == {"1", "8"}

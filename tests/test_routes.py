@@ -1,0 +1,110 @@
+"""Which decoder a camera gets, and what happens when a file in the middle of a run does not suit it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from loader_data import TOP, check_identities, read_lengths
+
+import dali_stream
+from dali_stream import loader as loader_module
+from dali_stream.demo import write_demo
+from dali_stream.video import route
+from dali_stream.video.capability import Capability
+from dali_stream.video.format import VideoFormat
+from dali_stream.video.table import SampleTable, read_table
+
+H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
+AV1 = VideoFormat("av1", 0, "420", 8, 480, 640)
+
+
+@pytest.fixture(scope="session")
+def h264_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four episodes of H.264 with B-frames. Read only."""
+    return write_demo(tmp_path_factory.mktemp("demo") / "h264", episodes=4, size=(128, 160), codec="h264", gop=12)
+
+
+@pytest.fixture
+def mixed(h264_demo: Path, tmp_path: Path) -> Path:
+    """A dataset of VP9, but for the top camera's last file, which is H.264: DALI decodes only the first on a CPU."""
+    root = write_demo(tmp_path / "mixed", episodes=4, size=(128, 160), codec="vp9", gop=12)
+    *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
+    assert not last.name.endswith("-000.mp4")  # the first is still VP9
+    last.write_bytes((h264_demo / last.relative_to(root)).read_bytes())
+    return root
+
+
+@pytest.fixture
+def closed(h264_demo: Path) -> SampleTable:
+    store = dali_stream.storage.open_store(str(h264_demo))
+    return read_table(store, f"videos/{TOP}/chunk-000/file-000.mp4")
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, answer: Capability) -> None:
+    monkeypatch.setattr(route, "capability", lambda *_: answer)
+
+
+def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: SampleTable) -> None:
+    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    found = route.choose("auto", 0, H264, closed)
+    assert found.decoder == "dali"
+    assert "NVDEC decodes h264 420 8 bit of 480×640" in found.reason
+
+
+def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(monkeypatch: pytest.MonkeyPatch, closed: SampleTable) -> None:
+    asked(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
+    assert route.choose("auto", 0, AV1, closed) == dali_stream.Route(
+        "torchcodec", "this GPU has no NVDEC decoder for av1 420 8 bit"
+    )
+    with pytest.raises(ValueError, match="no NVDEC decoder for av1"):
+        route.choose("dali", 0, AV1, closed)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (((48, 48), (400, 4096), 65536), "480×640 is outside what NVDEC takes, 48×48 to 400×4096"),
+        (((48, 48), (4096, 4096), 1000), "480×640 has 1200 macroblocks and NVDEC takes up to 1000"),
+    ],
+)
+def test_sizes_that_nvdec_does_not_take(
+    limits: tuple, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable
+) -> None:
+    asked(monkeypatch, Capability(True, "", 1, *limits))
+    assert route.choose("auto", 0, H264, closed).reason == reason
+
+
+def test_torchcodec_is_taken_when_asked_for(closed: SampleTable) -> None:
+    assert route.choose("torchcodec", 0, H264, closed).decoder == "torchcodec"
+
+
+def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # On a CPU "auto" never takes DALI. Told that it may, the loader meets the H.264 file in the middle of the epoch.
+    monkeypatch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
+    lengths, seen = read_lengths(mixed), []
+    with dali_stream.Loader(mixed, batch_size=8, shuffle=False, last_batch="partial", image_dtype="uint8") as loader:
+        before = loader.routes
+        with caplog.at_level(logging.WARNING, "dali_stream"):
+            for batch in loader:
+                for camera in loader.dataset.cameras:
+                    check_identities(batch, camera, None, lengths)
+                seen += batch["index"].tolist()
+        assert seen == list(range(loader.dataset.num_frames))
+        assert {camera: found.decoder for camera, found in before.items()} == dict.fromkeys(before, "dali")
+        assert {camera for camera, found in loader.routes.items() if found.decoder == "torchcodec"} == {TOP}
+        assert "this is h264" in loader.routes[TOP].reason
+        assert loader.stats()["route_changes"] == 1
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["torchcodec decodes from here on"]
+
+
+def test_dali_alone_refuses_such_a_file(mixed: Path) -> None:
+    message = r"file-\d+\.mp4: DALI decodes vp8, vp9, mjpeg on a CPU, and this is h264"
+    with (
+        dali_stream.Loader(mixed, batch_size=8, shuffle=False, decode="dali") as loader,
+        pytest.raises(dali_stream.DecodeError, match=message),
+    ):
+        list(loader)
