@@ -1,0 +1,114 @@
+"""The program `dali-stream`: its commands, and what becomes of their failures.
+
+A bad argument is one line on stderr and exit code 2, a failed run one line and exit code 1, Ctrl-C one line and 130.
+Commands import what is heavy (torch, torchcodec, DALI) when they run, so that help is there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import dali_stream
+from dali_stream.cli.demo import demo
+from dali_stream.cli.info import info
+from dali_stream.cli.preview import preview
+
+__all__ = ["main"]
+
+PROGRAM = "dali-stream"
+# Click's UsageError, which older versions of typer import and newer ones carry along under another name.
+_UsageError = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name=PROGRAM,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(short_help="Make a small dataset, stream it, measure it.")(demo)
+app.command(short_help="Say what a dataset is.")(info)
+app.command(short_help="Draw a batch as the model would see it.")(preview)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"{PROGRAM} {dali_stream.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On failure, show the traceback; goes after a command too.")] = False,
+) -> None:
+    """Stream LeRobot v3 robot datasets into training through NVIDIA DALI.
+
+    A dataset (URI) is a local folder, a file:// address, or the id of a Hub repository that is in LeRobot's cache. To
+    begin without one: dali-stream demo.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit code.
+
+    Args:
+        arguments: without the program's name; None: those of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # "×" on a terminal that has none is no reason to fail
+    try:
+        _run([argument for argument in given if argument != "--debug"])
+        sys.stdout.flush()
+        return 0
+    except typer.Exit as done:
+        return done.exit_code
+    except BrokenPipeError:
+        # Whoever read the output has left, as `head` does. What is still in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        code, message = _explain(error)
+        print(f"{PROGRAM}: {message}", file=sys.stderr)  # noqa: T201 - this is the program
+        return code
+
+
+def _run(arguments: list[str]) -> None:
+    """What typer does in `app()`, without its own handling of errors."""
+    command = typer.main.get_command(app)
+    with command.make_context(PROGRAM, arguments) as context:
+        command.invoke(context)
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """(exit code, one line)."""
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return 130, "interrupted"
+    if isinstance(error, _UsageError):
+        path = error.ctx.command_path if error.ctx else PROGRAM  # type: ignore[attr-defined]  # Click's UsageError
+        said = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        return 2, _one_line(f"{said}; see {path} --help")
+    if isinstance(error, ValueError):
+        return 2, _one_line(str(error))
+    if isinstance(error, OSError) and error.strerror:
+        return 1, _one_line(f"{error.filename or 'the output'}: {error.strerror}; --debug shows where")
+    if isinstance(error, (dali_stream.DaliStreamError, OSError, RuntimeError)) and str(error):
+        return 1, _one_line(str(error))
+    return 1, _one_line(f"{type(error).__name__}: {error}; --debug shows where, and please report it")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

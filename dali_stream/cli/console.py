@@ -1,0 +1,88 @@
+"""What the commands have in common: results on stdout, progress on stderr, and the library's heavy part."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dali_stream.errors import DaliStreamError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from dali_stream.loader import Loader
+
+
+def results() -> Console:
+    """Where tables go. A pipe or a file gets lines long enough for a table, in plain text."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    return Console(width=wide, highlight=False, emoji=False)
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A plain table; the columns in `right` hold numbers. Cells that are too long go on in the next line."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def pairs() -> Table:
+    """A table of names and values without lines."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    return made
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """One object, alone on stdout."""
+    sys.stdout.write(json.dumps(content, indent=2) + "\n")
+
+
+def progress() -> Progress:
+    """A bar on stderr, on terminals only: it would spoil a log, and it makes room when it is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def load_library() -> type[Loader]:
+    """The Loader with all that it needs, torchcodec and DALI, loaded now, so that what is missing is said first.
+
+    Raises:
+        DaliStreamError: one of them is not installed or cannot be loaded.
+    """
+    try:
+        import torchcodec.decoders  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise DaliStreamError(
+            f"torchcodec cannot be loaded ({said}); it needs FFmpeg's shared libraries, version 4 to 8 (Debian, Ubuntu: "
+            "apt-get install ffmpeg), and a version that fits torch (constraints.txt has a pair that does)"
+        ) from error
+    from dali_stream.loader import Loader  # says which extra to install where DALI is missing
+
+    return Loader
+
+
+def megabytes(count: float) -> str:
+    """Bytes for people: "3.4 MB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.{1 if count < 100 * size else 0}f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,141 @@
+"""`dali-stream demo`: a small dataset, made if need be, and one epoch of it with all that can be measured on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dali_stream.cli import arguments, console
+from dali_stream.errors import DaliStreamError, DatasetError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dali_stream.cli.epoch import Epoch
+    from dali_stream.dataset import Dataset
+
+_ROBOT = "simulated_pusher"  # how a demo dataset is told from others
+
+
+def demo(
+    root: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the dataset.")] = Path("dali-stream-demo"),
+    episodes: Annotated[
+        int | None, typer.Option(metavar="N", parser=arguments.count, help="Episodes to write; 16 unless given.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="HxW", help="Pictures' size, even, from 120x128 up; 240x320 unless given.")
+    ] = None,
+    codec: Annotated[str | None, typer.Option(metavar="av1|h264|hevc|vp9", help="Of the videos; av1 unless given.")] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 32,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where batches are made.")] = "auto",
+    decode: Annotated[str, typer.Option(metavar="auto|dali|torchcodec", help="Decoder; auto: NVDEC where it can.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Contact sheet of the first batch; DIR-sheet.png unless given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Make a small dataset unless it is there, stream one epoch of it, and say how fast and how exactly that went.
+
+    The dataset is a simulated robot that pushes blocks, seen by two cameras; every picture says which frame it is.
+    """
+    wanted = {"episodes": episodes, "size": arguments.size("--size", size), "codec": codec}
+    out = Path(f"{root.absolute()}-sheet.png") if out is None else arguments.png("--out", out)
+    console.load_library()
+    dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
+    from dali_stream.cli.epoch import stream
+
+    with console.progress() as bar:
+        epoch = stream(dataset, batch_size, device, decode, bar)
+    _draw_sheet(out, dataset, epoch)
+    if as_json:
+        console.print_json(epoch.report | {"sheet": str(out)})
+    else:
+        console.results().print(_table(epoch.report | {"sheet": str(out)}))
+    if not epoch.report["exactly_once"]:
+        raise DaliStreamError(
+            f"{epoch.report['frames']} frames were delivered, {epoch.report['unique_frames']} of them different, and the epoch "
+            f"has {dataset.num_frames}: that is a bug of dali_stream; please report it with the output of --json"
+        )
+
+
+def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
+    """The dataset at `root`: written if nothing is there, and as asked for in any case."""
+    from dali_stream import Dataset
+    from dali_stream.demo import write_demo
+
+    if root.is_dir() and any(root.iterdir()):
+        return _existing(root, wanted)
+    with console.progress() as bar:
+        task = bar.add_task("writing the demo", total=None)
+        try:
+            write_demo(root, **wanted, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        except FileExistsError as error:
+            raise DaliStreamError(f"{root} is a file; name another folder with --root") from error
+        except OSError as error:
+            raise DaliStreamError(f"{root} cannot be written: {error.strerror}; name another folder with --root") from error
+    return Dataset(root)
+
+
+def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
+    from dali_stream import Dataset
+    from dali_stream.inspect import describe
+
+    try:
+        dataset = Dataset(root)
+        report = describe(dataset, look_at=1)
+    except DaliStreamError as error:
+        raise DatasetError(
+            f"{root} is not empty, and what is in it is no demo dataset ({error}); name another folder with --root"
+        ) from error
+    if report.robot_type != _ROBOT:
+        raise DatasetError(
+            f"{root} holds a dataset of robot {report.robot_type}, not the demo; name another folder with --root, or look at "
+            f"this one with dali-stream preview {root}"
+        )
+    camera = next(iter(report.cameras.values()))
+    there = {"episodes": report.episodes, "size": (camera.height, camera.width), "codec": camera.codec}
+    differing = [name for name, value in wanted.items() if value != there[name]]
+    if differing:
+        asked, found = (", ".join(f"{name} {_text(values[name])}" for name in differing) for values in (wanted, there))
+        raise ValueError(
+            f"{root} already holds a demo with {found}, and {asked} is asked for; name another folder with --root, remove "
+            f"this one, or leave out {' and '.join(f'--{name}' for name in differing)}"
+        )
+    return dataset
+
+
+def _text(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _draw_sheet(out: Path, dataset: Dataset, epoch: Epoch) -> None:
+    from dali_stream.cli import sheet
+
+    title = f"{Path(dataset.uri).name}: the first batch, {len(epoch.first)} of {dataset.num_frames} frames"
+    width = sum(strip.pictures.shape[2] for strip in epoch.first[0].strips)
+    sheet.save(out, title, epoch.first, columns=max(1, 2000 // width))
+
+
+def _table(report: dict[str, Any]) -> Table:
+    """The report as names and values."""
+    waits = report["wait_ms"]
+    once = "yes" if report["exactly_once"] else "NO"
+    made = console.pairs()
+    made.add_row("dataset", f"{report['root']}: {report['episodes']} episodes, {report['frames']} frames")
+    made.add_row(
+        "speed", f"{report['samples_per_s']:.0f} samples/s, {report['frames_per_s']:.0f} frames/s after the first batch"
+    )
+    made.add_row("first batch", f"{report['first_batch_s']:.2f} s after the Loader was made")
+    made.add_row("batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms")
+    for camera, route in report["routes"].items():
+        made.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
+    made.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process")
+    if report["peak_gpu_bytes"] is not None:
+        made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, by all processes")
+    made.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
+    made.add_row("right frames", f"yes: {report['pictures_checked']} pictures of the first batch say who they are")
+    made.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
+    made.add_row("contact sheet", report["sheet"])
+    return made

@@ -1,0 +1,165 @@
+"""One epoch of a demo dataset through the Loader, timed and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import resource
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import dali_stream
+from dali_stream import Dataset, Loader
+from dali_stream.cli import sheet
+from dali_stream.demo import read_identities
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What came of it: the report, and the samples of the first batch."""
+
+    report: dict[str, Any]
+    first: list[sheet.Sample]
+
+
+def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Progress) -> Epoch:
+    """Streams one epoch.
+
+    Raises:
+        DecodeError: a picture is of another frame than its row says.
+    """
+    _forget_peak()
+    task = bar.add_task("streaming one epoch", total=dataset.num_frames)
+    first: list[sheet.Sample] = []
+    indices: list[int] = []
+    waits, ends, gpu_bytes = [], [], None
+    with Loader(
+        dataset,
+        batch_size=batch_size,
+        image_dtype="uint8",
+        device=device,
+        decode=decode,
+        last_batch="partial",
+        rank=0,
+        world_size=1,
+    ) as loader:
+        batches, started = iter(loader), time.perf_counter()
+        for _ in range(len(loader)):
+            asked = time.perf_counter()
+            batch = next(batches)
+            ends.append(time.perf_counter())
+            waits.append(ends[-1] - asked)
+            indices += batch["index"].tolist()
+            gpu_bytes = _gpu_peak(batch, gpu_bytes)
+            first = first or sheet.samples(batch, dataset.cameras, {})
+            bar.update(task, completed=len(indices))
+        stats, routes = loader.stats(), {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
+        device_used = str(batch["index"].device)
+    # Speed is that of the batches after the first, which pays for starting up and is reported by itself.
+    timed = len(indices) - len(first) or len(indices)
+    seconds = ends[-1] - (ends[0] if len(ends) > 1 else started)
+    report = {
+        "root": dataset.uri,
+        "episodes": dataset.num_episodes,
+        "frames": len(indices),
+        "unique_frames": len(set(indices)),
+        "exactly_once": sorted(indices) == list(range(dataset.num_frames)),
+        "pictures_checked": _check_pictures(dataset, first),
+        "samples_per_s": timed / seconds,
+        "frames_per_s": timed * len(dataset.cameras) / seconds,
+        "epoch_s": ends[-1] - started,
+        "first_batch_s": stats["first_batch_s"],
+        "wait_ms": _percentiles(waits[1:] or waits),
+        "batches": len(waits),
+        "batch_size": batch_size,
+        "routes": routes,
+        "device": device_used,
+        "peak_rss_bytes": _peak_rss(),
+        "peak_gpu_bytes": gpu_bytes,
+        "versions": _versions(),
+        "machine": _machine(device_used),
+        "indices": indices,
+    }
+    return Epoch(report, first)
+
+
+def _check_pictures(dataset: Dataset, shown: list[sheet.Sample]) -> int:
+    """Holds what the pictures say they are against what their rows say; returns how many pictures that were."""
+    for number, camera in enumerate(dataset.cameras):
+        try:
+            found = read_identities(np.concatenate([sample.strips[number].pictures for sample in shown])).tolist()
+        except ValueError as error:
+            raise dali_stream.DecodeError(f"{camera}: a picture of the first batch came out damaged: {error}") from error
+        for sample, (episode, frame, _) in zip(shown, found, strict=True):
+            if (episode, frame) != (sample.episode, sample.frame):
+                raise dali_stream.DecodeError(
+                    f"{camera}: episode {sample.episode}, frame {sample.frame} was asked for, and the picture is of episode "
+                    f"{episode}, frame {frame}; try --decode torchcodec, and please report it"
+                )
+    return len(shown) * len(dataset.cameras)
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    return {f"p{p}": float(np.percentile(seconds, p)) * 1000 for p in (50, 95, 99)}
+
+
+def _forget_peak() -> None:
+    """Lets the peak of this process begin anew, where Linux allows it: writing the dataset is not what is measured."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_rss() -> int:
+    with suppress(OSError):
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _gpu_peak(batch: dict[str, Any], before: int | None) -> int | None:
+    """Bytes in use on the batch's GPU, by DALI, torch and whoever else; None on a CPU."""
+    device = batch["index"].device
+    if device.type != "cuda":
+        return None
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return max(before or 0, total - free)
+
+
+def _versions() -> dict[str, str]:
+    import nvidia.dali
+    import torch
+    import torchcodec
+
+    return {
+        "dali_stream": dali_stream.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchcodec": torchcodec.__version__,
+        "dali": nvidia.dali.__version__,
+    }
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import torch
+
+    found = None
+    with suppress(OSError):
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return {
+        "processor": found[1] if found else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
+    }

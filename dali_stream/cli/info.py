@@ -1,0 +1,116 @@
+"""`dali-stream info`: what a dataset is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dali_stream.cli import console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dali_stream.inspect import CameraReport, DatasetReport
+
+_TASKS = 20  # shown in the text
+
+
+def info(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Say what a dataset is: episodes, features, cameras, and how its videos would be decoded on this machine.
+
+    Reads metadata and the index of up to 32 video files per camera. Decodes nothing.
+    """
+    from dali_stream import Dataset
+    from dali_stream.inspect import describe
+
+    report = describe(Dataset(uri))
+    if as_json:
+        console.print_json(report.as_dict())
+        return
+    out = console.results()
+    out.print(_summary(report))
+    out.print(_features(report))
+    if report.cameras:
+        out.print(_cameras(report))
+        out.print(_routes(report))
+    out.print(_tasks(report))
+
+
+def _summary(report: DatasetReport) -> Table:
+    shortest, longest = report.episode_frames
+    sizes = ", ".join(f"{console.megabytes(count)} {kind}" for kind, count in report.bytes.items())
+    made = console.pairs()
+    made.add_row("dataset", report.address)
+    made.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'not named'}")
+    made.add_row("episodes", f"{report.episodes}, of {shortest} to {longest} frames")
+    made.add_row("frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}")
+    made.add_row("bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}")
+    return made
+
+
+def _features(report: DatasetReport) -> Table:
+    made = console.table("feature", "dtype", "shape", "names")
+    for key, feature in report.features.items():
+        shape = " × ".join(map(str, feature.shape))
+        made.add_row(key, feature.dtype, shape, _names(feature.names))
+    return made
+
+
+def _names(names: object) -> str:
+    if isinstance(names, dict):
+        return "; ".join(f"{key}: {_names(value)}" for key, value in names.items())
+    if isinstance(names, (list, tuple)):
+        return ", ".join(_names(name) for name in names)
+    return "" if names is None else str(names)
+
+
+def _cameras(report: DatasetReport) -> Table:
+    made = console.table("camera", "codec", "pixels", "H × W", "GOP", "B-frames", "open GOPs", "files", "size", right=("size",))
+    for key, camera in report.cameras.items():
+        size = f"{camera.height} × {camera.width}"
+        if camera.kind == "image":
+            made.add_row(key, "images in Parquet", "", size, "", "", "", "", "")
+            continue
+        codec = " ".join(filter(None, (camera.codec, camera.profile)))
+        gop = f"{camera.gop_min}" if camera.gop_min == camera.gop_max else f"{camera.gop_min} to {camera.gop_max}"
+        flags = ["yes" if flag else "no" for flag in (camera.b_frames, camera.open_gops)]
+        made.add_row(key, codec, camera.pixel_format, size, gop, *flags, _files(camera), console.megabytes(camera.bytes))
+    return made
+
+
+def _files(camera: CameraReport) -> str:
+    if camera.files == camera.files_looked_at:
+        return str(camera.files)
+    return f"{camera.files}, {camera.files_looked_at} looked at"
+
+
+def _routes(report: DatasetReport) -> Table:
+    made = console.table("camera", "decoded by", "because")
+    for key, camera in report.cameras.items():
+        made.add_row(key, camera.route.decoder, camera.route.reason)
+        if camera.route_change:
+            made.add_row("", "torchcodec", f"from a later file on: {camera.route_change}")
+        for other in camera.other_formats:
+            made.add_row("", "", f"other files are {other}")
+    return made
+
+
+def _tasks(report: DatasetReport) -> Table:
+    made = console.table("", "task", right=("",))
+    for index, task in list(report.tasks.items())[:_TASKS]:
+        made.add_row(str(index), task)
+    if len(report.tasks) > _TASKS:
+        made.add_row("", f"and {len(report.tasks) - _TASKS} more; --json has them all")
+    return made
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if not hours and not minutes:
+        return f"{seconds:.1f} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,242 @@
+"""Contact sheets: a batch as the model sees it, in native pixels, with what it is written below.
+
+A sample is a cell: its cameras side by side, each camera's window as a strip of pictures. The PNG's text chunk
+`dali_stream` says as JSON which picture is where.
+
+    top                 side
+    -0.1 s    now       -0.1 s    now
+    ┌────────┬────────┐ ┌────────┬────────┐
+    │        │        │ │        │        │
+    └────────┴────────┘ └────────┴────────┘
+    Push the red block to the goal on the left.
+    episode 3 · frame 57 · index 412
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
+
+from dali_stream.errors import DaliStreamError
+
+MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3
+LEAST_CELL = 320  # wide enough for the line of indices
+TITLE, TEXT, SMALL = 20, 15, 13  # font sizes; a line is a third higher
+_BACKGROUND, _BRIGHT, _PLAIN, _DIM, _PAD = "#14161a", "#ffffff", "#d5d8de", "#8d939e", "#f0a63c"
+_MOST_LINES = 3  # of a task
+
+Pictures = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One camera's window: `pictures` (T, H, W, 3), the seconds of each step, and which lie outside the episode."""
+
+    camera: str
+    pictures: Pictures
+    seconds: tuple[float, ...]
+    padded: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one cell shows."""
+
+    strips: tuple[Strip, ...]
+    task: str
+    episode: int
+    frame: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Where a picture is on the sheet: `box` is (left, top, right, bottom)."""
+
+    sample: int
+    camera: str
+    step: int
+    box: tuple[int, int, int, int]
+
+
+def samples(batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[str, Sequence[float]]) -> list[Sample]:
+    """Copies out of a batch what a sheet shows of it. Pictures are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
+    strips = [_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras]
+    numbers = (batch[key].tolist() for key in ("episode_index", "frame_index", "index"))
+    tasks = batch.get("task") or [""] * len(batch["index"])
+    return [
+        Sample(tuple(shown), task, episode, frame, index)
+        for task, episode, frame, index, *shown in zip(tasks, *numbers, *strips, strict=True)
+    ]
+
+
+def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -> list[Strip]:
+    pictures = batch[camera]
+    if pictures.ndim == 4:
+        pictures = pictures[:, None]
+    found = pictures.movedim(-3, -1).cpu().contiguous().numpy().copy()
+    if found.shape[-1] == 1:
+        found = np.repeat(found, 3, -1)
+    masks = batch[f"{camera}_is_pad"].tolist() if f"{camera}_is_pad" in batch else [[False] * len(seconds)] * len(found)
+    return [Strip(camera, shown, seconds, tuple(mask)) for shown, mask in zip(found, masks, strict=True)]
+
+
+def draw(title: str, shown: Sequence[Sample], columns: int = 1) -> tuple[Image.Image, list[Picture]]:
+    """Draws samples in `columns`, row after row. Returns the sheet and where each picture is."""
+    layout = _Layout(shown, columns)
+    image = Image.new("RGB", layout.size, _BACKGROUND)
+    pen = ImageDraw.Draw(image)
+    pen.text((MARGIN, MARGIN), _cut(title, layout.size[0] - 2 * MARGIN, TITLE), _BRIGHT, _font(TITLE))
+    for column in range(layout.columns):
+        _draw_header(pen, shown[0], layout.left(column), layout.header_top, layout.windowed)
+    pictures = []
+    for number, sample in enumerate(shown):
+        left, top = layout.left(number % layout.columns), layout.top(number // layout.columns)
+        pictures += _draw_cell(image, pen, number, sample, left, top, layout)
+    return image, pictures
+
+
+def save(path: Path, title: str, shown: Sequence[Sample], columns: int = 1) -> None:
+    """Draws a sheet and writes it as PNG.
+
+    Raises:
+        DaliStreamError: it cannot be written there.
+    """
+    image, pictures = draw(title, shown, columns)
+    where = [
+        {
+            "sample": p.sample, "camera": p.camera, "step": p.step, "box": p.box,
+            "episode": shown[p.sample].episode, "frame": shown[p.sample].frame, "index": shown[p.sample].index,
+        }
+        for p in pictures
+    ]  # fmt: skip
+    text = PngImagePlugin.PngInfo()
+    text.add_text("dali_stream", json.dumps({"title": title, "pictures": where}))
+    try:
+        image.save(path, format="PNG", pnginfo=text)
+    except OSError as error:
+        raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}; name another --out") from error
+
+
+class _Layout:
+    """Sizes and places. All samples of a batch have pictures of the same sizes, so all cells are alike."""
+
+    def __init__(self, shown: Sequence[Sample], columns: int) -> None:
+        self.columns = min(columns, len(shown))
+        strips = shown[0].strips
+        widths = [_strip_width(strip) for strip in strips]
+        self.cell_width = max(LEAST_CELL, sum(widths) + CAMERA_GAP * (len(widths) - 1))
+        self.picture_height = max(strip.pictures.shape[1] for strip in strips)
+        self.tasks = [_wrapped(sample.task, self.cell_width) for sample in shown]
+        lines = max(map(len, self.tasks))
+        self.cell_height = self.picture_height + 8 + lines * _line(TEXT) + _line(SMALL)
+        self.windowed = any(strip.seconds != (0.0,) for strip in strips)
+        self.header_top = MARGIN + _line(TITLE) + 14
+        self.cells_top = self.header_top + _line(SMALL) * (2 if self.windowed else 1) + 4
+        rows = -(-len(shown) // self.columns)
+        self.size = (
+            2 * MARGIN + self.columns * (self.cell_width + CELL_GAP) - CELL_GAP,
+            self.top(rows) - CELL_GAP + MARGIN,
+        )
+
+    def left(self, column: int) -> int:
+        return MARGIN + column * (self.cell_width + CELL_GAP)
+
+    def top(self, row: int) -> int:
+        return self.cells_top + row * (self.cell_height + CELL_GAP)
+
+
+def _draw_header(pen: ImageDraw.ImageDraw, sample: Sample, left: int, top: int, windowed: bool) -> None:
+    """Names of the cameras, and below them the seconds of the steps."""
+    for strip in sample.strips:
+        width = _strip_width(strip)
+        pen.text((left, top), _camera_name(strip.camera, width), _PLAIN, _font(SMALL))
+        if windowed:
+            for step, seconds in enumerate(strip.seconds):
+                at = left + step * (strip.pictures.shape[2] + STEP_GAP)
+                text = f"{seconds:+.4g} s" if seconds else "now"
+                pen.text((at, top + _line(SMALL)), _cut(text, strip.pictures.shape[2], SMALL), _DIM, _font(SMALL))
+        left += width + CAMERA_GAP
+
+
+def _draw_cell(
+    image: Image.Image, pen: ImageDraw.ImageDraw, number: int, sample: Sample, left: int, top: int, layout: _Layout
+) -> list[Picture]:
+    pictures, at = [], left
+    for strip in sample.strips:
+        height, width = strip.pictures.shape[1:3]
+        for step, (picture, padded) in enumerate(zip(strip.pictures, strip.padded, strict=True)):
+            image.paste(Image.fromarray(picture), (at, top))
+            pictures.append(Picture(number, strip.camera, step, (at, top, at + width, top + height)))
+            if padded:
+                _mark_padded(pen, at, top, width)
+            at += width + STEP_GAP
+        at += CAMERA_GAP - STEP_GAP
+    below = top + layout.picture_height + 6
+    for line in layout.tasks[number]:
+        pen.text((left, below), line, _BRIGHT, _font(TEXT))
+        below += _line(TEXT)
+    where = f"episode {sample.episode}  ·  frame {sample.frame}  ·  index {sample.index}"
+    pen.text((left, below), _cut(where, layout.cell_width, SMALL), _DIM, _font(SMALL))
+    return pictures
+
+
+def _mark_padded(pen: ImageDraw.ImageDraw, left: int, top: int, width: int) -> None:
+    """A step outside the episode shows the nearest frame inside; a flag in the corner says so."""
+    text = _cut("pad", width - 8, SMALL)
+    box = (left, top, left + int(_font(SMALL).getlength(text)) + 9, top + _line(SMALL) + 2)
+    pen.rectangle(box, fill=_PAD)
+    pen.text((left + 5, top + 1), text, _BACKGROUND, _font(SMALL))
+
+
+def _strip_width(strip: Strip) -> int:
+    steps, _, width = strip.pictures.shape[:3]
+    return steps * (width + STEP_GAP) - STEP_GAP
+
+
+def _camera_name(key: str, width: int) -> str:
+    """The key, or its last part where there is no room for it."""
+    short = key if _font(SMALL).getlength(key) <= width else key.rpartition(".")[2]
+    return _cut(short, width, SMALL)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Text in lines of up to `width` pixels; what does not fit in `_MOST_LINES` is cut off with an ellipsis."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and _font(TEXT).getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES - 1], " ".join(lines[_MOST_LINES - 1 :])]
+    return [_cut(line, width, TEXT) for line in lines]
+
+
+def _cut(text: str, width: int, size: int) -> str:
+    if _font(size).getlength(text) <= width:
+        return text
+    while text and _font(size).getlength(text + "…") > width:
+        text = text[:-1]
+    return text.rstrip() + "…"
+
+
+def _line(size: int) -> int:
+    return size + size // 3
+
+
+def _font(size: int) -> Any:
+    if size not in _FONTS:
+        _FONTS[size] = ImageFont.load_default(size)
+    return _FONTS[size]
+
+
+_FONTS: dict[int, Any] = {}

@@ -1,0 +1,60 @@
+"""How the tests of the program run it, and how they read a contact sheet."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dali_stream.cli import main
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m dali_stream`."""
+    command = [sys.executable, "-m", "dali_stream", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+
+
+def failed(capsys: pytest.CaptureFixture[str], arguments: Sequence[object], code: int) -> str:
+    """Runs the program in this process. It is to fail in one line and with this exit code; returns the line."""
+    assert main([str(argument) for argument in arguments]) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1), err
+    assert err.startswith("dali-stream: ")
+    return err
+
+
+def pictures(path: Path) -> list[tuple[dict[str, Any], np.ndarray]]:
+    """What a contact sheet says of its pictures, and the pictures cut out of it."""
+    with Image.open(path) as sheet:
+        assert sheet.format == "PNG"
+        said = json.loads(sheet.text["dali_stream"])["pictures"]  # type: ignore[attr-defined]  # PNGs have it
+        pixels = np.asarray(sheet.convert("RGB"))
+    boxes = [picture["box"] for picture in said]
+    return [(picture, pixels[b[1] : b[3], b[0] : b[2]]) for picture, b in zip(said, boxes, strict=True)]
+
+
+def b_frames(files: Sequence[Path]) -> bool:
+    """Whether FFmpeg finds B-frames in the first of these files."""
+    command = ["ffprobe", "-v", "error", "-select_streams", "v", "-show_entries", "frame=pict_type", "-of", "csv", *files[:1]]
+    if not shutil.which("ffprobe"):
+        pytest.skip("needs the program ffprobe")
+    return ",B" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def driver() -> bool:
+    """Whether there is a CUDA driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
