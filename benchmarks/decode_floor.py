@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import dali_stream
-from dali_stream.ranks import cores
+from dali_stream.process import cores
 from dali_stream.residency import Residency
 from dali_stream.video.clip import pack
 

@@ -5,15 +5,13 @@ Only metadata and the indices (`moov`) of video files are read. Neither torchcod
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dali_stream import metadata
+from dali_stream import metadata, process
 from dali_stream.dataset import Dataset
 from dali_stream.video.format import VideoFormat
 from dali_stream.video.format import describe as describe_format
@@ -164,7 +162,7 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int)).tolist()
     tables = [read_table(dataset.data_store, paths[i]) for i in chosen]
     formats = [describe_format(config) for table in tables for config in table.configs]
-    first, gpu = formats[0], _gpu()
+    first, gpu = formats[0], process.gpu("auto")
     route = choose("auto", gpu, first, tables[0])
     shortest, longest = zip(*map(_gops, tables), strict=True)
     return CameraReport(
@@ -211,20 +209,3 @@ def _profile(video: VideoFormat) -> str | None:
 def _name(video: VideoFormat) -> str:
     profile = _profile(video)
     return " ".join([video.codec, *([profile] if profile else []), video.pixel_format, f"{video.height}x{video.width}"])
-
-
-def _gpu() -> int | None:
-    """The GPU that a Loader with device="auto" takes. torch, which is slow to load, is asked only if there is a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return None
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    local = os.environ.get("LOCAL_RANK", "")
-    return int(local) if local.isdigit() else torch.cuda.current_device()

@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from dali_stream import graph as dali
-from dali_stream import ranks, windows
+from dali_stream import process, windows
+from dali_stream.arguments import byte_count, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cameras import Counters, RouteChange, VideoCamera
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError
+from dali_stream.graph import Graph
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.residency import Residency
-from dali_stream.stage import Plan, Stage
+from dali_stream.run import Batch, Run
+from dali_stream.stage import Plan
 from dali_stream.video.route import DECODE, Route, choose
 
-Batch = dict[str, Any]
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
 
@@ -71,7 +68,7 @@ class Loader:
         *,
         batch_size: int = 64,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
-        pipeline: dali.Graph | None = None,
+        pipeline: Graph | None = None,
         image_size: tuple[int, int] | None = None,
         image_dtype: str = "float32",
         shuffle: Shuffle = True,
@@ -87,16 +84,16 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        _one_of("image_dtype", image_dtype, ("float32", "uint8"))
-        _one_of("decode", decode, DECODE)
-        _one_of("last_batch", last_batch, LAST_BATCH)
-        _one_of("on_error", on_error, ("raise", "substitute"))
+        one_of("image_dtype", image_dtype, ("float32", "uint8"))
+        one_of("decode", decode, DECODE)
+        one_of("last_batch", last_batch, LAST_BATCH)
+        one_of("on_error", on_error, ("raise", "substitute"))
         check_order_arguments(shuffle, seed, consumers, episode_pool_size)
-        rank, world_size = ranks.rank_and_world(rank, world_size)
+        rank, world_size = process.rank_and_world(rank, world_size)
         check_world(rank, world_size, consumers if shuffle is True else None)
-        threads = ranks.cores() if threads is None else _positive("threads", threads)
+        threads = process.cores() if threads is None else positive("threads", threads)
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-        batches = Batches(self.dataset.num_frames, _positive("batch_size", batch_size), world_size, last_batch)
+        batches = Batches(self.dataset.num_frames, positive("batch_size", batch_size), world_size, last_batch)
         if not batches.count(0):
             raise ValueError(
                 f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
@@ -112,11 +109,11 @@ class Loader:
             episode_pool_size=episode_pool_size,
             rank=rank,
             threads=threads,
-            memory_budget=_bytes(memory_budget),
+            memory_budget=byte_count(memory_budget),
             substitute=on_error == "substitute",
-            gpu=_gpu(device),
+            gpu=process.gpu(device),
         )
-        self._graph = (pipeline, _size(image_size), image_dtype)
+        self._graph = (pipeline, picture_size(image_size), image_dtype)
         self._decode = decode
         self._counters = Counters()
         self._batches_delivered, self._wait_s = 0, 0.0
@@ -124,7 +121,7 @@ class Loader:
         self._constructed = time.perf_counter()
         self._epoch = self._position = 0
         self._began = self._abandoned = False
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._iteration = 0
         self._closed = False
         self._pid = os.getpid()
@@ -255,7 +252,7 @@ class Loader:
     def _next(self) -> Batch:
         while True:
             if self._run is None:
-                self._run = _Run(self._plan, self.routes, self._graph, self._epoch, self._position, self._counters)
+                self._run = Run(self._plan, self.routes, self._graph, self._epoch, self._position, self._counters)
             try:
                 return self._run.next()
             except RouteChange as change:
@@ -315,100 +312,5 @@ class Loader:
         return routes
 
 
-class _Run:
-    """A stage and the DALI pipeline over it, from one position on until it is closed."""
-
-    def __init__(
-        self, plan: Plan, routes: dict[str, Route], graph: tuple[Any, ...], epoch: int, position: int, counters: Counters
-    ) -> None:
-        self._routes = routes
-        self.stage = Stage(plan, routes, epoch, position, counters)
-        # A loader that is dropped without being closed leaves no threads behind either.
-        self._finalizer = weakref.finalize(self, self.stage.close)
-        try:
-            pipeline, names = dali.build(plan, self.stage, routes, *graph)
-            self._iterator: Any = dali.Iterator(pipeline, names, self.stage.ready)
-        except BaseException:
-            self._finalizer()
-            raise
-
-    def next(self) -> Batch:
-        """The next batch, with pictures channels first and with the text that went past DALI."""
-        try:
-            [batch] = next(self._iterator)
-        except RuntimeError as error:  # of a DALI operator; what the stage raises comes through as it is
-            text = str(error).partition("encountered:")[2] or str(error)
-            said = " ".join(text.partition("C++ context")[0].split())[:300]
-            if "fn.decoders.video" in str(error):
-                on_dali = [camera for camera, route in self._routes.items() if route.decoder == "dali"]
-                raise RouteChange(on_dali, f"DALI's video decoder failed: {said}") from error
-            raise DaliStreamError(
-                f"an operator of the DALI pipeline failed: {said}; see the error it was raised from"
-            ) from error
-        for key, layout in self._iterator.layouts.items():
-            if layout.endswith("HWC"):
-                batch[key] = batch[key].movedim(-1, -3)
-        return {**batch, **self.stage.delivered.popleft()}
-
-    def close(self) -> None:
-        self._finalizer()
-        self._iterator = None
-
-
 def _window_keys(dataset: Dataset) -> list[str]:
     return [key for key, feature in dataset.features.items() if feature["dtype"] != "string"]
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
-    return value
-
-
-def _size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
-    if image_size is None:
-        return None
-    if not isinstance(image_size, Sequence) or len(image_size) != 2:
-        raise ValueError(f"image_size is {image_size!r}; it is (height, width) or None")
-    return _positive("the height of image_size", image_size[0]), _positive("the width of image_size", image_size[1])
-
-
-def _bytes(budget: int | str) -> int:
-    """4294967296, "4GiB", "500 MB": bytes."""
-    units = {
-        "": 1,
-        "k": 1000,
-        "m": 1000**2,
-        "g": 1000**3,
-        "t": 1000**4,
-        "ki": 1 << 10,
-        "mi": 1 << 20,
-        "gi": 1 << 30,
-        "ti": 1 << 40,
-    }
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
-    if isinstance(budget, bool) or not found or found[2] not in units or float(found[1]) <= 0:
-        raise ValueError(f'memory_budget is {budget!r}; it is a number of bytes above 0, or such as "512MiB" or "4GiB"')
-    return int(float(found[1]) * units[found[2]])
-
-
-def _gpu(device: str) -> int | None:
-    """Index of the CUDA device; None for the CPU."""
-    found = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", str(device))
-    if not found or (found[2] and found[1] != "cuda"):
-        raise ValueError(f'device is {device!r}; allowed are "auto", "cpu", "cuda" and "cuda:<index>"')
-    if found[1] == "cpu" or (found[1] == "auto" and not torch.cuda.is_available()):
-        return None
-    if not torch.cuda.is_available():
-        raise ValueError(f'device is {device!r}, and torch {torch.__version__} finds no GPU; use device="cpu" or "auto"')
-    local = os.environ.get("LOCAL_RANK", "")
-    default = int(local) if local.isdigit() else torch.cuda.current_device()
-    index = int(found[2]) if found[2] else default
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device is {device!r}, which is GPU {index}, and there are {torch.cuda.device_count()}")
-    return index

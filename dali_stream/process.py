@@ -1,8 +1,10 @@
-"""Which share of the batches this process gets, and on how many cores."""
+"""What this process is in a run: its rank, its cores, its GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import sys
 
 
@@ -36,3 +38,37 @@ def cores() -> int:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(available // max(int(local) if local.isdigit() else 1, 1), 1)
+
+
+def gpu(device: str) -> int | None:
+    """Index of the CUDA device that "auto", "cpu", "cuda" or "cuda:1" names; None for the CPU.
+
+    Raises:
+        ValueError: another name, or a GPU that torch does not find.
+    """
+    found = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", str(device))
+    if not found or (found[2] and found[1] != "cuda"):
+        raise ValueError(f'device is {device!r}; allowed are "auto", "cpu", "cuda" and "cuda:<index>"')
+    if found[1] == "cpu" or (found[1] == "auto" and not _has_driver()):
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        if found[1] == "auto":
+            return None
+        raise ValueError(f'device is {device!r}, and torch {torch.__version__} finds no GPU; use device="cpu" or "auto"')
+    local = os.environ.get("LOCAL_RANK", "")
+    default = int(local) if local.isdigit() else torch.cuda.current_device()
+    index = int(found[2]) if found[2] else default
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device is {device!r}, which is GPU {index}, and there are {torch.cuda.device_count()}")
+    return index
+
+
+def _has_driver() -> bool:
+    """Whether there is a CUDA driver: spares loading torch, which is slow, to learn that there is no GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

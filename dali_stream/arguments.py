@@ -1,0 +1,44 @@
+"""Checks of the loader's plain arguments. Each raises a ValueError that says what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
+    return value
+
+
+def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    if not isinstance(image_size, Sequence) or len(image_size) != 2:
+        raise ValueError(f"image_size is {image_size!r}; it is (height, width) or None")
+    return positive("the height of image_size", image_size[0]), positive("the width of image_size", image_size[1])
+
+
+def byte_count(budget: int | str) -> int:
+    """4294967296, "4GiB", "500 MB": bytes."""
+    units = {
+        "": 1,
+        "k": 1000,
+        "m": 1000**2,
+        "g": 1000**3,
+        "t": 1000**4,
+        "ki": 1 << 10,
+        "mi": 1 << 20,
+        "gi": 1 << 30,
+        "ti": 1 << 40,
+    }
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
+    if isinstance(budget, bool) or not found or found[2] not in units or float(found[1]) <= 0:
+        raise ValueError(f'memory_budget is {budget!r}; it is a number of bytes above 0, or such as "512MiB" or "4GiB"')
+    return int(float(found[1]) * units[found[2]])

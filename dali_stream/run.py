@@ -1,0 +1,54 @@
+"""A stage and the DALI pipeline over it, from one position of the order on until it is closed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from dali_stream import graph
+from dali_stream.cameras import Counters, RouteChange
+from dali_stream.errors import DaliStreamError
+from dali_stream.stage import Plan, Stage
+from dali_stream.video.route import Route
+
+Batch = dict[str, Any]
+
+
+class Run:
+    """A stage and the DALI pipeline over it, from one position on until it is closed."""
+
+    def __init__(
+        self, plan: Plan, routes: dict[str, Route], pictures: tuple[Any, ...], epoch: int, position: int, counters: Counters
+    ) -> None:
+        self._routes = routes
+        self.stage = Stage(plan, routes, epoch, position, counters)
+        # A loader that is dropped without being closed leaves no threads behind either.
+        self._finalizer = weakref.finalize(self, self.stage.close)
+        try:
+            pipeline, names = graph.build(plan, self.stage, routes, *pictures)
+            self._iterator: Any = graph.Iterator(pipeline, names, self.stage.ready)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def next(self) -> Batch:
+        """The next batch, with pictures channels first and with the text that went past DALI."""
+        try:
+            [batch] = next(self._iterator)
+        except RuntimeError as error:  # of a DALI operator; what the stage raises comes through as it is
+            text = str(error).partition("encountered:")[2] or str(error)
+            said = " ".join(text.partition("C++ context")[0].split())[:300]
+            if "fn.decoders.video" in str(error):
+                on_dali = [camera for camera, route in self._routes.items() if route.decoder == "dali"]
+                raise RouteChange(on_dali, f"DALI's video decoder failed: {said}") from error
+            raise DaliStreamError(
+                f"an operator of the DALI pipeline failed: {said}; see the error it was raised from"
+            ) from error
+        for key, layout in self._iterator.layouts.items():
+            if layout.endswith("HWC"):
+                batch[key] = batch[key].movedim(-1, -3)
+        return {**batch, **self.stage.delivered.popleft()}
+
+    def close(self) -> None:
+        self._finalizer()
+        self._iterator = None
