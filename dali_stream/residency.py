@@ -39,6 +39,7 @@ class Residency:
 
     def __init__(self, dataset: Dataset, budget: int) -> None:
         self._dataset, self._budget = dataset, budget
+        self._row_budget = budget - budget // 4  # a quarter is for the indices of MP4s
         self._reader = RowReader(dataset)
         self._columns: Columns = {}
         self._start = np.full(dataset.num_episodes, -1, np.int64)
@@ -99,20 +100,24 @@ class Residency:
         row_bytes = sum(values.nbytes for values in columns.values()) // length + 1
         object_bytes = sum(len(v) for values in columns.values() if values.dtype == object for v in values)
         live = sum(block.length for block in self._blocks.values()) + length
+
+        def taken(rows: int) -> int:
+            return rows * row_bytes + self._object_bytes + object_bytes
+
         for old in list(self._blocks):
-            if live * row_bytes + self._object_bytes + object_bytes <= self._budget:
+            if taken(live + live // 2) <= self._row_budget:  # the half is room to move in, see `_make_room`
                 break
             if old not in needed:
                 live -= self._evict(old)
-        total = live * row_bytes + self._object_bytes + object_bytes
-        if total > self._budget:
+        if taken(live) > self._row_budget:
             if episode not in needed:
                 return  # came along in a row group; it is read again when its time comes
             raise DaliStreamError(
-                f"memory_budget is {self._budget} bytes, and the rows of the {len(needed)} episodes of one batch need "
-                f"{total}; give a larger memory_budget, or a smaller batch_size"
+                f"memory_budget is {self._budget} bytes, of which {self._row_budget} are for rows, and the rows of the "
+                f"{len(needed)} episodes of one batch need {taken(live)}; give a larger memory_budget, or a smaller batch_size"
             )
-        self._make_room(length, live, columns)
+        most = (self._row_budget - taken(0)) // row_bytes
+        self._make_room(length, min(live + live // 2, most), columns)
         for key, values in columns.items():
             self._columns[key][self._used : self._used + length] = values
         self._blocks[episode] = _Block(self._used, length, object_bytes)
@@ -129,12 +134,11 @@ class Residency:
                 values[block.start : block.start + block.length] = None
         return block.length
 
-    def _make_room(self, length: int, live: int, columns: Columns) -> None:
-        """Arrays with `length` free rows at the end. What has been evicted leaves holes, which are closed now and then."""
-        capacity = len(next(iter(self._columns.values()))) if self._columns else 0
-        if self._used + length <= capacity:
+    def _make_room(self, length: int, capacity: int, columns: Columns) -> None:
+        """Has `length` free rows at the end of the arrays. Evicted episodes leave holes; when the end is reached, what is
+        left moves to new arrays of `capacity` rows."""
+        if self._columns and self._used + length <= len(next(iter(self._columns.values()))):
             return
-        capacity = max(capacity, live + live // 2, 1024)
         old, self._columns = self._columns, {}
         for key, values in columns.items():
             self._columns[key] = np.empty((capacity, *values.shape[1:]), values.dtype)
