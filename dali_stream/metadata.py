@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import string
 from collections.abc import Iterable
@@ -87,7 +86,7 @@ def read_info(store: Store) -> Info:
             f'{store.where(INFO)}: storage_format is "lance", and Parquet with MP4 is read; export it to that with LeRobot'
         )
     fps = info.get("fps")
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not math.isfinite(fps) or not 0 < fps <= 100_000:
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 100_000:
         raise DatasetError(f"{store.where(INFO)}: fps is {str(fps)[:40]}; it is a number above 0")
     features = _object(info.get("features"), store, "features")
     return Info(
@@ -149,7 +148,8 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     names = [c for c in (*columns, "task", "subtask", "__index_level_0__") if c in table.column_names]
     if not names or index not in table.column_names:
         raise DatasetError(f"{store.where(path)}: columns {table.column_names}; {index} and a column of names are needed")
-    pairs = dict(zip(table[index].to_pylist(), table[names[0]].to_pylist(), strict=True))
+    with parquet_errors(store, path):  # text that is not UTF-8 shows only now
+        pairs = dict(zip(table[index].to_pylist(), table[names[0]].to_pylist(), strict=True))
     if not all(isinstance(k, int) and isinstance(v, str) for k, v in pairs.items()):
         raise DatasetError(f"{store.where(path)}: {index} is to hold integers and {names[0]} strings")
     return pairs

@@ -6,7 +6,7 @@ Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -43,13 +43,13 @@ class RowReader:
         dataset = self._dataset
         row = int(dataset.rows[episode])
         path = dataset.table.data.paths[dataset.table.data.index[row]]
-        with parquet_errors(dataset.data_store, path):
-            footer = self._footer(path)
-            groups = footer.groups_of(int(dataset.episodes[episode]))
-            with dataset.data_store.open(path) as file:
-                parquet = pq.ParquetFile(file, metadata=footer.metadata)
-                table = parquet.read_row_groups(groups, columns=footer.columns, use_threads=False)
-            found = self._cut(path, table)
+        first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
+        with parquet_errors(dataset.data_store, path), dataset.data_store.open(path) as file:
+            footer = self._footer(file, path, int(dataset.table.data.index[row]))
+            parquet = pq.ParquetFile(file, metadata=footer.metadata)
+            table, found = self._read(parquet, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
+            if episode not in found:  # the file does not hold its episodes in their order
+                table, found = self._read(parquet, path, footer.groups_of(parquet, index))
         if episode not in found:
             rows = int((table["episode_index"].to_numpy() == dataset.episodes[episode]).sum())
             raise DatasetError(
@@ -58,11 +58,18 @@ class RowReader:
             )
         return found
 
-    def _footer(self, path: str) -> _Footer:
+    def _read(self, parquet: pq.ParquetFile, path: str, groups: list[int]) -> tuple[pa.Table, dict[int, Columns]]:
+        columns = list(dict.fromkeys([*self.features, "episode_index"]))
+        table = parquet.read_row_groups(groups, columns=columns, use_threads=False)
+        return table, self._cut(path, table)
+
+    def _footer(self, file: BinaryIO, path: str, number: int) -> _Footer:
+        """The footer of the dataset's data file of that number."""
         if path not in self._footers:
-            with self._dataset.data_store.open(path) as file:
-                parquet = pq.ParquetFile(file)
-                self._footers[path] = _Footer(parquet, list(self.features), self._dataset.data_store.where(path))
+            table = self._dataset.table
+            first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
+            where = self._dataset.data_store.where(path)
+            self._footers[path] = _Footer(pq.ParquetFile(file), list(self.features), first_row, promised, where)
         self._footers.move_to_end(path)
         while len(self._footers) > self.FILES:
             self._footers.popitem(last=False)
@@ -89,31 +96,43 @@ class RowReader:
 
 
 class _Footer:
-    """What a Parquet file says of itself: which row groups hold which episodes."""
+    """What a Parquet file says of itself: which row groups hold which rows.
 
-    def __init__(self, parquet: pq.ParquetFile, keys: list[str], where: str) -> None:
+    A group's statistics would tell the episodes in it, but pyarrow ends the process where a broken footer gives them
+    another type than their column has.
+    """
+
+    def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str) -> None:
         self.metadata = parquet.metadata
-        self.columns = [*keys, "episode_index"] if "episode_index" not in keys else keys
-        missing = [key for key in self.columns if key not in parquet.schema_arrow.names]
+        missing = [key for key in [*keys, "episode_index"] if key not in parquet.schema_arrow.names]
         if missing:
             raise DatasetError(f"{where}: lacks the column {missing[0]}, which meta/info.json has as a feature")
-        leaves = [self.metadata.schema.column(i).path for i in range(self.metadata.num_columns)]
-        column = leaves.index("episode_index")
-        self._ranges = np.array(
-            [self._range(parquet, group, column) for group in range(self.metadata.num_row_groups)], np.int64
-        ).reshape(-1, 2)
+        rows = np.array([self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)], np.int64)
+        most = max(promised, _FEW_ROWS)  # files keep the rows of episodes that were taken out of the metadata
+        if (wrong := (rows < 0) | (rows > most)).any():
+            raise DatasetError(f"{where}: a row group claims {rows[wrong][0]} rows, and the dataset has {promised} frames")
+        self._stop = first_row + np.cumsum(rows)
+        self._start = self._stop - rows
+        self._episodes: npt.NDArray[np.int64] | None = None
 
-    def groups_of(self, episode: int) -> list[int]:
-        """Row groups that may hold rows of an episode, by its index in the dataset."""
-        return np.flatnonzero((self._ranges[:, 0] <= episode) & (episode <= self._ranges[:, 1])).tolist()
+    def groups_at(self, start: int, stop: int) -> list[int]:
+        """Row groups of the rows [start, stop), counted over the dataset, if the file holds its episodes in their order."""
+        return np.flatnonzero((self._start < stop) & (start < self._stop)).tolist()
 
-    @staticmethod
-    def _range(parquet: pq.ParquetFile, group: int, column: int) -> tuple[int, int]:
-        stats = parquet.metadata.row_group(group).column(column).statistics
-        if stats is not None and stats.has_min_max:
-            return stats.min, stats.max
-        values = parquet.read_row_group(group, columns=["episode_index"])["episode_index"].to_numpy()
-        return (int(values.min()), int(values.max())) if len(values) else (0, -1)
+    def groups_of(self, parquet: pq.ParquetFile, episode: int) -> list[int]:
+        """Row groups that may hold rows of an episode, by its index, in a file of any order: all are looked into once."""
+        if self._episodes is None:
+            self._episodes = np.array([_range(parquet, i) for i in range(len(self._start))], np.int64).reshape(-1, 2)
+        return np.flatnonzero((self._episodes[:, 0] <= episode) & (episode <= self._episodes[:, 1])).tolist()
+
+
+_FEW_ROWS = 1 << 20
+
+
+def _range(parquet: pq.ParquetFile, group: int) -> tuple[int, int]:
+    """The lowest and the highest episode index in a row group."""
+    values = parquet.read_row_group(group, columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
+    return (int(values.min()), int(values.max())) if len(values) else (0, -1)
 
 
 def to_numpy(column: pa.ChunkedArray, feature: dict[str, Any], where: str) -> npt.NDArray[Any]:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from loader_data import write_odd
 
 from dali_stream.demo import write_demo
 
@@ -35,6 +36,12 @@ def demo_copy(demo: Path, tmp_path: Path) -> Path:
 def vp9_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two episodes of VP9 with GOP 12, which DALI decodes on a CPU. Read only."""
     return write_demo(tmp_path_factory.mktemp("demo") / "vp9", episodes=2, size=(128, 160), codec="vp9", gop=12)
+
+
+@pytest.fixture(scope="session")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """21 frames in 4 episodes without video, with columns of every kind (see `write_odd`). Read only."""
+    return write_odd(tmp_path_factory.mktemp("odd") / "data")
 
 
 @pytest.fixture(scope="session")

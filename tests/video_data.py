@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +57,11 @@ def av1(gop: int, pixels: str = "yuv420p") -> tuple[str, ...]:
 
 
 def vp9(gop: int, pixels: str = "yuv420p", hidden: bool = False) -> tuple[str, ...]:
-    """libvpx; `hidden` lets it use alternate reference frames, which are never shown."""
-    hide = ("-auto-alt-ref", "1", "-lag-in-frames", "16") if hidden else ("-auto-alt-ref", "0", "-lag-in-frames", "0")
-    return (*VPX, "-pix_fmt", pixels, "-g", str(gop), *hide)
+    """libvpx; `hidden` lets it use alternate reference frames, which are never shown and take two passes."""
+    return (*VPX, "-pix_fmt", pixels, "-g", str(gop), *(_HIDDEN if hidden else ("-auto-alt-ref", "0", "-lag-in-frames", "0")))
+
+
+_HIDDEN = ("-auto-alt-ref", "1", "-lag-in-frames", "25")
 
 
 def mpeg4(gop: int, b_frames: int = 0) -> tuple[str, ...]:
@@ -86,7 +91,7 @@ def ffmpeg(*arguments: str | Path, stdin: bytes | None = None) -> None:
     """Runs the ffmpeg program; the test is skipped where there is none, or where it lacks the encoder."""
     if shutil.which("ffmpeg") is None:
         pytest.skip("the ffmpeg program is not installed")
-    for encoder in (str(b) for a, b in zip(arguments, arguments[1:]) if a == "-c:v" and b != "copy"):
+    for encoder in (str(b) for a, b in itertools.pairwise(arguments) if a == "-c:v" and b != "copy"):
         if f" {encoder} " not in _encoders():
             pytest.skip(f"this ffmpeg has no encoder {encoder}")
     command = ["ffmpeg", "-hide_banner", "-loglevel", "error", "-y", *map(str, arguments)]
@@ -104,8 +109,79 @@ def encode(pictures: Pictures, path: Path, arguments: Sequence[str], *more_input
     path.parent.mkdir(parents=True, exist_ok=True)
     height, width = pictures.shape[1:3]
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-")
-    ffmpeg(*raw, *more_input, *arguments, path, stdin=pictures.tobytes())
+    passes: list[tuple[str, ...]] = [()]
+    if tuple(arguments[-len(_HIDDEN) :]) == _HIDDEN:
+        passes = [("-pass", number, "-passlogfile", str(path.with_suffix(".log"))) for number in ("1", "2")]
+    for options in passes:
+        ffmpeg(*raw, *more_input, *arguments, *options, path, stdin=pictures.tobytes())
     return path
+
+
+# ---- MP4 boxes as trees, to make the files that FFmpeg does not
+
+_CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts")
+Box = list[Any]  # [kind, body], the body being bytes or a list of boxes
+
+
+def boxes(data: bytes) -> list[Box]:
+    """The boxes of a file that FFmpeg wrote."""
+    found: list[Box] = []
+    while data:
+        size, kind, head = int.from_bytes(data[:4], "big"), data[4:8], 8
+        if size == 1:
+            size, head = int.from_bytes(data[8:16], "big"), 16
+        body = data[head:size]
+        found.append([kind, boxes(body) if kind in _CONTAINERS else body])
+        data = data[size:]
+    return found
+
+
+def unboxed(tree: list[Box]) -> bytes:
+    """The bytes of boxes."""
+    bodies = [(kind, unboxed(body) if isinstance(body, list) else body) for kind, body in tree]
+    return b"".join(struct.pack(">I4s", 8 + len(body), kind) + body for kind, body in bodies)
+
+
+def box(tree: list[Box], *path: bytes) -> Box:
+    """The first box at a path."""
+    found = next(entry for entry in tree if entry[0] == path[0])
+    return box(found[1], *path[1:]) if len(path) > 1 else found
+
+
+STBL = (b"moov", b"trak", b"mdia", b"minf", b"stbl")
+
+
+def joined(first: Path, second: Path) -> bytes:
+    """Two MP4s end to end as one with two sample descriptions, a chunk for each, and without an edit list."""
+    trees = [boxes(path.read_bytes()) for path in (first, second)]
+    kinds = (b"stts", b"ctts", b"stss", b"stsz")
+    tables = [{kind: _words(body[4:]) for kind, body in box(tree, *STBL)[1] if kind in kinds} for tree in trees]
+    sizes = [table[b"stsz"][2:] for table in tables]
+    n = [len(size) for size in sizes]
+    late = [np.repeat(t[b"ctts"][2::2], t[b"ctts"][1::2]) if b"ctts" in t else [0] * k for t, k in zip(tables, n, strict=True)]
+    ftyp, media = unboxed(trees[0][:1]), [box(tree, b"mdat")[1][-size.sum() :] for tree, size in zip(trees, sizes, strict=True)]
+    begin = len(ftyp) + 8
+    entries = {
+        b"stts": [1, sum(n), tables[0][b"stts"][2]],
+        b"ctts": [sum(n), *np.stack([np.ones(sum(n), int), np.concatenate(late)], 1).ravel()],
+        b"stss": [0, *tables[0][b"stss"][1:], *(tables[1][b"stss"][1:] + n[0])],
+        b"stsc": [2, 1, n[0], 1, 2, n[1], 2],
+        b"stsz": [0, sum(n), *np.concatenate(sizes)],
+        b"stco": [2, begin, begin + len(media[0])],
+    }
+    entries[b"stss"][0] = len(entries[b"stss"]) - 1
+    described = [box(tree, *STBL, b"stsd")[1][8:] for tree in trees]
+    moov = box(trees[0], b"moov")
+    box([moov], *STBL)[1] = [[b"stsd", struct.pack(">II", 0, 2) + b"".join(described)]] + [
+        [kind, bytes(4) + np.array(values).astype(">u4").tobytes()] for kind, values in entries.items()
+    ]
+    trak = box([moov], b"moov", b"trak")
+    trak[1] = [entry for entry in trak[1] if entry[0] != b"edts"]
+    return ftyp + unboxed([[b"mdat", b"".join(media)], moov])
+
+
+def _words(body: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(body, ">u4").astype(np.int64)
 
 
 def write_dataset(

@@ -23,6 +23,7 @@ import numpy as np
 from dali_stream.errors import DecodeError
 from dali_stream.storage import Store
 from dali_stream.video.boxes import box, full_box
+from dali_stream.video.damage import checker
 from dali_stream.video.table import SampleTable
 
 TIMESCALE, TICK = 15360, 512  # 30 pictures a second, the numbers FFmpeg writes; a clip's own time means nothing else
@@ -70,50 +71,98 @@ class _Run:
         if table.stretch[first] == table.stretch[last] and last - first == len(samples) - 1:
             parts = [(int(table.offset[first]), int(table.offset[last] + table.size[last]))]
         else:
-            parts = [(at, at + size) for at, size in zip(table.offset[samples].tolist(), table.size[samples].tolist())]
+            offset = table.offset[samples]
+            parts = list(zip(offset.tolist(), (offset + table.size[samples]).tolist(), strict=True))
         data = [store.read(table.path, start, stop) for start, stop in parts]
-        if any(len(d) != stop - start for d, (start, stop) in zip(data, parts)):
+        if any(len(d) != stop - start for d, (start, stop) in zip(data, parts, strict=True)):
             raise DecodeError(
                 f"{store.where(table.path)}: bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become "
                 "shorter since its index was read"
             )
-        return data[0] if len(data) == 1 else b"".join(data)
+        whole = data[0] if len(data) == 1 else b"".join(data)
+        self._check(store, whole)
+        return whole
+
+    def _check(self, store: Store, data: bytes) -> None:
+        """Decoders pass over most damage, so what can be seen of it is looked for here (see `damage`)."""
+        table, at = self.table, 0
+        check = checker(table.configs[table.config[self.samples[0]]])
+        if check is None:
+            return
+        for sample, size in zip(self.samples.tolist(), table.size[self.samples].tolist(), strict=True):
+            if size and (wrong := check(data, at, at + size, at == 0)):
+                raise DecodeError(
+                    f"{store.where(table.path)}: the encoded picture at bytes {table.offset[sample]} to "
+                    f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or leave its episodes out"
+                )
+            at += size
 
 
-def pack(store: Store, tables: Sequence[SampleTable], samples: Sequence[int]) -> Clip:
+def pack(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], *, from_the_start: bool = False) -> Clip:
     """Packs the pictures that `samples` need into one clip.
 
     Args:
         store: where the files are.
         tables: per request, the table of its file; all with the same sample description.
         samples: per request, the sample in its file. The same request may come more than once.
+        from_the_start: decode from the file's first picture on.
 
     Raises:
-        DecodeError: open GOPs of more than one run (`SampleTable.open_gops` tells), or a file that has changed.
+        DecodeError: open GOPs of more than one run (`SampleTable.open_gops` tells), samples of several descriptions, or a
+            file that has changed.
     """
     stops: dict[tuple[int, int], int] = {}
     by_id = {id(table): table for table in tables}
-    keys = [(id(table), decoding_start(table, sample)) for table, sample in zip(tables, samples, strict=True)]
-    for key, sample in zip(keys, samples, strict=True):
-        stops[key] = max(stops.get(key, 0), sample)
+    spans = [(0, max(sample, _stop(table, sample))) if from_the_start else span(table, sample)
+             for table, sample in zip(tables, samples, strict=True)]  # fmt: skip
+    keys = [(id(table), start) for table, (start, _) in zip(tables, spans, strict=True)]
+    for key, (_, stop) in zip(keys, spans, strict=True):
+        stops[key] = max(stops.get(key, 0), stop)
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
         raise DecodeError("pictures of open GOPs cannot share a clip with others: each run needs a clip of its own")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
-    ends = dict(zip(runs, itertools.accumulate(len(run.samples) for run in runs.values())))
+    if len({config(run.table, sample) for run in runs.values() for sample in (run.samples[0], run.samples[-1])}) > 1:
+        raise DecodeError("pictures of different sample descriptions (stsd) cannot share a clip")
+    ends = dict(zip(runs, itertools.accumulate(len(run.samples) for run in runs.values()), strict=True))
     before = {key: ends[key] - len(run.samples) for key, run in runs.items()}
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
     return Clip(_mux(store, list(runs.values())), frames, sum(len(run.samples) for run in runs.values()))
 
 
-def decoding_start(table: SampleTable, sample: int) -> int:
-    """The sync sample that decoding of `sample` starts at.
+def config(table: SampleTable, sample: int) -> bytes:
+    """What a clip's samples have in common: the sample description and the track's matrix."""
+    return table.configs[table.config[sample]] + table.track_header
+
+
+def span(table: SampleTable, sample: int) -> tuple[int, int]:
+    """The samples, first and last, that are decoded for `sample`.
 
     A picture that follows an open GOP's sync sample but is shown before it refers to the GOP before that one too.
     """
-    head = int(table.head[sample])
-    if table.open_gops and table.pts[sample] < table.pts[head] and head > 0:
-        return int(table.head[head - 1])
-    return head
+    start = int(table.head[sample])
+    if not table.open_gops:
+        return start, sample
+    if table.pts[sample] < table.pts[start] and start > 0:
+        start = int(table.head[start - 1])
+    return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
+
+
+def is_avc(table: SampleTable) -> bool:
+    """Whether this is H.264."""
+    return table.configs[0][4:8] in (b"avc1", b"avc3")
+
+
+def _stop(table: SampleTable, sample: int) -> int:
+    """The last sample to decode for one of an open GOP of H.264.
+
+    FFmpeg does not show what it still holds back at the end of a clip that began with something else than an IDR
+    picture. So the clip goes on until as many pictures that are shown later have been decoded as push this one out.
+    """
+    later = np.flatnonzero(table.pts[sample + 1 : sample + 65] > table.pts[sample])[:_HELD_BACK]
+    return sample + 1 + int(later[-1]) if len(later) else sample
+
+
+_HELD_BACK = 4  # encoders of hierarchical B-frames delay pictures by two or three; where more are, `decode` starts earlier
 
 
 def _mux(store: Store, runs: list[_Run]) -> bytes:

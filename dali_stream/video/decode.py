@@ -6,7 +6,7 @@ that was asked for, since a decoder that met damage may skip a picture and deliv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +14,14 @@ from torchcodec.decoders import VideoDecoder
 
 from dali_stream.errors import DecodeError
 from dali_stream.storage import Store
-from dali_stream.video.clip import TICK, TIMESCALE, Clip, decoding_start, pack
+from dali_stream.video.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.video.format import VideoFormat
 from dali_stream.video.table import SampleTable
 
 Frames = npt.NDArray[np.uint8]
 
 
-def decode(
-    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat
-) -> tuple[Frames, int]:
+def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat) -> tuple[Frames, int]:
     """Decodes samples, in the order asked for.
 
     Args:
@@ -38,18 +36,38 @@ def decode(
     Raises:
         DecodeError: the decoder failed, or delivered another picture than the one asked for.
     """
-    if not any(table.open_gops for table in tables):
-        clip = pack(store, tables, samples)
-        return decode_clip(clip, expected), clip.pictures
-    # Runs of open GOPs need a clip each (see `clip.pack`).
-    starts = [(id(table), decoding_start(table, sample)) for table, sample in zip(tables, samples, strict=True)]
+    groups = _groups(tables, samples)
+    if len(groups) == 1:
+        return _decode_group(store, tables, samples, expected)
     frames, pictures = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
-    for start in dict.fromkeys(starts):
-        own = [i for i, s in enumerate(starts) if s == start]
-        clip = pack(store, [tables[i] for i in own], [samples[i] for i in own])
-        frames[own] = decode_clip(clip, expected)
-        pictures += clip.pictures
+    for group in groups:
+        found = _decode_group(store, [tables[i] for i in group], [samples[i] for i in group], expected)
+        frames[group] = found[0]
+        pictures += found[1]
     return frames, pictures
+
+
+def _decode_group(
+    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat
+) -> tuple[Frames, int]:
+    clip = pack(store, tables, samples)
+    try:
+        return decode_clip(clip, expected), clip.pictures
+    except DecodeError:
+        # Of an H.264 file with open GOPs, only the first picture is sure to be one that FFmpeg shows all pictures after.
+        if not (tables[0].open_gops and is_avc(tables[0])):
+            raise
+    clip = pack(store, tables, samples, from_the_start=True)
+    return decode_clip(clip, expected), clip.pictures
+
+
+def _groups(tables: Sequence[SampleTable], samples: Sequence[int]) -> list[list[int]]:
+    """Requests, by number, that may share a clip: those of one description, and in open GOPs those of one run."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, (table, sample) in enumerate(zip(tables, samples, strict=True)):
+        key = (id(table), span(table, sample)[0]) if table.open_gops else config(table, sample)
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
 
 
 def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:

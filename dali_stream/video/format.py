@@ -5,6 +5,7 @@ Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media f
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 
@@ -46,9 +47,8 @@ def describe(config: bytes) -> VideoFormat:
     Raises:
         DecodeError: it is too short to hold what its kind says, or has no size.
     """
-    kind = config[4:8]
     width, height = struct.unpack_from(">HH", config, 32)
-    codec = CODECS.get(kind, kind.decode("latin-1").strip())
+    codec = codec_of(config)
     if not width or not height:
         raise DecodeError(f"its sample description says {width}×{height} pixels")
     parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
@@ -57,6 +57,23 @@ def describe(config: bytes) -> VideoFormat:
     except IndexError as error:
         raise DecodeError(f"its {codec} decoder configuration is cut short") from error
     return VideoFormat(codec, profile, chroma, depth, height, width)
+
+
+def codec_of(config: bytes) -> str:
+    """The codec of a sample description; the four characters of its kind where it is unknown."""
+    kind = config[4:8]
+    if kind != b"mp4v":
+        return CODECS.get(kind, kind.decode("latin-1").strip())
+    # MPEG-4's own entry serves every codec that has a number in ISO/IEC 14496-1 (FFmpeg puts JPEG there).
+    esds = next((config[a:b] for k, a, b in children(config, 86, len(config)) if k == b"esds"), b"")
+    found = _DECODER_CONFIG.search(esds)
+    number = found[1][0] if found else 0x20
+    return _OBJECT_TYPES.get(number, f"mp4v-{number:02x}")
+
+
+_OBJECT_TYPES = {0x20: "mpeg4", 0x6C: "mjpeg", 0x6D: "png", 0xB1: "vp9"}
+# A DecoderConfigDescriptor: its tag, its length in one to four bytes, the object type, and the bits "visual stream".
+_DECODER_CONFIG = re.compile(rb"\x04(?:[\x80-\xff]{0,3}[\0-\x7f])(.)[\x10-\x13]", re.DOTALL)
 
 
 def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, int]:

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from dali_stream.errors import DecodeError
 from dali_stream.storage import Store
 from dali_stream.video.boxes import box, children, find, read_moov
+from dali_stream.video.damage import is_intra_refresh
+from dali_stream.video.format import codec_of
 
 Int64 = npt.NDArray[np.int64]
 
@@ -73,21 +75,21 @@ class SampleTable:
 
 
 def read_table(store: Store, path: str) -> SampleTable:
-    """Reads a file's index: its `moov` box and nothing else.
+    """Reads a file's index: its `moov` box, and of H.264 the beginning of one picture, to see whether it is a key frame.
 
     Raises:
         DecodeError: no MP4, truncated, fragmented, more than one video track, an edit list that trims, or an index that
             contradicts itself or the file's size. The message names the file.
     """
     try:
-        return _parse(path, read_moov(store, path), store.size(path))
+        return _parse(store, path, read_moov(store, path), store.size(path))
     except DecodeError as error:
         raise DecodeError(f"{store.where(path)}: {error}") from error.__cause__
     except (struct.error, ValueError, OverflowError, IndexError) as error:
         raise DecodeError(f"{store.where(path)}: its index (moov) is broken: {error}") from error
 
 
-def _parse(path: str, moov: bytes, file_size: int) -> SampleTable:
+def _parse(store: Store, path: str, moov: bytes, file_size: int) -> SampleTable:
     track = _video_track(moov)
     stbl = find(moov, *track, b"mdia", b"minf", b"stbl")
     if stbl is None:
@@ -117,8 +119,16 @@ def _parse(path: str, moov: bytes, file_size: int) -> SampleTable:
     pts = _presentation_times(boxes, n)
     pts = _edited(moov, track, pts, timescale)
     sync = _sync(boxes, n)
+    if len(sync) > 1 and codec_of(configs[0]) == "h264":
+        begin = int(offset[sync[1]])
+        if is_intra_refresh(configs[0], store.read(path, begin, begin + min(int(size[sync[1]]), _SLICE_HEAD))):
+            sync = sync[:1]
     shown = np.argsort(pts, kind="stable")
+    if (np.diff(pts[shown]) == 0).any():
+        raise DecodeError("its index shows two pictures at the same time (stts, ctts): which one a timestamp means is open")
     head = np.repeat(sync, np.diff(np.append(sync, n)))
+    if (config != config[head]).any():
+        raise DecodeError("its sample description (stsd) changes between pictures that are decoded together (stsc, stss)")
     stretch = np.cumsum(np.append(0, offset[1:] != offset[:-1] + size[:-1]))
     tkhd = _required(find(moov, *track, b"tkhd"), "tkhd")
     return SampleTable(
@@ -127,6 +137,9 @@ def _parse(path: str, moov: bytes, file_size: int) -> SampleTable:
         reordered=bool((np.diff(shown) != 1).any()),
         open_gops=bool((np.minimum.reduceat(pts, sync) < pts[sync]).any()),
     )  # fmt: skip
+
+
+_SLICE_HEAD = 4096  # bytes of a sample that hold what stands before its first slice
 
 
 def _video_track(moov: bytes) -> tuple[int, int]:

@@ -1,0 +1,306 @@
+"""Videos that are missing, cut short, of another kind than promised, or damaged: each is an error that says where.
+
+Never a hang, and never a picture that is not the one asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import video_data as data
+
+import dali_stream
+from dali_stream.storage import LocalStore
+from dali_stream.video import decode
+from dali_stream.video.format import describe
+from dali_stream.video.table import read_table
+
+FILE = data.VIDEO.format(data.CAMERA, 0)
+CODECS = {
+    "av1": data.av1(2),
+    "h264": data.h264(12),
+    "hevc": data.hevc(12),
+    "vp9": data.vp9(12),
+    "vp9-hidden": data.vp9(12, hidden=True),
+    "mpeg4": data.mpeg4(12),
+}
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Healthy videos by codec, made when they are first asked for."""
+    folder = tmp_path_factory.mktemp("videos")
+
+    def get(codec: str) -> Path:
+        path = folder / f"{codec}.mp4"
+        return path if path.exists() else data.encode(data.draw(), path, CODECS[codec])
+
+    return get
+
+
+@pytest.fixture
+def broken(videos: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """Makes a dataset around a changed copy of a healthy video."""
+
+    def make(change: Callable[[bytes], bytes], codec: str = "h264", **options: object) -> Path:
+        video = tmp_path / "video.mp4"
+        video.write_bytes(change(videos(codec).read_bytes()))
+        return data.write_dataset(tmp_path / "set", [video], **options)  # type: ignore[arg-type]
+
+    return make
+
+
+def error_of(root: Path, **options: object) -> str:
+    """What an epoch fails with; the test fails where it does not, or where a thread is left behind."""
+    with data.loader(root, **options) as loader, pytest.raises(dali_stream.DaliStreamError) as caught:
+        for _ in loader:
+            pass
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------- whole files
+
+
+def cut_in_media(video: bytes) -> bytes:
+    return video[: video.index(b"mdat") + 2000]
+
+
+WHOLE_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda _: b"", "no moov box.*it is empty"),
+    "Git LFS pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
+    "HTML page": (lambda _: b"\n<!DOCTYPE html><html>Sign in</html>" + b" " * 500, "HTML page"),
+    "something else": (lambda _: b"PK\3\4" + bytes(1000), r"begins with b'PK.*no MP4"),
+    "cut in the media": (cut_in_media, "'mdat'.*truncated"),
+    "cut in the index": (lambda video: video[:-300], "'moov'.*truncated"),
+    "index at the end is gone": (lambda video: video[: video.index(b"moov") - 4], "no moov box"),
+    "cut in a box header": (lambda video: video[: video.index(b"moov") + 1], "truncated"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_FILES)
+def test_a_file_that_is_no_whole_mp4(name: str, videos: Callable[[str], Path], tmp_path: Path) -> None:
+    change, said = WHOLE_FILES[name]
+    bad = tmp_path / "bad.mp4"
+    bad.write_bytes(change(videos("h264").read_bytes()))
+    root = data.write_dataset(tmp_path / "set", [videos("h264"), bad], [data.EPISODES] * 2)
+    message = error_of(root)
+    assert re.search(said, message), message
+    assert re.search(rf"^{data.CAMERA}: episode [23], frame [\d, ]+: .*{data.VIDEO.format(data.CAMERA, 1)}", message)
+    with data.loader(root, on_error="substitute", batch_size=48) as loader:
+        shown = list(data.samples(loader))
+        assert loader.stats()["substituted"] == data.FRAMES
+    assert data.identities(torch.stack([picture for *_, picture in shown])) == [(e, f) for e, f, _ in shown]
+
+
+def test_a_first_file_that_is_no_mp4(broken: Callable[..., Path]) -> None:
+    """The loader looks into it for the camera's route, before there is an episode to name."""
+    assert re.search(rf"{FILE}: no moov box", error_of(broken(lambda _: b"")))
+
+
+def test_a_missing_file(broken: Callable[..., Path]) -> None:
+    root = broken(lambda video: video)
+    (root / FILE).unlink()
+    assert re.search(rf"{FILE}: no such file, and the dataset's metadata asks for it", error_of(root))
+
+
+def test_a_truncated_file_with_its_index_in_front(videos: Callable[[str], Path], tmp_path: Path) -> None:
+    video = tmp_path / "video.mp4"
+    data.ffmpeg("-i", videos("h264"), "-c", "copy", "-movflags", "+faststart", video)
+    video.write_bytes(video.read_bytes()[: int(video.stat().st_size * 0.6)])
+    message = error_of(data.write_dataset(tmp_path / "set", [video]))
+    assert re.search(rf"{FILE}.*truncated", message)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(broken: Callable[..., Path]) -> None:
+    root = broken(lambda video: video, episodes=[(36, 36)])
+    with data.loader(root, shuffle=False, batch_size=2, threads=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        size = (root / FILE).stat().st_size
+        (root / FILE).write_bytes((root / FILE).read_bytes()[: size // 3])
+        with pytest.raises(
+            dali_stream.DecodeError, match=rf"episode \d, frame \d+: .*{FILE}.*shorter since its index was read"
+        ):
+            list(batches)
+
+
+# -------------------------------------------------------------------------------------- not what the metadata says
+
+
+def test_metadata_that_promises_frames_the_video_lacks(videos: Callable[[str], Path], tmp_path: Path) -> None:
+    root = data.write_dataset(tmp_path / "set", [videos("av1")], [(40, 40)])
+    message = error_of(root)
+    first = data.FRAMES - 40
+    assert int(re.search(rf"{data.CAMERA}: episode 1, frame (\d+): .*{FILE}.*shorter than its episode", message)[1]) >= first
+    with data.loader(root, on_error="substitute") as loader:
+        shown = [(e, f, data.identities(picture[None])[0]) for e, f, picture in data.samples(loader)]
+        assert loader.stats()["substituted"] == 80 - data.FRAMES
+    assert len(shown) == 80
+    real = {(e, f) for e, length in enumerate((40, first)) for f in range(length)}
+    assert all((e, f) in real for e, f, _ in shown)
+    # The stamps count episodes of 31 and 41 frames, this metadata 40 and 40.
+    assert all(40 * e + f == data.EPISODES[0] * stamped[0] + stamped[1] for e, f, stamped in shown)
+
+
+def test_pictures_of_another_size_than_promised(broken: Callable[..., Path]) -> None:
+    message = error_of(broken(lambda video: video, size=(96, 160)))
+    assert re.search(rf"{data.CAMERA}: episode \d.*{FILE}.*128×160.*promises 96×160", message)
+
+
+def test_a_picture_size_that_the_bitstream_contradicts(broken: Callable[..., Path]) -> None:
+    """The sample description and info.json agree, and the encoded pictures are larger."""
+
+    def lie(video: bytes) -> bytes:
+        at = video.index(b"avc1", video.index(b"stsd")) + 28
+        return video[:at] + (96).to_bytes(2, "big") * 2 + video[at + 4 :]
+
+    message = error_of(broken(lie, size=(96, 96)))
+    assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*128, 160, 3.*96×96", message)
+
+
+def test_several_video_tracks(videos: Callable[[str], Path], tmp_path: Path) -> None:
+    video = tmp_path / "video.mp4"
+    data.ffmpeg("-i", videos("h264"), "-map", "0:v", "-map", "0:v", "-c", "copy", video)
+    assert re.search(rf"{FILE}: it has 2 video tracks.*-map 0:v:0", error_of(data.write_dataset(tmp_path / "set", [video])))
+
+
+def test_only_sound(tmp_path: Path) -> None:
+    video = tmp_path / "video.mp4"
+    data.ffmpeg("-f", "lavfi", "-i", "sine=duration=1", "-c:a", "aac", video)
+    assert re.search(rf"{FILE}: it has 0 video tracks", error_of(data.write_dataset(tmp_path / "set", [video])))
+
+
+@pytest.mark.parametrize("codec", ["h264", "av1"])
+@pytest.mark.parametrize("part", ["head", "tail"])
+def test_an_edit_list_that_trims(codec: str, part: str, broken: Callable[..., Path]) -> None:
+    def trim(video: bytes) -> bytes:
+        tree = data.boxes(video)
+        elst = data.box(tree, b"moov", b"trak", b"edts", b"elst")
+        duration, media = np.frombuffer(elst[1], ">u4", 2, 8).tolist()
+        duration, media = (duration, media + 5 * 512) if part == "head" else (duration // 2, media)
+        elst[1] = elst[1][:8] + np.array([duration, media], ">u4").tobytes() + elst[1][16:]
+        return data.unboxed(tree)
+
+    message = error_of(broken(trim, codec))
+    hidden = 5 if part == "head" else data.FRAMES // 2
+    assert int(re.search(rf"{FILE}: its edit list hides (\d+) of {data.FRAMES} frames", message)[1]) in (hidden, hidden - 1)
+
+
+def test_a_fragmented_file(videos: Callable[[str], Path], tmp_path: Path) -> None:
+    video = tmp_path / "video.mp4"
+    data.ffmpeg("-i", videos("h264"), "-c", "copy", "-movflags", "frag_keyframe+empty_moov", video)
+    assert re.search(rf"{FILE}: it is a fragmented MP4.*-c copy", error_of(data.write_dataset(tmp_path / "set", [video])))
+
+
+# ------------------------------------------------------------------------------------------------ damaged packets
+
+WHOLE = {"zeros": bytes, "ff": lambda n: b"\xff" * n, "random": np.random.default_rng(7).bytes}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("sample", [24, 40], ids=["first of a GOP", "in a GOP"])
+def test_a_packet_that_is_overwritten(codec: str, kind: str, sample: int, broken: Callable[..., Path]) -> None:
+    root, _ = damaged(broken, codec, sample, lambda payload: WHOLE[kind](len(payload)))
+    message = error_of(root)
+    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}", message), message
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("sample", [24, 40], ids=["first of a GOP", "in a GOP"])
+@pytest.mark.parametrize("begin", [0.0, 0.3, 0.6], ids=["from the start", "inside", "to the end"])
+def test_a_packet_with_a_hole_of_zeros(codec: str, sample: int, begin: float, broken: Callable[..., Path]) -> None:
+    """Decoders conceal these, or read on in them. See `dali_stream.video.damage` for what cannot be found."""
+
+    def hole(payload: bytes) -> bytes:
+        first = int(len(payload) * begin)
+        stop = max(len(payload) if begin > 0.5 else int(len(payload) * (begin + 0.4)), first + 144)
+        return (payload[:first] + bytes(stop - first) + payload[stop:])[: len(payload)]
+
+    root, place = damaged(broken, codec, sample, hole)
+    message = error_of(root)
+    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}", message), message
+    if begin == 0.3:
+        check_substitutes(root, place)
+
+
+def test_the_error_names_the_frames_that_need_the_packet(broken: Callable[..., Path]) -> None:
+    root, _ = damaged(broken, "av1", 45, lambda payload: bytes(len(payload)))
+    message = error_of(root, shuffle=False)
+    assert f"{data.CAMERA}: episode 1, frame {45 - data.EPISODES[0]}: " in message
+
+
+def test_vp9_through_dali_names_the_damage_too(broken: Callable[..., Path]) -> None:
+    root, _ = damaged(broken, "vp9", 40, lambda payload: bytes(len(payload)))
+    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*is damaged", error_of(root, decode="dali"))
+
+
+def test_bytes_that_were_lost_shift_what_follows(broken: Callable[..., Path]) -> None:
+    """The file keeps its length: a block is missing in the middle and the rest has moved up."""
+    for codec in ("h264", "mpeg4"):
+
+        def lose(video: bytes, codec: str = codec) -> bytes:
+            begin = video.index(b"mdat") + 5000
+            moov = video.index(b"moov") - 4
+            return video[:begin] + video[begin + 512 : moov] + bytes(512) + video[moov:]
+
+        assert re.search(rf"{FILE}", error_of(broken(lose, codec)))
+
+
+def damaged(
+    broken: Callable[..., Path], codec: str, sample: int, change: Callable[[bytes], bytes]
+) -> tuple[Path, set[tuple[int, int]]]:
+    """A dataset with one changed packet, and the (episode, frame) that lie in its GOP."""
+    root = broken(lambda video: video, codec)
+    table = read_table(LocalStore(str(root)), FILE)
+    start, size = int(table.offset[sample]), int(table.size[sample])
+    video = (root / FILE).read_bytes()
+    payload = change(video[start : start + size])
+    assert len(payload) == size
+    assert payload != video[start : start + size]
+    (root / FILE).write_bytes(video[:start] + payload + video[start + size :])
+    same = np.flatnonzero(table.head == table.head[sample])
+    shown = np.argsort(table.shown)[same].tolist()
+    return root, {(0, n) if n < data.EPISODES[0] else (1, n - data.EPISODES[0]) for n in shown}
+
+
+def check_substitutes(root: Path, gop: set[tuple[int, int]]) -> None:
+    """With on_error="substitute", every picture is the one of its sample, and none outside the GOP is lost."""
+    with data.loader(root, on_error="substitute") as loader:
+        shown = list(data.samples(loader))
+        substituted = loader.stats()["substituted"]
+    assert len(shown) == data.FRAMES
+    assert 0 < substituted <= len(gop)
+    assert data.identities(torch.stack([picture for *_, picture in shown])) == [(e, f) for e, f, _ in shown]
+    lost = {(e, f) for e, length in enumerate(data.EPISODES) for f in range(length)} - {(e, f) for e, f, _ in shown}
+    assert lost <= gop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_single_hole_of_zeros_passes(codec: str, videos: Callable[[str], Path], tmp_path: Path) -> None:
+    """Holes of 144 bytes at every place of one GOP: an error for the pictures that need them, or the right picture."""
+    good = videos(codec)
+    truth = data.whole_file(good).movedim(1, -1).numpy()
+    store = LocalStore(str(tmp_path))
+    (tmp_path / "v.mp4").write_bytes(good.read_bytes())
+    table = read_table(store, "v.mp4")
+    last = int(np.append(table.sync, len(table))[2]) - 1
+    video, found = good.read_bytes(), 0
+    begin, end = int(table.offset[table.sync[1]]), int(table.offset[last] + table.size[last])
+    for at in range(begin, end - 144, 97):
+        (tmp_path / "v.mp4").write_bytes(video[:at] + bytes(144) + video[at + 144 :])
+        samples = list(range(int(table.sync[1]), last + 1))
+        try:
+            frames, _ = decode.decode(store, [table] * len(samples), samples, describe(table.configs[0]))
+        except dali_stream.DecodeError:
+            found += 1
+        else:
+            np.testing.assert_array_equal(frames, truth[np.argsort(table.shown)][samples])
+        store.close()
+    assert found > 0

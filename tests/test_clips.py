@@ -1,0 +1,116 @@
+"""Packed clips: whatever is packed together, in whatever order and however often, each request shows its own picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import video_data as data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dali_stream.errors import DecodeError
+from dali_stream.storage import LocalStore
+from dali_stream.video import decode
+from dali_stream.video.clip import pack, span
+from dali_stream.video.format import VideoFormat, describe
+from dali_stream.video.table import SampleTable, read_table
+
+PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
+FILES = {
+    "av1-2": (data.av1(2), data.av1(2)),
+    "h264-12": (data.h264(12), data.h264(12)),
+    "h264-open-12": (data.h264(12, open_gop=True), data.h264(12, open_gop=True)),
+    "hevc-30": (data.hevc(30), data.hevc(30)),
+    "hevc-open-12": (data.hevc(12, open_gop=True), data.hevc(12, open_gop=True)),
+    "vp9-12-hidden": (data.vp9(12, hidden=True), data.vp9(12, hidden=True)),
+    "mpeg4-12-b": (data.mpeg4(12, b_frames=2), data.mpeg4(12, b_frames=2)),
+    "h264-12 of two descriptions": (data.h264(12), (*data.h264(12), "-coder", "0")),
+}
+
+
+class Videos(NamedTuple):
+    """Two files of a kind: their tables, and their pictures by sample."""
+
+    store: LocalStore
+    tables: list[SampleTable]
+    pictures: list[np.ndarray]
+    format: VideoFormat
+
+    def truth(self, requests: list[tuple[int, int]]) -> np.ndarray:
+        return np.stack([self.pictures[file][sample] for file, sample in requests])
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Videos]:
+    """The two files of a kind, made when they are first asked for."""
+    made: dict[str, Videos] = {}
+
+    def get(name: str) -> Videos:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("videos")
+            paths = [data.encode(data.draw(first=2 * i), folder / f"{i}.mp4", FILES[name][i]) for i in range(2)]
+            store = LocalStore(str(folder))
+            tables = [read_table(store, path.name) for path in paths]
+            pictures = []
+            for path, table in zip(paths, tables, strict=True):
+                shown = data.whole_file(path).movedim(1, -1).numpy()
+                pictures.append(shown[np.argsort(table.shown)])
+            made[name] = Videos(store, tables, pictures, describe(tables[0].configs[0]))
+        return made[name]
+
+    return get
+
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, data.FRAMES - 1)), min_size=1, max_size=20)
+
+
+@pytest.mark.parametrize("name", FILES)
+@PROPERTY
+@given(requests=REQUESTS)
+def test_each_request_is_answered_with_its_own_picture(
+    videos: Callable[[str], Videos], name: str, requests: list[tuple[int, int]]
+) -> None:
+    v = videos(name)
+    frames, _ = decode.decode(v.store, [v.tables[f] for f, _ in requests], [s for _, s in requests], v.format)
+    np.testing.assert_array_equal(frames, v.truth(requests))
+
+
+@PROPERTY
+@given(requests=REQUESTS)
+def test_a_clip_costs_the_union_of_the_prefixes_and_no_more(
+    videos: Callable[[str], Videos], requests: list[tuple[int, int]]
+) -> None:
+    v = videos("h264-12")
+    clip = pack(v.store, [v.tables[f] for f, _ in requests], [s for _, s in requests])
+    needed = {(f, n) for f, s in requests for n in range(v.tables[f].head[s], s + 1)}
+    assert clip.pictures == len(needed)
+    assert len(clip.data) < sum(int(v.tables[f].size[n]) for f, n in needed) + 32 * len(needed) + 2000
+    np.testing.assert_array_equal(decode.decode_clip(clip, v.format), v.truth(requests))
+
+
+@pytest.mark.parametrize("name", ["h264-open-12", "hevc-open-12", "mpeg4-12-b"])
+def test_runs_of_open_gops_are_not_packed_together(videos: Callable[[str], Videos], name: str) -> None:
+    v = videos(name)
+    assert v.tables[0].open_gops
+    apart = [0, len(v.tables[0]) - 1]
+    assert span(v.tables[0], apart[0])[0] != span(v.tables[0], apart[1])[0]
+    with pytest.raises(DecodeError, match="clip of its own"):
+        pack(v.store, [v.tables[0]] * 2, apart)
+
+
+def test_samples_of_different_descriptions_are_not_packed_together(videos: Callable[[str], Videos]) -> None:
+    v = videos("h264-12 of two descriptions")
+    with pytest.raises(DecodeError, match="different sample descriptions"):
+        pack(v.store, v.tables, [0, 0])
+
+
+def test_a_file_that_became_shorter_is_an_error_that_names_it(videos: Callable[[str], Videos], tmp_path: Path) -> None:
+    v = videos("av1-2")
+    path = tmp_path / "0.mp4"
+    path.write_bytes((Path(v.store.address) / "0.mp4").read_bytes()[: int(v.tables[0].offset[40])])
+    with pytest.raises(DecodeError, match=r"0\.mp4.*shorter since its index was read"):
+        pack(LocalStore(str(tmp_path)), v.tables[:1], [60])

@@ -1,0 +1,111 @@
+"""The DALI route, on a CPU with VP9 and, for what only NVDEC decodes, up to the clips that it is given."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
+from torchcodec.decoders import VideoDecoder
+
+from dali_stream import Dataset, DecodeError, Loader, Route, cameras
+from dali_stream.buffers import Buffers
+from dali_stream.demo import read_identities, write_demo
+from dali_stream.residency import Residency
+
+FPS = 20
+STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}
+WINDOWS = {key: [step / FPS for step in steps] for key, steps in STEPS.items()}
+
+
+@pytest.fixture(scope="module")
+def h264_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows and pictures of `vp9_demo`, in H.264 with GOP 12 and B-frames."""
+    return write_demo(tmp_path_factory.mktemp("demo") / "h264", episodes=2, size=(128, 160), codec="h264", gop=12)
+
+
+def batches_of(root: Path, **arguments: Any) -> list[dict[str, Any]]:
+    """One epoch."""
+    arguments = {"batch_size": 16, "last_batch": "partial", "device": "cpu", "decode": "dali"} | arguments
+    with Loader(root, **arguments) as loader:
+        return list(loader)
+
+
+def test_dali_delivers_the_frames_that_torchcodec_delivers(vp9_demo: Path) -> None:
+    lengths = read_lengths(vp9_demo)
+    arguments: dict[str, Any] = {"delta_timestamps": WINDOWS, "image_dtype": "uint8"}
+    by_dali = batches_of(vp9_demo, **arguments)
+    by_torchcodec = batches_of(vp9_demo, decode="torchcodec", **arguments)
+    assert sorted(samples(by_dali)) == list(range(sum(lengths.values())))
+    for first, second in zip(by_dali, by_torchcodec, strict=True):
+        for camera in CAMERAS:
+            check_identities(first, camera, STEPS[camera], lengths)
+            check_identities(second, camera, STEPS[camera], lengths)
+            difference = pictures(first.pop(camera)).astype(int) - pictures(second.pop(camera))
+            assert np.abs(difference).mean() < 3  # chroma is upsampled in another way
+        assert equal(first, second)
+
+
+def test_dali_delivers_single_frames_and_repeated_ones(vp9_demo: Path) -> None:
+    """A window off the end of an episode shows its last frame several times; one camera has a window and one has not."""
+    lengths = read_lengths(vp9_demo)
+    for batch in batches_of(vp9_demo, delta_timestamps={TOP: [5.0, 0.0, -5.0, 5.0, 0.05]}):
+        check_identities(batch, TOP, [100, 0, -100, 100, 1], lengths)
+        check_identities(batch, SIDE, None, lengths)
+        assert batch[SIDE].shape[1:] == (3, 128, 160)
+
+
+def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed to the operator: frames rising, each once, and the order of a window's steps among them.
+
+    FFmpeg stands in for NVDEC, since no decoder of DALI takes H.264 on a CPU.
+    """
+    monkeypatch.setattr(cameras, "refusal", lambda *_: "")
+    dataset, buffers = Dataset(h264_demo), Buffers()
+    residency = Residency(dataset, 1 << 30)
+    episode = np.array([0, 1, 1, 0, 1])
+    # Neighbours, since samples and pictures are in different orders only within a GOP.
+    frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
+    residency.load(np.arange(2))
+    for number, key in enumerate(dataset.cameras):
+        camera = cameras.VideoCamera(dataset, key, Route("dali", "a test"), None, cameras.Counters())
+        with ThreadPoolExecutor(2) as pool:
+            packed = camera.submit(pool, buffers, residency, episode, frames).collect()
+        for row, (clip, places, order) in enumerate(packed):
+            assert (np.diff(places) > 0).all()
+            decoder = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
+            shown = decoder.get_frames_at(places.tolist()).data.numpy()[order]
+            expected = [(episode[row], frame, number) for frame in frames[row]]
+            np.testing.assert_array_equal(read_identities(shown), expected)
+
+
+def test_routes_say_what_decodes_and_why(demo: Path, vp9_demo: Path) -> None:
+    with Loader(vp9_demo, batch_size=4, decode="dali", device="cpu") as loader:
+        assert {key: route.decoder for key, route in loader.routes.items()} == dict.fromkeys(CAMERAS, "dali")
+        assert "vp9" in loader.routes[TOP].reason
+    for decode in ("auto", "torchcodec"):
+        with Loader(demo, batch_size=4, decode=decode, device="cpu") as loader:
+            assert set(loader.routes) == set(CAMERAS)
+            for route in loader.routes.values():
+                assert route.decoder == "torchcodec"
+                assert len(route.reason.split()) > 2
+    with pytest.raises(ValueError, match=r'decode="dali": .*vp9.*this is av1\. Use decode="auto"'):
+        Loader(demo, batch_size=4, decode="dali", device="cpu")
+
+
+def test_files_of_several_codecs_in_one_camera(vp9_demo: Path, h264_demo: Path, tmp_path: Path) -> None:
+    """Each file is looked at on its own: torchcodec takes them all, and DALI's decoder says which one it cannot."""
+    root = Path(shutil.copytree(vp9_demo, tmp_path / "mixed"))
+    other = f"videos/{SIDE}/chunk-000/file-001.mp4"
+    shutil.copy(h264_demo / other, root / other)
+    lengths = read_lengths(root)
+    batches = batches_of(root, decode="auto", batch_size=32)
+    assert sorted(samples(batches)) == list(range(sum(lengths.values())))
+    for batch in batches:
+        check_identities(batch, SIDE, None, lengths)
+    with pytest.raises(DecodeError, match=rf'decode="dali": .*{other}: .*this is h264; decode="auto" goes on'):
+        batches_of(root)

@@ -1,0 +1,269 @@
+"""Every option of the Loader has the effect that it states, and refuses what it cannot take."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
+
+import dali_stream
+from dali_stream import Dataset, Loader
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+
+
+@pytest.fixture(scope="module")
+def rows_only(demo: Path) -> Dataset:
+    """The demo without cameras: quick to stream."""
+    return Dataset(demo, cameras=[])
+
+
+def batches_of(dataset: Dataset | Path, **arguments: Any) -> list[dict[str, Any]]:
+    with Loader(dataset, **({"batch_size": 32} | arguments)) as loader:
+        return list(loader)
+
+
+# -------------------------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("size", [(120, 128), (240, 200), (128, 160)])
+def test_image_size_resizes(demo: Path, size: tuple[int, int]) -> None:
+    dataset, lengths = Dataset(demo, episodes=[0]), read_lengths(demo)
+    for image_dtype in ("uint8", "float32"):
+        arguments: dict[str, Any] = {"image_dtype": image_dtype, "delta_timestamps": {SIDE: [0.0, 0.05]}, "batch_size": 16}
+        recorded = batches_of(dataset, **arguments)
+        for batch, plain in zip(batches_of(dataset, image_size=size, **arguments), recorded, strict=True):
+            assert batch[TOP].shape == (16, 3, *size)
+            assert batch[SIDE].shape == (16, 2, 3, *size)
+            check_identities(batch, TOP, None, lengths)
+            check_identities(batch, SIDE, [0, 1], lengths)
+            assert batch[TOP].is_floating_point() == (image_dtype == "float32")
+            change = pictures(batch[TOP]).mean((1, 2, 3)) - pictures(plain[TOP]).mean((1, 2, 3))
+            assert np.abs(change).max() < 2, "a resize keeps the brightness"
+
+
+def test_image_dtypes_are_the_same_pictures(demo: Path) -> None:
+    dataset = Dataset(demo, episodes=[0])
+    for as_float, as_uint8 in zip(batches_of(dataset), batches_of(dataset, image_dtype="uint8"), strict=True):
+        for camera in CAMERAS:
+            assert as_float[camera].dtype == torch.float32
+            assert as_uint8[camera].dtype == torch.uint8
+            assert torch.equal(as_float[camera], as_uint8[camera] / 255)
+
+
+def test_pictures_are_channels_last_in_memory(demo: Path) -> None:
+    batch = batches_of(Dataset(demo, episodes=[0]), batch_size=8)[0]
+    assert batch[TOP].is_contiguous(memory_format=torch.channels_last)
+
+
+# ------------------------------------------------------------------------------------------------------------ the order
+
+
+def test_seed_and_shuffle_choose_the_order(rows_only: Dataset) -> None:
+    orders = {
+        (shuffle, seed, consumers, pool): tuple(
+            samples(batches_of(rows_only, shuffle=shuffle, seed=seed, consumers=consumers, episode_pool_size=pool))
+        )
+        for shuffle, seed, consumers, pool in (
+            [(True, 0, 32, 8), (True, 1, 32, 8), (True, 0, 16, 8), (True, 0, 32, 1), ("global", 0, 32, 8), ("global", 1, 32, 8)]
+        )
+    }
+    assert len(set(orders.values())) == len(orders)
+    assert samples(batches_of(rows_only, shuffle=False)) == list(range(rows_only.num_frames // 32 * 32))
+    assert tuple(samples(batches_of(rows_only))) == orders[True, 0, 32, 8], "the defaults"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_change_nothing_but_the_speed(demo: Path, threads: int) -> None:
+    dataset = Dataset(demo, episodes=[0, 3], cameras=[TOP])
+    expected = batches_of(dataset, threads=3, image_dtype="uint8")
+    with Loader(dataset, batch_size=32, threads=threads, image_dtype="uint8") as loader:
+        found, names = [], set()
+        for batch in loader:
+            found.append(batch)
+            names |= {thread.name for thread in threading.enumerate()}
+    assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert 1 <= sum("dali_stream decode" in name for name in names) <= threads
+
+
+def test_a_small_memory_budget_changes_nothing_but_the_traffic(demo: Path) -> None:
+    dataset = Dataset(demo, cameras=[TOP])
+    arguments: dict[str, Any] = {"image_dtype": "uint8", "consumers": 2, "episode_pool_size": 1, "batch_size": 16}
+    expected = batches_of(dataset, **arguments)
+    with Loader(dataset, memory_budget=80_000, **arguments) as loader:
+        assert all(equal(a, b) for a, b in zip(loader, expected, strict=True))
+
+
+def test_a_memory_budget_below_one_batch_says_so(demo: Path) -> None:
+    with (
+        pytest.raises(dali_stream.DaliStreamError, match=r"memory_budget is 4096 bytes.*give a larger memory_budget"),
+        Loader(Dataset(demo, cameras=[]), batch_size=16, memory_budget="4KiB") as loader,
+    ):
+        next(iter(loader))
+
+
+def test_resident_bytes_stay_within_the_budget(demo: Path) -> None:
+    with Loader(demo, batch_size=16, memory_budget=150_000, consumers=2, episode_pool_size=1) as loader:
+        assert max(loader.stats()["resident_bytes"] for _ in loader) <= 150_000
+
+
+# ---------------------------------------------------------------------------------------------------------- batch sizes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("last_batch", ["drop", "partial", "pad"])
+def test_last_batch(rows_only: Dataset, last_batch: str, world: int) -> None:
+    """523 frames, 50 a batch: 10 batches and 23 frames over on one rank, 5 and 23 on two."""
+    assert rows_only.num_frames == 523
+    ranks = []
+    for rank in range(world):
+        arguments: dict[str, Any] = {"batch_size": 50, "last_batch": last_batch, "rank": rank, "world_size": world}
+        with Loader(rows_only, **arguments) as loader:
+            ranks.append(list(loader))
+            assert (
+                len(loader)
+                == len(ranks[-1])
+                == {"drop": 10, "partial": 11, "pad": 11}[last_batch] // world + (world == 2 and last_batch != "drop")
+            )
+            assert loader.stats()["padded"] >= (50 - 23 // world - 1 if last_batch == "pad" else 0)
+    served = [index for batches in ranks for index in samples(batches)]
+    if last_batch == "pad":
+        assert {len(batch["index"]) for batches in ranks for batch in batches} == {50}
+        assert set(served) == set(range(523))
+        assert len(served) == len(ranks[0]) * 50 * world
+    else:
+        assert len(set(served)) == len(served) == (500 if last_batch == "drop" else 523)
+
+
+def test_padding_is_the_beginning_of_the_epoch(rows_only: Dataset) -> None:
+    served = samples(batches_of(rows_only, batch_size=50, last_batch="pad"))
+    assert served[523:] == served[:27]
+
+
+def test_more_padding_than_frames_repeats_them(demo: Path) -> None:
+    dataset = Dataset(demo, cameras=[], episodes=[0])
+    [batch] = batches_of(dataset, batch_size=1000, last_batch="pad")
+    counts = np.bincount(batch["index"].numpy())
+    assert len(counts) == dataset.num_frames
+    assert counts.max() - counts.min() <= 1
+
+
+def test_an_epoch_without_a_batch_is_refused(rows_only: Dataset) -> None:
+    with pytest.raises(ValueError, match=r"batch_size=300 on 2 ranks needs 600 frames, and 523 .* give a smaller batch_size"):
+        Loader(rows_only, batch_size=300, rank=0, world_size=2)
+
+
+# -------------------------------------------------------------------------------------------------- devices and ranks
+
+
+@needs_no_gpu
+def test_devices_without_a_gpu(rows_only: Dataset) -> None:
+    for device in ("auto", "cpu"):
+        assert batches_of(rows_only, device=device)[0]["index"].device.type == "cpu"
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ValueError, match=f"device is '{device}', and torch .* finds no GPU; use device=\"cpu\""):
+            Loader(rows_only, device=device)
+
+
+def test_ranks_come_from_the_environment(rows_only: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = batches_of(rows_only, rank=1, world_size=2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert samples(batches_of(rows_only)) == samples(expected)
+    assert samples(batches_of(rows_only, rank=0, world_size=1)) != samples(expected), "arguments win"
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 'two'"):
+        Loader(rows_only)
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+def test_stats_are_plain_and_plausible(demo: Path) -> None:
+    with Loader(demo, batch_size=32, delta_timestamps={TOP: [-0.05, 0.0]}) as loader:
+        before = loader.stats()
+        assert before["batches"] == before["frames"] == 0
+        assert before["first_batch_s"] is None
+        count = sum(1 for _ in loader)
+        stats = loader.stats()
+    json.dumps(stats)
+    assert set(before) == set(stats) >= {
+        "batches", "samples", "frames", "clips", "decoded_pictures", "wait_s", "first_batch_s", "decode_s", "plan_s",
+        "starved_s", "padded", "substituted", "route_changes", "resident_bytes",
+    }  # fmt: skip
+    assert stats["batches"] == count == len(loader)
+    assert stats["samples"] >= 32 * count
+    assert stats["frames"] == 3 * stats["samples"]
+    assert stats["decoded_pictures"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same picture
+    assert stats["first_batch_s"] > 0
+    assert stats["wait_s"] > 0
+    assert stats["decode_s"] > 0
+    assert (stats["substituted"], stats["padded"], stats["route_changes"]) == (0, 0, 0)
+    assert 0 < stats["resident_bytes"] < 10e6
+
+
+def test_what_a_loader_is_of(demo: Path) -> None:
+    dataset = Dataset(demo)
+    with Loader(dataset, batch_size=4) as loader:
+        assert loader.dataset is dataset
+    with Loader(str(demo), batch_size=4) as loader:
+        assert loader.dataset.fingerprint == dataset.fingerprint
+        assert isinstance(loader.routes[TOP], dali_stream.Route)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it is an integer of 1 or more"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"image_dtype": "float16"}, "image_dtype is 'float16'; allowed are 'float32', 'uint8'"),
+        ({"image_size": 224}, r"image_size is 224; it is \(height, width\) or None"),
+        ({"image_size": (224,)}, r"image_size is \(224,\)"),
+        ({"image_size": (224, 0)}, "the width of image_size is 0"),
+        ({"shuffle": "random"}, "shuffle is 'random'; allowed"),
+        ({"seed": None}, "seed is None"),
+        ({"consumers": 0}, "consumers is 0"),
+        ({"episode_pool_size": 0}, "episode_pool_size is 0"),
+        ({"device": "gpu"}, "device is 'gpu'; allowed"),
+        ({"device": "cpu:0"}, "device is 'cpu:0'"),
+        ({"decode": "nvdec"}, "decode is 'nvdec'; allowed are 'auto', 'dali', 'torchcodec'"),
+        ({"threads": 0}, "threads is 0"),
+        ({"memory_budget": "lots"}, "memory_budget is 'lots'"),
+        ({"memory_budget": 0}, "memory_budget is 0"),
+        ({"last_batch": "keep"}, "last_batch is 'keep'; allowed are 'drop', 'partial', 'pad'"),
+        ({"on_error": "skip"}, "on_error is 'skip'"),
+        ({"rank": 1}, "rank is 1 and world_size is None; give both or neither"),
+        ({"rank": 2, "world_size": 2}, "a rank is at least 0 and below world_size"),
+        ({"rank": 0, "world_size": 7}, "does not divide consumers=32; allowed .* 1, 2, 4, 8, 16, 32"),
+        ({"delta_timestamps": {"nothing": [0.0]}}, "delta_timestamps has 'nothing'"),
+        ({"delta_timestamps": {"action": [0.03]}}, "no multiple of 1/fps"),
+    ],
+)
+def test_bad_arguments_are_refused(rows_only: Dataset, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Loader(rows_only, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cameras": ["wrist"]}, f"cameras has 'wrist'.*its cameras are {TOP}, {SIDE}"),
+        ({"cameras": TOP}, "it is a list of keys"),
+        ({"episodes": [0, 6]}, "episodes has 6, which this dataset has not; it has 6.* from 0 to 5"),
+        ({"episodes": [-1]}, "episodes has -1"),
+        ({"episodes": []}, "a list of one or more episode indices"),
+        ({"episodes": [1, 1]}, "episodes has 1 more than once"),
+        ({"episodes": [1.0]}, "a list of one or more episode indices"),
+        ({"revision": "main"}, "revision is 'main'"),
+    ],
+)
+def test_bad_selections_are_refused(demo: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Dataset(demo, **arguments)

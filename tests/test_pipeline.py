@@ -1,0 +1,219 @@
+"""The user's graph function: what it gets, what becomes of what it returns, and what it may not return."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loader_data import CAMERAS, SIDE, TOP, check_identities, read_lengths, read_rows
+from nvidia.dali import fn, types
+
+from dali_stream import DaliStreamError, Dataset, Loader
+
+Nodes = dict[str, Any]
+ACTION = "action"
+
+
+@pytest.fixture(scope="module")
+def dataset(demo: Path) -> Dataset:
+    return Dataset(demo, episodes=[0])
+
+
+def first(dataset: Dataset | Path, pipeline: Any = None, **arguments: Any) -> dict[str, Any]:
+    """The first batch, recorded order."""
+    with Loader(dataset, **({"batch_size": 6, "shuffle": False, "pipeline": pipeline} | arguments)) as loader:
+        return next(iter(loader))
+
+
+def test_the_function_gets_a_node_per_key(dataset: Dataset) -> None:
+    seen: list[str] = []
+
+    def look(nodes: Nodes) -> Nodes:
+        seen.extend(nodes)
+        return nodes
+
+    deltas = {TOP: [0.0, 0.05], ACTION: [0.0, 0.05]}
+    batch, plain = first(dataset, look, delta_timestamps=deltas), first(dataset, delta_timestamps=deltas)
+    assert set(seen) == set(batch) - {"task"}  # text goes past DALI
+    assert f"{ACTION}_is_pad" in seen
+    assert all(torch.equal(batch[key], plain[key]) for key in seen)
+
+
+def test_what_returns_unchanged_is_what_it_is_without_a_function(dataset: Dataset) -> None:
+    batch, plain = first(dataset, lambda nodes: nodes), first(dataset)
+    assert list(batch) == list(plain)
+    assert all(torch.equal(batch[key], plain[key]) for key in batch if key != "task")
+
+
+def test_a_flip(dataset: Dataset) -> None:
+    plain = first(dataset, image_dtype="uint8")
+    batch = first(dataset, lambda nodes: nodes | {TOP: fn.flip(nodes[TOP], horizontal=1)}, image_dtype="uint8")
+    assert torch.equal(batch[TOP], plain[TOP].flip(-1))
+    assert torch.equal(batch[SIDE], plain[SIDE])
+
+
+def test_a_crop_of_a_window(dataset: Dataset) -> None:
+    def crop(nodes: Nodes) -> Nodes:
+        return nodes | {TOP: fn.crop(nodes[TOP], crop=(64, 80), crop_pos_x=0, crop_pos_y=0)}
+
+    arguments: dict[str, Any] = {"delta_timestamps": {TOP: [-0.05, 0.0, 0.05]}}
+    batch, plain = first(dataset, crop, **arguments), first(dataset, **arguments)
+    assert batch[TOP].shape == (6, 3, 3, 64, 80)
+    assert torch.equal(batch[TOP], plain[TOP][..., :64, :80])
+
+
+def test_a_change_of_dtype(dataset: Dataset) -> None:
+    def half(nodes: Nodes) -> Nodes:
+        return nodes | {key: fn.cast(nodes[key], dtype=types.FLOAT16) for key in (TOP, ACTION)}
+
+    batch, plain = first(dataset, half), first(dataset)
+    for key in (TOP, ACTION):
+        assert batch[key].dtype == torch.float16
+        assert torch.equal(batch[key], plain[key].half())
+
+
+@pytest.mark.parametrize("image_dtype", ["uint8", "float32"])
+def test_channels_first_of_the_function_stay_where_they_are(dataset: Dataset, image_dtype: str) -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+    def normalise(nodes: Nodes) -> Nodes:
+        scale = 255 if image_dtype == "uint8" else 1
+        where = {"mean": [m * scale for m in mean], "std": [s * scale for s in std], "crop": (100, 120)}
+        return nodes | {TOP: fn.crop_mirror_normalize(nodes[TOP], output_layout="CHW", dtype=types.FLOAT, **where)}
+
+    batch, plain = first(dataset, normalise, image_dtype=image_dtype), first(dataset, image_dtype="float32")
+    assert batch[TOP].shape == (6, 3, 100, 120)
+    expected = (plain[TOP][:, :, 14:114, 20:140] - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    torch.testing.assert_close(batch[TOP], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_windows_with_channels_first_stay_as_they_are(dataset: Dataset) -> None:
+    def normalise(nodes: Nodes) -> Nodes:
+        return nodes | {TOP: fn.crop_mirror_normalize(nodes[TOP], output_layout="FCHW", dtype=types.FLOAT)}
+
+    arguments: dict[str, Any] = {"delta_timestamps": {TOP: [0.0, 0.05]}}
+    batch, plain = first(dataset, normalise, **arguments), first(dataset, **arguments)
+    assert torch.equal(batch[TOP], plain[TOP])
+
+
+def test_keys_are_added_and_dropped(dataset: Dataset) -> None:
+    def change(nodes: Nodes) -> Nodes:
+        small = fn.resize(nodes[TOP], size=(32, 40))
+        return {"small": small, "twice": nodes[ACTION] * 2, SIDE: nodes[SIDE], "index": nodes["index"]}
+
+    batch, plain = first(dataset, change), first(dataset)
+    assert set(batch) == {"small", "twice", SIDE, "index", "task"}
+    assert batch["small"].shape == (6, 3, 32, 40)
+    assert torch.equal(batch["twice"], plain[ACTION] * 2)
+    assert torch.equal(batch[SIDE], plain[SIDE])
+
+
+def test_rows_can_be_computed_with(dataset: Dataset, demo: Path) -> None:
+    mean, std = (dataset.stats[ACTION][name].astype(np.float32) for name in ("mean", "std"))
+
+    def normalise(nodes: Nodes) -> Nodes:
+        return nodes | {
+            ACTION: (nodes[ACTION] - types.Constant(mean)) / types.Constant(std),
+            "matrix": fn.transpose(nodes["observation.object_positions"], perm=[1, 0]),
+            "index": nodes["index"] + 1000,
+            "next.done": nodes["next.done"] ^ True,
+        }
+
+    batch, rows = first(dataset, normalise), read_rows(demo)
+    np.testing.assert_allclose(batch[ACTION], (rows[ACTION][:6] - mean) / std, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(
+        batch["matrix"], rows["observation.object_positions"][:6].astype(np.float32).transpose(0, 2, 1)
+    )
+    assert batch["index"].tolist() == list(range(1000, 1006))
+    assert batch["next.done"].tolist() == [not done for done in rows["next.done"][:6]]
+
+
+def test_arguments_per_sample_come_from_rows(dataset: Dataset) -> None:
+    """What differs from sample to sample can be data, which a resumed run sees again."""
+
+    def brighten(nodes: Nodes) -> Nodes:
+        return nodes | {TOP: fn.brightness(nodes[TOP], brightness=fn.cast(nodes["frame_index"], dtype=types.FLOAT))}
+
+    batch, plain = first(dataset, brighten), first(dataset)
+    torch.testing.assert_close(batch[TOP], plain[TOP] * torch.arange(6.0)[:, None, None, None])
+
+
+def test_every_batch_of_every_epoch_goes_through_the_function(demo: Path) -> None:
+    dataset, lengths = Dataset(demo, episodes=[1, 2]), read_lengths(demo)
+    calls = []
+
+    def offset(nodes: Nodes) -> Nodes:
+        calls.append(1)
+        return nodes | {"next": nodes["index"] + 1}
+
+    with Loader(dataset, batch_size=16, pipeline=offset, last_batch="partial") as loader:
+        for _ in range(2):
+            for batch in loader:
+                assert torch.equal(batch["next"], batch["index"] + 1)
+                for camera in CAMERAS:
+                    check_identities(batch, camera, None, lengths)
+    assert len(calls) == 1, "it describes the graph; it is not called per batch"
+
+
+def test_pictures_of_the_dali_route_go_through_the_function(vp9_demo: Path) -> None:
+    dataset = Dataset(vp9_demo, episodes=[0])
+    arguments: dict[str, Any] = {"decode": "dali", "device": "cpu", "delta_timestamps": {SIDE: [0.0, 0.05]}}
+
+    def change(nodes: Nodes) -> Nodes:
+        left = fn.crop_mirror_normalize(nodes[TOP], output_layout="CHW", mirror=1, dtype=types.FLOAT)
+        return nodes | {TOP: left, SIDE: fn.flip(nodes[SIDE], horizontal=1)}
+
+    batch, plain = first(dataset, change, **arguments), first(dataset, **arguments)
+    for key in (TOP, SIDE):
+        assert torch.equal(batch[key], plain[key].flip(-1))
+
+
+# ------------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda nodes: None, "pipeline returned NoneType; it is to return a dict of DALI DataNodes"),
+        (lambda nodes: list(nodes.values()), "pipeline returned list"),
+        (lambda nodes: {}, "pipeline returned dict"),
+        (lambda nodes: {"index": 3}, "pipeline returned 'index': int; it is to return DALI DataNodes by key"),
+        (lambda nodes: {3: nodes["index"]}, "pipeline returned 3: DataNode"),
+        (lambda nodes: nodes | {"index": np.zeros(3)}, "pipeline returned 'index': ndarray"),
+    ],
+)
+def test_wrong_values_are_refused(dataset: Dataset, returned: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        first(dataset, returned)
+
+
+def test_an_error_of_the_function_comes_through(dataset: Dataset) -> None:
+    with pytest.raises(KeyError, match="wrist"):
+        first(dataset, lambda nodes: {"wrist": nodes["wrist"]})
+
+
+def test_an_operator_that_fails_is_named(dataset: Dataset) -> None:
+    def wrong(nodes: Nodes) -> Nodes:
+        return nodes | {TOP: fn.crop(nodes[TOP], crop=(4000, 10), out_of_bounds_policy="error")}
+
+    with pytest.raises(DaliStreamError, match="an operator of the DALI pipeline failed: Slice can't be placed"):
+        first(dataset, wrong)
+
+
+def test_a_loader_goes_on_after_the_function_failed(dataset: Dataset) -> None:
+    """The error is of that epoch; the next iteration builds the graph anew."""
+    fail = [True]
+
+    def once(nodes: Nodes) -> Nodes:
+        if fail.pop():
+            raise ZeroDivisionError
+        return nodes
+
+    with Loader(dataset, batch_size=6, pipeline=once) as loader:
+        with pytest.raises(ZeroDivisionError):
+            next(iter(loader))
+        fail.append(False)
+        assert len(list(loader)) == len(loader)

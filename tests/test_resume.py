@@ -1,0 +1,298 @@
+"""A run that is resumed goes on at the very next sample: from every position, in every mode, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loader_data import CAMERAS, check_identities, equal, read_lengths, samples
+
+from dali_stream import Dataset, Loader, Order, ResumeError
+
+SHUFFLES = (True, "global", False)
+LAST_BATCH = ("drop", "partial", "pad")
+CONSUMERS = 12
+LENGTHS = (5, 1, 8, 7)
+
+
+@pytest.fixture(scope="module")
+def rows(odd: Path) -> Dataset:
+    """21 frames without pictures."""
+    return Dataset(odd, cameras=[])
+
+
+def make(dataset: Dataset, **arguments: Any) -> Loader:
+    return Loader(dataset, **({"batch_size": 4, "consumers": CONSUMERS, "episode_pool_size": 2, "threads": 1} | arguments))
+
+
+def resumed(dataset: Dataset, state: dict[str, Any], **arguments: Any) -> Loader:
+    """A new loader where `state` was taken, by way of a file."""
+    loader = make(dataset, **arguments)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+def epoch_order(shuffle: bool | str, epoch: int) -> list[int]:
+    """The `index` of every position, out of `Order` alone."""
+    episode, frame = Order(LENGTHS, shuffle, 0, epoch, CONSUMERS, 2).read(0, sum(LENGTHS))
+    return (np.cumsum([0, *LENGTHS])[episode] + frame).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------- one world size
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("last_batch", LAST_BATCH)
+def test_every_state_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, shuffle: bool | str, last_batch: str) -> None:
+    arguments: dict[str, Any] = {"shuffle": shuffle, "last_batch": last_batch}
+    batches, states = [], []
+    with make(rows, **arguments) as loader:
+        states.append(loader.state_dict())
+        for _ in range(2):
+            for batch in loader:
+                batches.append(batch)
+                states.append(loader.state_dict())
+        states[-1] = loader.state_dict()  # the second epoch is over now, and the third is next
+        batches += list(loader)
+    per_epoch = len(batches) // 3
+    for taken, state in enumerate(states):
+        with resumed(rows, state, **arguments) as loader:
+            rest = list(loader)
+            if not rest:  # the state of an epoch's last batch, taken inside the loop: that epoch has no more of them
+                assert taken % per_epoch == 0
+                rest = list(loader)
+            end = (taken // per_epoch + 1) * per_epoch
+            assert len(rest) == end - taken
+            assert all(equal(a, b) for a, b in zip(rest, batches[taken:end], strict=True))
+
+
+def test_resumed_epochs_roll_over(rows: Dataset) -> None:
+    with make(rows, last_batch="partial") as loader:
+        it = iter(loader)
+        next(it)
+        state = loader.state_dict()
+    with resumed(rows, state, last_batch="partial") as loader:
+        assert samples(loader) == epoch_order(True, 0)[4:]
+        for epoch in (1, 2):
+            assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (epoch, 0)
+            assert samples(loader) == epoch_order(True, epoch)
+
+
+def test_leaving_a_loop_early_begins_the_next_epoch(rows: Dataset) -> None:
+    with make(rows, last_batch="partial") as loader:
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                assert samples([batch]) == epoch_order(True, epoch)[4 * number : 4 * number + 4]
+                if number == epoch:
+                    break
+        state = loader.state_dict()
+        assert (state["epoch"], state["position"]) == (2, 12)
+        assert samples(loader) == epoch_order(True, 3)
+    with resumed(rows, state, last_batch="partial") as loader:  # what was saved is a place in the epoch that was left
+        assert samples(loader) == epoch_order(True, 2)[12:]
+
+
+def test_a_state_of_a_resumed_loader_is_that_of_the_uninterrupted_one(rows: Dataset) -> None:
+    with make(rows) as loader:
+        states = [loader.state_dict() for _ in loader]
+    with resumed(rows, states[1]) as loader:
+        assert loader.state_dict() == states[1]
+        assert [loader.state_dict() for _ in loader] == states[2:]
+
+
+def test_another_batch_size_goes_on_at_the_same_sample(rows: Dataset) -> None:
+    with make(rows) as loader:
+        next(it := iter(loader))
+        state = loader.state_dict()
+        del it
+    with resumed(rows, state, batch_size=3, last_batch="partial", threads=2) as loader:
+        assert samples(loader) == epoch_order(True, 0)[4:]
+
+
+# ------------------------------------------------------------------------------------------------------ any world sizes
+
+
+def run_ranks(
+    dataset: Dataset, state: dict[str, Any] | None, world: int, steps: int, **arguments: Any
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Runs `world` ranks for `steps` batches: the samples of each step over all ranks, and the state they agree on."""
+    found: list[list[int]] = [[] for _ in range(steps)]
+    states = []
+    for rank in range(world):
+        with make(dataset, rank=rank, world_size=world, **arguments) as loader:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            count = 0
+            if steps:
+                for count, batch in enumerate(loader, 1):
+                    found[count - 1] += samples([batch])
+                    if count == steps:
+                        break
+            states.append((count, json.dumps(loader.state_dict())))
+    assert len(set(states)) == 1, "ranks disagree"
+    return found, json.loads(states[0][1])
+
+
+@given(
+    shuffle=st.sampled_from(SHUFFLES),
+    last_batch=st.sampled_from(("drop", "pad")),
+    phases=st.lists(st.tuples(st.sampled_from((1, 2, 3, 4)), st.integers(1, 2), st.integers(1, 3)), min_size=2, max_size=4),
+)
+@settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_other_numbers_of_ranks_continue_the_same_order(
+    rows: Dataset, shuffle: bool | str, last_batch: str, phases: list[tuple[int, int, int]]
+) -> None:
+    state, position = None, 0
+    for world, steps, batch_size in phases:
+        if position + world * batch_size * steps > sum(LENGTHS):
+            break
+        arguments: dict[str, Any] = {"shuffle": shuffle, "last_batch": last_batch, "batch_size": batch_size}
+        found, state = run_ranks(rows, state, world, steps, **arguments)
+        for step in found:
+            stop = position + world * batch_size
+            assert sorted(step) == sorted(epoch_order(shuffle, 0)[position:stop])
+            position = stop
+        assert (state["epoch"], state["position"]) == (0, position)
+
+
+def test_the_global_batch_of_a_step_does_not_depend_on_the_world_size(rows: Dataset) -> None:
+    for world in (1, 2, 3, 6):
+        found, _ = run_ranks(rows, None, world, 3, batch_size=6 // world)
+        assert [sorted(step) for step in found] == [sorted(epoch_order(True, 0)[g : g + 6]) for g in (0, 6, 12)]
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (4, 2), (2, 4), (3, 4)])
+@pytest.mark.parametrize("last_batch", LAST_BATCH)
+def test_an_epoch_shared_by_two_world_sizes_is_served_once(rows: Dataset, last_batch: str, first: int, then: int) -> None:
+    arguments: dict[str, Any] = {"batch_size": 2, "last_batch": last_batch}
+    before, state = run_ranks(rows, None, first, 1, **arguments)
+    after, end = run_ranks(rows, state, then, 30, **arguments)
+    served, expected = list(itertools.chain(*before, *after)), epoch_order(True, 0)
+    assert (end["epoch"], end["position"]) == (1, 0)
+    if last_batch == "drop":
+        whole = 2 * first + (21 - 2 * first) // (2 * then) * 2 * then
+        assert sorted(served) == sorted(expected[:whole])
+    elif last_batch == "partial":
+        assert sorted(served) == list(range(21))
+    else:
+        assert set(served) == set(range(21))
+
+
+@pytest.mark.xfail(reason="fewer positions are left than ranks, and no batch before them can take them")
+def test_a_partial_batch_on_more_ranks_than_samples_loses_none(rows: Dataset) -> None:
+    before, state = run_ranks(rows, None, 1, 5, last_batch="partial")
+    after, _ = run_ranks(rows, state, 2, 1, last_batch="partial")
+    assert sorted(itertools.chain(*before, *after)) == list(range(21))
+
+
+def test_pictures_of_a_run_resumed_on_two_ranks_are_the_right_ones(demo: Path) -> None:
+    lengths = read_lengths(demo)
+    arguments: dict[str, Any] = {"batch_size": 16, "last_batch": "partial"}
+    served = []
+    with Loader(demo, **arguments) as loader:
+        for number, batch in enumerate(loader):
+            served += samples([batch])
+            if number == 20:
+                break
+        state = loader.state_dict()
+    for rank in range(2):
+        with Loader(demo, rank=rank, world_size=2, **arguments) as loader:
+            loader.load_state_dict(state)
+            for batch in loader:
+                served += samples([batch])
+                for camera in CAMERAS:
+                    check_identities(batch, camera, None, lengths)
+    assert sorted(served) == list(range(sum(lengths.values())))
+
+
+# --------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_state_of_something_else_is_refused(odd: Path, rows: Dataset, demo: Path) -> None:
+    with make(rows) as loader:
+        next(it := iter(loader))
+        state = loader.state_dict()
+        del it
+    others = [
+        (Dataset(demo, cameras=[]), {}, "of another dataset or of other episodes"),
+        (Dataset(odd, cameras=[], episodes=[0, 2]), {}, "of another dataset or of other episodes"),
+        (rows, {"seed": 1}, "is of the order .*resume with the same arguments"),
+        (rows, {"consumers": 24}, "is of the order .*'consumers': 12.*'consumers': 24"),
+        (rows, {"episode_pool_size": 3}, "is of the order"),
+        (rows, {"shuffle": "global"}, "is of the order"),
+        (rows, {"shuffle": False}, "is of the order"),
+    ]
+    for dataset, arguments, message in others:
+        with make(dataset, **arguments) as loader:
+            with pytest.raises(ResumeError, match=message):
+                loader.load_state_dict(state)
+            assert len(samples(loader)) > 0, "the loader is as before"
+
+
+def test_cameras_and_windows_are_not_part_of_the_order(odd: Path, rows: Dataset) -> None:
+    with make(rows) as loader:
+        next(it := iter(loader))
+        state = loader.state_dict()
+        del it
+    arguments: dict[str, Any] = {"delta_timestamps": {"matrix": [0.0, 0.1]}, "image_dtype": "uint8"}
+    with resumed(Dataset(odd), state, **arguments) as loader:
+        assert samples(loader) == epoch_order(True, 0)[4:20]
+
+
+def test_a_state_comes_before_the_first_batch(rows: Dataset) -> None:
+    with make(rows) as loader:
+        state = loader.state_dict()
+        for _ in loader:
+            with pytest.raises(ResumeError, match="called after iteration began; call it on a new Loader"):
+                loader.load_state_dict(state)
+        with pytest.raises(ResumeError, match="after iteration began"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 99},
+        {"version": None},
+        {"dataset": None},
+        {"order": None},
+        {"order": "pool"},
+        {"epoch": -1},
+        {"epoch": 1.0},
+        {"epoch": True},
+        {"epoch": "0"},
+        {"epoch": None},
+        {"position": -1},
+        {"position": 22},
+        {"position": 2.0},
+        {"position": [4]},
+    ],
+)
+def test_a_damaged_state_is_refused(rows: Dataset, change: dict[str, Any]) -> None:
+    with make(rows) as loader:
+        state = loader.state_dict()
+        with pytest.raises(ResumeError):
+            loader.load_state_dict(state | change)
+        without = {key: value for key, value in state.items() if key not in change}
+        with pytest.raises(ResumeError):
+            loader.load_state_dict(without)
+
+
+@pytest.mark.parametrize("state", [None, 3, "state", [], {}, [("version", 1)], {"epoch": 0, "position": 0}])
+def test_what_is_no_state_is_refused(rows: Dataset, state: Any) -> None:
+    with make(rows) as loader, pytest.raises(ResumeError, match="this is no state of a Loader"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.xfail(raises=TypeError, reason="NumPy integers go into the state as they are")
+def test_a_state_is_json_whatever_integers_the_order_was_given(rows: Dataset) -> None:
+    with make(rows, consumers=np.int64(12), episode_pool_size=np.int64(2), seed=np.int64(0)) as loader:
+        state = json.loads(json.dumps(loader.state_dict()))
+    with make(rows) as loader:
+        loader.load_state_dict(state)

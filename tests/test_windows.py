@@ -1,0 +1,82 @@
+"""Windows against an obvious reference, frame by frame."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dali_stream.windows import TOLERANCE_S, offsets, window
+
+KEYS = ("action", "observation.state")
+UNNAMED = pytest.mark.xfail(reason="NumPy's own message comes through, without the key")
+
+
+@given(
+    st.lists(st.integers(-40, 40), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 29)), min_size=1, max_size=8),
+)
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_a_window_is_clamped_to_its_episode(steps: list[int], places: list[tuple[int, int]]) -> None:
+    length = np.array([length for length, _ in places])
+    frame = np.array([frame % n for n, frame in places])
+    shown, pad = window(np.array(steps), frame, length)
+    assert shown.shape == pad.shape == (len(places), len(steps))
+    assert pad.dtype == np.bool_
+    for row, (n, current) in enumerate(zip(length.tolist(), frame.tolist(), strict=True)):
+        for column, step in enumerate(steps):
+            asked = current + step
+            expected = 0 if asked < 0 else n - 1 if asked >= n else asked
+            assert shown[row, column] == expected
+            assert pad[row, column] == (asked < 0 or asked >= n)
+
+
+@given(
+    st.lists(st.integers(-500, 500), min_size=1, max_size=20),
+    st.sampled_from((1, 5, 10, 15, 24, 29.97, 30, 50, 60, 100)),
+    st.floats(-0.9, 0.9),
+)
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_offsets_are_rounded_to_frames_within_the_tolerance(steps: list[int], fps: float, away: float) -> None:
+    seconds = [step / fps + away * TOLERANCE_S for step in steps]
+    assert offsets({"action": seconds}, fps, KEYS)["action"].tolist() == steps
+
+
+@given(st.integers(-500, 500), st.sampled_from((1, 10, 29.97, 30, 60)), st.floats(-0.5, 0.5))
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_a_delta_between_frames_is_refused(step: int, fps: float, away: float) -> None:
+    assume(abs(away) / fps > 1.1 * TOLERANCE_S)
+    with pytest.raises(ValueError, match=r"delta_timestamps\['action'\] has .*no multiple of 1/fps"):
+        offsets({"action": [0.0, (step + away) / fps]}, fps, KEYS)
+
+
+def test_the_message_names_the_delta_and_the_nearest_frame() -> None:
+    message = "delta_timestamps['action'] has 0.12, which is no multiple of 1/fps = 0.1 s within 0.0001 s; the nearest"
+    with pytest.raises(ValueError, match=re.escape(message) + r" frame is at 0\.1 s"):
+        offsets({"action": [0.0, 0.12]}, 10, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "message"),
+    [
+        ({"actoin": [0.0]}, "delta_timestamps has 'actoin'.*its keys are action, observation.state"),
+        ({"action": []}, r"delta_timestamps\['action'\] is \[\]; it is a list of one or more numbers"),
+        ({"action": 0.1}, "it is a list of one or more numbers, in seconds"),
+        ({"action": [[0.0]]}, "it is a list of one or more numbers"),
+        ({"action": [0.0, float("nan")]}, "it is a list of one or more numbers"),
+        ({"action": [float("inf")]}, "it is a list of one or more numbers"),
+        ({"action": [None]}, r"delta_timestamps\['action'\]"),
+        pytest.param({"action": ["a"]}, r"delta_timestamps\['action'\]", marks=UNNAMED),
+        pytest.param({"action": [[0.0], [0.0, 0.1]]}, r"delta_timestamps\['action'\]", marks=UNNAMED),
+    ],
+)
+def test_what_is_no_window_is_refused(deltas: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        offsets(deltas, 10, KEYS)
+
+
+def test_none_is_no_window() -> None:
+    assert offsets({}, 10, KEYS) == {}
