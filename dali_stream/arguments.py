@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 
@@ -12,9 +13,14 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """The value itself, an integer of 1 or more (NumPy's are welcome)."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
-    return value
+    return number
 
 
 def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -14,7 +14,8 @@ class Batches:
     `last_batch` says what becomes of the positions that fill no whole batch: "drop" leaves them out; "partial" serves
     them as a smaller batch, dealt to the ranks in turn; "pad" fills the batch with samples from the epoch's beginning.
     Where fewer positions than ranks are left, "partial" adds them to the batch before, since each rank needs as many
-    batches as the others: some ranks' last batch then has one sample more.
+    batches as the others: some ranks' last batch then has one sample more. A run that is resumed with fewer positions left
+    than ranks has no batch before them; they are left out.
     """
 
     frames: int

@@ -62,6 +62,14 @@ class Dataset:
             raise ValueError(f"revision is {revision!r}; {self.uri} is read in place and has no revisions, so leave it out")
         self.store: Store = open_store(_address(self.uri), storage_options)
         self.data_store = self.store if data_files_root is None else open_store(os.fspath(data_files_root), storage_options)
+        try:
+            self._read(cameras, episodes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, cameras: Sequence[str] | None, episodes: Sequence[int] | None) -> None:
+        """Reads the metadata, all but tasks and statistics."""
         info = metadata.read_info(self.store)
         self.fps = info.fps
         self.cameras = _selected_cameras(info, cameras)

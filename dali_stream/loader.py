@@ -105,8 +105,8 @@ class Loader:
             windows=windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset)),
             shuffle=shuffle,
             seed=int(seed),
-            consumers=consumers,
-            episode_pool_size=episode_pool_size,
+            consumers=int(consumers),
+            episode_pool_size=int(episode_pool_size),
             rank=rank,
             threads=threads,
             memory_budget=byte_count(memory_budget),
@@ -213,8 +213,7 @@ class Loader:
 
     def close(self) -> None:
         """Stops all work, joins all threads and gives back all files. The loader is of no use afterwards."""
-        if os.getpid() == self._pid:
-            self._stop()
+        self._stop()
         self._closed = True
 
     def __enter__(self) -> Loader:
@@ -242,6 +241,11 @@ class Loader:
                 self._batches_delivered += 1
                 yield batch
             self._check_current(iteration)
+            left = self.dataset.num_frames - self._position
+            if left and batches.last_batch == "partial":
+                _log.warning(
+                    "%d frames of epoch %d are left out: the run was resumed with fewer of them than ranks", left, self._epoch
+                )
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
@@ -265,6 +269,8 @@ class Loader:
                 _log.warning("torchcodec decodes from here on: %s", change)
 
     def _stop(self) -> None:
+        if os.getpid() != self._pid:
+            return  # after a fork: a lock that another thread held then is never given back
         if self._run is not None:
             run, self._run = self._run, None
             run.close()

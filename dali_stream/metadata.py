@@ -297,9 +297,7 @@ def _check_episodes(table: dict[str, npt.NDArray[Any]], store: Store, info: Info
             )
 
 
-def _files(
-    template: str, chunk: npt.NDArray[np.int64], file: npt.NDArray[np.int64], video_key: str = ""
-) -> Files:
+def _files(template: str, chunk: npt.NDArray[np.int64], file: npt.NDArray[np.int64], video_key: str = "") -> Files:
     pairs, index = np.unique(np.stack([chunk, file], 1), axis=0, return_inverse=True)
     paths = [template.format(chunk_index=c, file_index=f, video_key=video_key) for c, f in pairs.tolist()]
     return Files(paths, index.reshape(-1))

@@ -96,7 +96,7 @@ def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_p
     if not isinstance(seed, (int, np.integer)):
         raise ValueError(f"seed is {seed!r}; it is an integer")
     for name, value in (("consumers", consumers), ("episode_pool_size", episode_pool_size)):
-        if not isinstance(value, (int, np.integer)) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
 
 

@@ -79,7 +79,9 @@ class RowReader:
         """The selected episodes that are whole in `table`."""
         dataset = self._dataset
         index = table["episode_index"].to_numpy()
-        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.empty(0, np.int64)
+        if not len(index):
+            return {}
+        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1]))
         stops = np.append(starts[1:], len(index))
         found: dict[int, Columns] = {}
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import weakref
 from typing import Any
 
@@ -12,6 +14,20 @@ from dali_stream.stage import Plan, Stage
 from dali_stream.video.route import Route
 
 Batch = dict[str, Any]
+_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked process: DALI crashes where a pipeline of the parent is freed, at exit too, so it is kept for good."""
+    for run in list(_runs):
+        run._finalizer.detach()
+        for pipeline in () if run._iterator is None else run._iterator._pipes:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
+            pipeline._pipe = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class Run:
@@ -24,9 +40,11 @@ class Run:
         self.stage = Stage(plan, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.
         self._finalizer = weakref.finalize(self, self.stage.close)
+        self._iterator: Any = None
+        _runs.add(self)
         try:
             pipeline, names = graph.build(plan, self.stage, routes, *pictures)
-            self._iterator: Any = graph.Iterator(pipeline, names, self.stage.ready)
+            self._iterator = graph.Iterator(pipeline, names, self.stage.ready)
         except BaseException:
             self._finalizer()
             raise
@@ -47,7 +65,7 @@ class Run:
         for key, layout in self._iterator.layouts.items():
             if layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)
-        return {**batch, **self.stage.delivered.popleft()}
+        return self.stage.delivered.popleft() | batch
 
     def close(self) -> None:
         self._finalizer()

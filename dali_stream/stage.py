@@ -223,15 +223,15 @@ class Stage:
                 cameras[key] = self._cameras[key].submit(self._pool, self._buffers, self._residency, episode, frames)
             else:
                 columns[key] = self._residency.gather(key, episode, shown.get(key, frame))
-        return Batch(columns | pads, self._strings(columns), cameras, padded)
+        return Batch(columns | pads, self._strings(columns, episode, frame), cameras, padded)
 
-    def _strings(self, columns: dict[str, Array]) -> dict[str, list[Any]]:
-        """Text goes past DALI: string features, and the name of each sample's task."""
+    def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:
+        """Text goes past DALI: string features, and the name of the current frame's task."""
         dataset = self._plan.dataset
         texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f["dtype"] == "string"}
         for key, index, names in (("task", "task_index", dataset.tasks), ("subtask", "subtask_index", dataset.subtasks)):
             if index in columns and (names or key == "task"):
-                numbers = columns[index].tolist()
+                numbers = self._residency.gather(index, episode, frame).tolist()
                 try:
                     texts[key] = [names[n] for n in numbers]
                 except KeyError as error:

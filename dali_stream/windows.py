@@ -25,7 +25,10 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
     for key, values in deltas.items():
         if key not in keys:
             raise ValueError(f"delta_timestamps has {key!r}, which this dataset has not; its keys are {', '.join(keys)}")
-        seconds = np.asarray(values, np.float64)
+        try:
+            seconds = np.asarray(values, np.float64)
+        except (TypeError, ValueError):
+            seconds = np.empty(0)
         if seconds.ndim != 1 or not len(seconds) or not np.isfinite(seconds).all():
             raise ValueError(f"delta_timestamps[{key!r}] is {values!r}; it is a list of one or more numbers, in seconds")
         frames = np.round(seconds * fps)

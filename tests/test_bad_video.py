@@ -160,7 +160,7 @@ def test_a_picture_size_that_the_bitstream_contradicts(broken: Callable[..., Pat
         return video[:at] + (96).to_bytes(2, "big") * 2 + video[at + 4 :]
 
     message = error_of(broken(lie, size=(96, 96)))
-    assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*128, 160, 3.*96×96", message)
+    assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*encoded pictures are 128×160.*says 96×96", message)
 
 
 def test_several_video_tracks(videos: Callable[[str], Path], tmp_path: Path) -> None:
@@ -195,6 +195,19 @@ def test_a_fragmented_file(videos: Callable[[str], Path], tmp_path: Path) -> Non
     video = tmp_path / "video.mp4"
     data.ffmpeg("-i", videos("h264"), "-c", "copy", "-movflags", "frag_keyframe+empty_moov", video)
     assert re.search(rf"{FILE}: it is a fragmented MP4.*-c copy", error_of(data.write_dataset(tmp_path / "set", [video])))
+
+
+@pytest.mark.parametrize("codec", ["av1", "h264", "hevc", "vp9"])
+def test_an_index_that_calls_another_picture_a_key_frame(codec: str, broken: Callable[..., Path]) -> None:
+    """Behind the pictures of another run in its clip, it would be decoded against those."""
+
+    def shift(video: bytes) -> bytes:
+        tree = data.boxes(video)
+        stss = data.box(tree, *data.STBL, b"stss")
+        stss[1] = stss[1][:16] + (int.from_bytes(stss[1][16:20], "big") + 1).to_bytes(4, "big") + stss[1][20:]
+        return data.unboxed(tree)
+
+    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*no key frame", error_of(broken(shift, codec)))
 
 
 # ------------------------------------------------------------------------------------------------ damaged packets
@@ -281,7 +294,6 @@ def check_substitutes(root: Path, gop: set[tuple[int, int]]) -> None:
     assert lost <= gop
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_no_single_hole_of_zeros_passes(codec: str, videos: Callable[[str], Path], tmp_path: Path) -> None:
     """Holes of 144 bytes at every place of one GOP: an error for the pictures that need them, or the right picture."""

@@ -118,6 +118,13 @@ def test_gops_that_begin_with_no_idr_picture_and_have_no_b_frames(tmp_path: Path
     check_identity(data.write_dataset(tmp_path / "set", [video]), [video])
 
 
+@pytest.mark.parametrize("codec", ["av1-2", "h264-12", "hevc-12", "vp9-12", "mpeg4-12"])
+def test_sizes_that_are_no_multiple_of_a_block(codec: str, tmp_path: Path) -> None:
+    size = (122, 150)
+    video = data.encode(data.draw((20,), size=size), tmp_path / "video.mp4", CODECS[codec])
+    check_identity(data.write_dataset(tmp_path / "set", [video], [(20,)], size=size), [video], ((20,),))
+
+
 def test_vp9_through_dali(tmp_path: Path) -> None:
     """DALI rounds colours in its own way, so its frames are known by their stamps."""
     video = data.encode(data.draw(), tmp_path / "video.mp4", data.vp9(12))

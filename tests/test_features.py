@@ -97,7 +97,6 @@ def test_text_has_no_window(odd: Path) -> None:
         Loader(odd, batch_size=4, delta_timestamps={"note": [0.0]})
 
 
-@pytest.mark.xfail(raises=TypeError, reason="names are looked up by lists of numbers")
 def test_a_window_over_the_task_index_keeps_the_task_of_the_current_frame(odd: Path) -> None:
     with Loader(odd, batch_size=4, delta_timestamps={"task_index": [-0.1, 0.0]}) as loader:
         for batch in loader:

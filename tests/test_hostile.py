@@ -49,7 +49,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CASES = {
     "index": (3000, 30000),  # headers of videos, the index read
     "frames": (400, 8000),  # headers of videos, pictures decoded
-    "parquet": (1000, 20000),
+    "parquet": (1000, 8000),
     "json": (800, 10000),
 }
 

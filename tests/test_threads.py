@@ -20,7 +20,6 @@ from loader_data import TOP, samples
 from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
 from dali_stream.storage import LocalStore
 
-HANDLES = pytest.mark.xfail(reason="a Dataset that is dropped without close() keeps the handles of its LocalStore for good")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and handles are read from /proc")
 
 
@@ -111,7 +110,6 @@ def test_after_an_exception_in_the_loop(demo: Path) -> None:
         del loader
 
 
-@HANDLES
 def test_after_dropping_a_loader_between_epochs(demo: Path) -> None:
     with nothing_left():
         loader = Loader(Dataset(demo, cameras=[]), batch_size=8)
@@ -164,14 +162,12 @@ def test_after_an_error_when_the_pipeline_runs(demo: Path) -> None:
         loader.close()
 
 
-@HANDLES
 @pytest.mark.parametrize("use", [lambda demo: Dataset(demo), lambda demo: Dataset(demo).fingerprint])
 def test_after_dropping_a_dataset(demo: Path, use: Callable[[Path], Any]) -> None:
     with nothing_left():
         use(demo)
 
 
-@HANDLES
 def test_after_arguments_that_are_refused(demo: Path) -> None:
     with nothing_left(), pytest.raises(ValueError, match="give a smaller batch_size"):
         Loader(demo, batch_size=10_000)
@@ -302,7 +298,6 @@ loader.close()
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
 
 
-@pytest.mark.xfail(reason="DALI crashes in a forked process when a pipeline of the parent is freed there")
 @pytest.mark.parametrize(
     "use",
     [

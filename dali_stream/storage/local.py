@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class LocalStore(Store):
             raise DatasetError(f"no dataset at {folder}: the folder {self._root} {found}")
         self._handles: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._handles)
 
     def size(self, path: str) -> int:
         try:
@@ -77,3 +79,8 @@ class LocalStore(Store):
         if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
             return DatasetError(f"{self.where(path)}: no such file, and the dataset's metadata asks for it")
         return StorageError(f"{self.where(path)}: cannot be read: {error}")
+
+
+def _close_all(handles: OrderedDict[str, int]) -> None:
+    while handles:
+        os.close(handles.popitem()[1])

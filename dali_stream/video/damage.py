@@ -15,9 +15,9 @@ cannot contain shows damage all the same:
 So blocks of zeros are found in all of them but VP8 and MJPEG, blocks of ff where coding is arithmetic, and in all bytes
 that were lost or inserted and other bytes in place of a sample's beginning. What is not found is damage that leaves a
 possible bitstream: flipped bits, and blocks of other bytes inside the payload. With random bytes in a third of one sample,
-decoders report a half to three quarters of the damage in AV1, a third in VP9 and one in ten in H.264, HEVC and MPEG-4; the
-rest comes out as wrong pixels. FFmpeg does log most of it, but a log callback would need the interpreter's lock for each
-of some twenty messages a picture, and made decoding four times slower beside a busy main thread.
+decoders report three quarters of the damage in AV1, a third in VP9, one in twenty in H.264 and hardly any in HEVC and
+MPEG-4; the rest comes out as wrong pixels. FFmpeg logs most of it for H.264 and MPEG-4, but a log callback needs the
+interpreter's lock for each of some ten messages a picture, which made decoding four times slower beside a busy main thread.
 
 Sources: ISO/IEC 14496-10 and 23008-2, 7.4.1 (emulation prevention); the AV1 bitstream, 5.3 and annex B of the ISO binding;
 the VP9 bitstream, 6.2 and annex B; RFC 6386, 9.1; ISO/IEC 14496-2, 6.2.1 (start codes).
@@ -37,7 +37,7 @@ Check = Callable[[bytes, int, int, bool], str]
 
 _RUN = 64  # the longest seen of a healthy encoder: 32, by libvpx, for a gradient without loss; else 10
 _TOO_LONG = f"it has {_RUN} equal bytes in a row, which arithmetic coding does not write"
-_ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # three times as fast as bytes.find in a loop
+_ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
 _NO_KEY = "decoding starts at it, and it is no key frame"
 _TRAILING = bytes(8)  # zeros that muxers leave at the end of a unit

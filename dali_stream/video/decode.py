@@ -75,6 +75,12 @@ def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
     try:
         # "approximate" spares a scan; a clip's pictures are one tick apart, so an index is a time exactly.
         decoder = VideoDecoder(clip.data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate")
+        size = decoder.metadata.height, decoder.metadata.width
+        if size != (expected.height, expected.width):  # before memory is taken for pictures of that size
+            raise DecodeError(
+                f"its encoded pictures are {size[0]}×{size[1]}, and its sample description says "
+                f"{expected.height}×{expected.width}"
+            )
         batch = decoder.get_frames_at(clip.frames)
     except (RuntimeError, ValueError, IndexError) as error:
         raise DecodeError(f"the {expected.codec} decoder failed: {_first_line(error)}") from error
