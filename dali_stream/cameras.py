@@ -21,7 +21,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.residency import LACKING, Residency
 from dali_stream.video import decode, image
-from dali_stream.video.clip import pack
+from dali_stream.video.clip import config, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import SampleTable
@@ -186,13 +186,14 @@ class VideoCamera:
         """Groups that are decoded by one task. Neighbours in a file share GOPs, and a clip has one sample description."""
         groups: list[list[Request]] = []
         before = None
-        for request in sorted(requests, key=lambda r: (_config(r), r.table.path, int(r.samples[0]))):
+        for request in sorted(requests, key=lambda r: (config(r.table, r.samples[0]), r.table.path, int(r.samples[0]))):
             video = self._format(request.table, int(request.samples[0]))
             most = min(CLIP_FRAMES, CLIP_BYTES // (video.height * video.width * 3))
-            if _config(request) != before or (len(groups[-1]) + 1) * len(request.frames) > most:
+            own = config(request.table, request.samples[0])
+            if own != before or (len(groups[-1]) + 1) * len(request.frames) > most:
                 groups.append([])
             groups[-1].append(request)
-            before = _config(request)
+            before = own
         return groups
 
     def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
@@ -222,8 +223,7 @@ class VideoCamera:
             except DecodeError as own:
                 frames, error = frames[i : i + 1], own
                 break
-        where = self._dataset.data_store.where(request.table.path)
-        return named(self._dataset, self.key, request.episode, frames, DecodeError(f"{where}: {error}"))
+        return self._named(request, frames, error)
 
     def _pack(self, request: Request, out: list[Packed | None]) -> dict[int, DecodeError]:
         """Decode pool, DALI route. Each frame of the window is decoded once, in rising order, and then put into place."""
@@ -232,12 +232,16 @@ class VideoCamera:
         try:
             clip = pack(self._dataset.data_store, [request.table] * len(unique), unique.tolist())
         except DecodeError as error:
-            return {request.row: named(self._dataset, self.key, request.episode, request.frames, error)}
+            return {request.row: self._named(request, request.frames, error)}
         self._counters.decoded(started, clip.pictures)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         out[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
         return {}
+
+    def _named(self, request: Request, frames: Array, error: DecodeError) -> DecodeError:
+        where = self._dataset.data_store.where(request.table.path)
+        return named(self._dataset, self.key, request.episode, frames, DecodeError(f"{where}: {error}"))
 
 
 class ImageCamera:
@@ -271,9 +275,3 @@ def named(dataset: Dataset, camera: str, episode: int, frames: Array, error: Dec
     found = DecodeError(f"{camera}: episode {dataset.episodes[episode]}, frame {which}: {error}")
     found.__cause__ = error
     return found
-
-
-def _config(request: Request) -> bytes:
-    """What requests must have in common to share a clip."""
-    table = request.table
-    return table.configs[table.config[request.samples[0]]] + table.track_header

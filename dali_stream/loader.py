@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -125,11 +124,8 @@ class Loader:
         self._iteration = 0
         self._closed = False
         self._pid = os.getpid()
-        self._routes: dict[str, Route] | None = None
         self._route_changes = 0
-        # A file that cannot be read is reported where it is needed: by `routes`, or by the first batch.
-        with contextlib.suppress(DaliStreamError):
-            self._routes = self._choose_routes()
+        self._routes = self._choose_routes()
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
@@ -187,10 +183,8 @@ class Loader:
 
     @property
     def routes(self) -> dict[str, Route]:
-        """{camera: Route(decoder, reason)}. Raises DecodeError where a camera's first file cannot be read."""
+        """{camera: Route(decoder, reason)}: as it is now, since a file that does not suit a decoder changes it."""
         self._check_usable()
-        if self._routes is None:
-            self._routes = self._choose_routes()
         return dict(self._routes)
 
     def stats(self) -> dict[str, Any]:
@@ -265,7 +259,7 @@ class Loader:
                 # The pipeline is built anew at this very position. Where the data is at fault, torchcodec names the sample.
                 self._stop()
                 self._route_changes += 1
-                self._routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
+                self._routes = self._routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("torchcodec decodes from here on: %s", change)
 
     def _stop(self) -> None:
@@ -304,18 +298,25 @@ class Loader:
         routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}
         residency = Residency(self.dataset, self._plan.memory_budget)
         try:
-            for key in self.dataset.videos:
-                camera = VideoCamera(self.dataset, key, routes[key], self._plan.gpu, self._counters)
-                table, video = camera.describe(residency, 0)
-                try:
-                    routes[key] = choose(self._decode, self._plan.gpu, video, table)
-                except ValueError as error:
-                    raise ValueError(f"{key}: {error}") from error
+            routes |= {key: self._choose_route(key, residency) for key in self.dataset.videos}
         finally:
             self.dataset.close()
         for key, route in routes.items():
             _log.info("%s: %s, since %s", key, route.decoder, route.reason)
         return routes
+
+    def _choose_route(self, key: str, residency: Residency) -> Route:
+        plan = self._plan
+        try:
+            table, video = VideoCamera(plan.dataset, key, Route("", ""), plan.gpu, self._counters).describe(residency, 0)
+            return choose(self._decode, plan.gpu, video, table)
+        except DaliStreamError as error:
+            if self._decode == "dali":
+                raise
+            # The first batch that needs the file says what is wrong, and with which frame; other files may be whole.
+            return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
 
 
 def _window_keys(dataset: Dataset) -> list[str]:

@@ -108,9 +108,11 @@ def test_samples_of_different_descriptions_are_not_packed_together(videos: Calla
         pack(v.store, v.tables, [0, 0])
 
 
-def test_a_file_that_became_shorter_is_an_error_that_names_it(videos: Callable[[str], Videos], tmp_path: Path) -> None:
+def test_a_file_that_became_shorter_is_an_error(videos: Callable[[str], Videos], tmp_path: Path) -> None:
     v = videos("av1-2")
     path = tmp_path / "0.mp4"
     path.write_bytes((Path(v.store.address) / "0.mp4").read_bytes()[: int(v.tables[0].offset[40])])
-    with pytest.raises(DecodeError, match=r"0\.mp4.*shorter since its index was read"):
+    with pytest.raises(
+        DecodeError, match=r"^bytes \d+ to \d+ are not all there: the file has become shorter since its index was read"
+    ):
         pack(LocalStore(str(tmp_path)), v.tables[:1], [60])

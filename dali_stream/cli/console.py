@@ -7,8 +7,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dali_stream.errors import DaliStreamError
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -67,15 +65,7 @@ def load_library() -> type[Loader]:
     Raises:
         DaliStreamError: one of them is not installed or cannot be loaded.
     """
-    try:
-        import torchcodec.decoders  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise DaliStreamError(
-            f"torchcodec cannot be loaded ({said}); it needs FFmpeg's shared libraries, version 4 to 8 (Debian, Ubuntu: "
-            "apt-get install ffmpeg), and a version that fits torch (constraints.txt has a pair that does)"
-        ) from error
-    from dali_stream.loader import Loader  # says which extra to install where DALI is missing
+    from dali_stream.loader import Loader
 
     return Loader
 

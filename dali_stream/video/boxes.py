@@ -10,6 +10,7 @@ from dali_stream.storage import Store
 
 MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
+UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of pictures shown as they are
 HEAD = 1 << 16  # bytes fetched to look for `moov`: with it in front, one or two reads fetch a file's index
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from dali_stream.errors import DecodeError
 from dali_stream.storage import Store
-from dali_stream.video.boxes import box, full_box
+from dali_stream.video.boxes import UPRIGHT, box, full_box
 from dali_stream.video.damage import checker
 from dali_stream.video.table import SampleTable
 
@@ -76,14 +76,13 @@ class _Run:
         data = [store.read(table.path, start, stop) for start, stop in parts]
         if any(len(d) != stop - start for d, (start, stop) in zip(data, parts, strict=True)):
             raise DecodeError(
-                f"{store.where(table.path)}: bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become "
-                "shorter since its index was read"
+                f"bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become shorter since its index was read"
             )
         whole = data[0] if len(data) == 1 else b"".join(data)
-        self._check(store, whole)
+        self._check(whole)
         return whole
 
-    def _check(self, store: Store, data: bytes) -> None:
+    def _check(self, data: bytes) -> None:
         """Decoders pass over most damage, so what can be seen of it is looked for here (see `damage`)."""
         table, at = self.table, 0
         check = checker(table.configs[table.config[self.samples[0]]])
@@ -92,7 +91,7 @@ class _Run:
         for sample, size in zip(self.samples.tolist(), table.size[self.samples].tolist(), strict=True):
             if size and (wrong := check(data, at, at + size, at == 0)):
                 raise DecodeError(
-                    f"{store.where(table.path)}: the encoded picture at bytes {table.offset[sample]} to "
+                    f"the encoded picture at bytes {table.offset[sample]} to "
                     f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or leave its episodes out"
                 )
             at += size
@@ -200,8 +199,7 @@ def _moov(tables: list[bytes], track_header: bytes, duration: int, media_offset:
 
 
 _FTYP = box(b"ftyp", b"isom", struct.pack(">I", 512), b"isomiso2mp41")
-_MATRIX = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
-_MVHD_REST = struct.pack(">IH", 0x10000, 0x100) + bytes(10) + _MATRIX + bytes(24) + struct.pack(">I", 2)
+_MVHD_REST = struct.pack(">IH", 0x10000, 0x100) + bytes(10) + UPRIGHT + bytes(24) + struct.pack(">I", 2)
 _HDLR = full_box(b"hdlr", 0, 0, bytes(4), b"vide", bytes(12), b"v\0")
 _VMHD_AND_DINF = full_box(b"vmhd", 0, 1, bytes(8)) + box(
     b"dinf", full_box(b"dref", 0, 0, struct.pack(">I", 1), full_box(b"url ", 0, 1))

@@ -6,17 +6,26 @@ that was asked for, since a decoder that met damage may skip a picture and deliv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from torchcodec.decoders import VideoDecoder
 
-from dali_stream.errors import DecodeError
+from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.storage import Store
 from dali_stream.video.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.video.format import VideoFormat
 from dali_stream.video.table import SampleTable
+
+try:
+    from torchcodec.decoders import VideoDecoder
+except (ImportError, OSError, RuntimeError) as error:
+    raise DaliStreamError(
+        f"torchcodec cannot be loaded ({(str(error).strip() or type(error).__name__).splitlines()[0]}); it needs FFmpeg's "
+        "shared libraries, version 4 to 8 (Debian, Ubuntu: apt-get install ffmpeg), and a version that fits torch "
+        "(constraints.txt has a pair that does)"
+    ) from error
 
 Frames = npt.NDArray[np.uint8]
 
@@ -100,4 +109,6 @@ def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What torchcodec says, without the place in its source that it begins with."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\w+, \S+\.(cpp|h):\d+, ", "", line)

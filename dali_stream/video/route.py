@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dali_stream.video.boxes import UPRIGHT
 from dali_stream.video.capability import capability
 from dali_stream.video.format import VideoFormat
 from dali_stream.video.table import SampleTable
@@ -52,6 +53,10 @@ def refusal(gpu: int | None, video: VideoFormat, table: SampleTable) -> str:
             return f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU, and this is {video.codec}"
     elif refused := capability(gpu, video.codec, video.chroma, video.depth).refusal(video.height, video.width):
         return refused
+    if len(table.configs) > 1:
+        return f"the file has {len(table.configs)} sample descriptions, and a clip for DALI is made of one"
+    if table.track_header[:36] != UPRIGHT:
+        return "the file says that its pictures are to be turned, which DALI does not do"
     if table.open_gops:
         return "open GOPs: a clip may begin with pictures that NVDEC would show and FFmpeg drops"
     if gpu is not None and video.codec == "av1" and max_gop(table) > 2:
