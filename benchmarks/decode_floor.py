@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,12 +79,11 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
         jobs = floor_jobs(dataset, batch_size, batches, threads, Path(folder))
         idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
         stream = endless(loader)
-        for _ in range(4):
-            next(stream)
+        consume(stream, 4)
         floor, own = [], []
         for _ in range(rounds):
             floor.append(frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads))
-            own.append(frames / timed(lambda: [next(stream) for _ in range(batches)]))
+            own.append(frames / timed(lambda: consume(stream, batches)))
         first_batch_s = loader.stats()["first_batch_s"]
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
     return {
@@ -102,10 +103,16 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
     }
 
 
-def endless(loader: dali_stream.Loader) -> Any:
+def endless(loader: dali_stream.Loader) -> Iterator[Any]:
     """Batches of one epoch after another."""
     while True:
         yield from loader
+
+
+def consume(stream: Iterator[Any], batches: int) -> None:
+    """Takes batches and drops each before the next."""
+    for _ in itertools.islice(stream, batches):
+        pass
 
 
 def floor_jobs(dataset: Any, batch_size: int, batches: int, threads: int, folder: Path) -> list[tuple[Path, str, int]]:
