@@ -288,9 +288,7 @@ def test_actions_lead_from_state_to_state(fps: int) -> None:
     decay = np.exp(-1 / fps / 0.08)
     error = velocity[:-1] - episode.action[:-1]
     np.testing.assert_allclose(velocity[1:], episode.action[:-1] + error * decay, atol=1e-5)
-    np.testing.assert_allclose(
-        position[1:], position[:-1] + episode.action[:-1] / fps + error * 0.08 * (1 - decay), atol=1e-5
-    )
+    np.testing.assert_allclose(position[1:], position[:-1] + episode.action[:-1] / fps + error * 0.08 * (1 - decay), atol=1e-5)
 
 
 def test_blocks_move_only_by_contact() -> None:
@@ -317,9 +315,7 @@ def test_lengths_differ_and_lie_in_the_stated_range() -> None:
 
 def test_the_same_seed_writes_the_same_rows(tmp_path: Path) -> None:
     options: dict[str, Any] = {"episodes": 4, "size": (120, 128), "codec": "h264", "gop": 30, "fps": 5}
-    first, second, third = (
-        write_demo(tmp_path / name, seed=seed, **options) for name, seed in (("a", 7), ("b", 7), ("c", 8))
-    )
+    first, second, third = (write_demo(tmp_path / name, seed=seed, **options) for name, seed in (("a", 7), ("b", 7), ("c", 8)))
     names = sorted(path.relative_to(first) for path in first.rglob("*") if path.suffix in (".parquet", ".json"))
     assert len(names) == 6
     for name in names:
