@@ -63,7 +63,7 @@ def build(
         batch_size=plan.batches.largest,
         num_threads=plan.threads,
         device_id=plan.gpu,
-        prefetch_queue_depth=1 if plan.gpu is None else 2,  # on a CPU, the stage is ahead already
+        prefetch_queue_depth=1,  # the stage is ahead already; an error costs no batch before it (see `Iterator`)
         exec_dynamic=True,  # its buffers are handed to torch without a copy
     )
     with pipeline:

@@ -18,7 +18,7 @@ from dali_stream.graph import Graph
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.residency import Residency
 from dali_stream.run import Batch, Run
-from dali_stream.stage import Plan
+from dali_stream.stage import Plan, closed
 from dali_stream.video.route import DECODE, Route, choose
 
 _log = logging.getLogger("dali_stream")
@@ -112,6 +112,8 @@ class Loader:
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
         )
+        if pipeline is not None and not callable(pipeline):
+            raise ValueError(f"pipeline is {pipeline!r}; it is a function from a dict of DALI nodes to one, or None")
         self._graph = (pipeline, picture_size(image_size), image_dtype)
         self._decode = decode
         self._counters = Counters()
@@ -207,8 +209,8 @@ class Loader:
 
     def close(self) -> None:
         """Stops all work, joins all threads and gives back all files. The loader is of no use afterwards."""
-        self._stop()
         self._closed = True
+        self._stop()
 
     def __enter__(self) -> Loader:
         return self
@@ -250,7 +252,10 @@ class Loader:
     def _next(self) -> Batch:
         while True:
             if self._run is None:
-                self._run = Run(self._plan, self.routes, self._graph, self._epoch, self._position, self._counters)
+                self._run = Run(self._plan, self._routes, self._graph, self._epoch, self._position, self._counters)
+                if self._closed:  # by another thread, while the pipeline was built
+                    self._stop()
+                    raise closed()
             try:
                 return self._run.next()
             except RouteChange as change:

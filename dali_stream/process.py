@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import re
 import sys
@@ -17,7 +18,10 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank is {rank} and world_size is {world_size}; give both or neither")
     if rank is not None and world_size is not None:
-        return rank, world_size
+        try:
+            return operator.index(rank), operator.index(world_size)
+        except TypeError:
+            raise ValueError(f"rank is {rank!r} and world_size is {world_size!r}; both are integers") from None
     accelerate = sys.modules.get("accelerate.state")  # not imported: who uses it has done so
     if accelerate is not None and accelerate.PartialState._shared_state:
         state = accelerate.PartialState()
@@ -58,7 +62,9 @@ def gpu(device: str) -> int | None:
             return None
         raise ValueError(f'device is {device!r}, and torch {torch.__version__} finds no GPU; use device="cpu" or "auto"')
     local = os.environ.get("LOCAL_RANK", "")
-    default = int(local) if local.isdigit() else torch.cuda.current_device()
+    # A launcher may show each process all GPUs of the machine, or only its own.
+    own = local.isdigit() and int(local) < torch.cuda.device_count()
+    default = int(local) if own else torch.cuda.current_device()
     index = int(found[2]) if found[2] else default
     if index >= torch.cuda.device_count():
         raise ValueError(f"device is {device!r}, which is GPU {index}, and there are {torch.cuda.device_count()}")

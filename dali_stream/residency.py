@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.rows import Columns, RowReader
 from dali_stream.video.table import SampleTable, read_table
 
@@ -48,7 +48,6 @@ class Residency:
         self._object_bytes = 0
         self._tables: OrderedDict[str, SampleTable] = OrderedDict()
         self._broken: dict[str, DecodeError] = {}
-        self.rows_read = 0
 
     def load(self, episodes: Int64) -> None:
         """Makes the rows of these episodes resident; others go where the budget wants it, the longest unused first.
@@ -81,7 +80,10 @@ class Residency:
         if path in self._broken:
             raise self._broken[path]
         if path not in self._tables:
-            self._tables[path] = read_table(self._dataset.data_store, path)
+            try:
+                self._tables[path] = read_table(self._dataset.data_store, path)
+            except DatasetError as error:  # there is no such file: what it should show cannot be decoded
+                raise DecodeError(str(error)) from error
             while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > self._budget // 4:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(path)
@@ -94,7 +96,6 @@ class Residency:
 
     def _admit(self, episode: int, columns: Columns, needed: set[int]) -> None:
         length = int(self._dataset.lengths[episode])
-        self.rows_read += length
         for camera in self._dataset.videos:
             columns[SAMPLE + camera] = self._map(camera, episode, columns["timestamp"])
         row_bytes = sum(values.nbytes for values in columns.values()) // length + 1

@@ -10,7 +10,7 @@ from typing import Any
 from dali_stream import graph
 from dali_stream.cameras import Counters, RouteChange
 from dali_stream.errors import DaliStreamError
-from dali_stream.stage import Plan, Stage
+from dali_stream.stage import Plan, Stage, closed
 from dali_stream.video.route import Route
 
 Batch = dict[str, Any]
@@ -51,9 +51,14 @@ class Run:
 
     def next(self) -> Batch:
         """The next batch, with pictures channels first and with the text that went past DALI."""
+        iterator = self._iterator
+        if iterator is None:
+            raise closed()
         try:
-            [batch] = next(self._iterator)
-        except RuntimeError as error:  # of a DALI operator; what the stage raises comes through as it is
+            [batch] = next(iterator)
+        except RuntimeError as error:
+            if "error in pipeline" not in str(error):  # of the stage, not of a DALI operator
+                raise
             text = str(error).partition("encountered:")[2] or str(error)
             said = " ".join(text.partition("C++ context")[0].split())[:300]
             if "fn.decoders.video" in str(error):
@@ -62,7 +67,7 @@ class Run:
             raise DaliStreamError(
                 f"an operator of the DALI pipeline failed: {said}; see the error it was raised from"
             ) from error
-        for key, layout in self._iterator.layouts.items():
+        for key, layout in iterator.layouts.items():
             if layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)
         return self.stage.delivered.popleft() | batch

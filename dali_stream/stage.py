@@ -33,6 +33,7 @@ from dali_stream.video.route import Route
 
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
+_POOL = "dali_stream decode"  # names of the pool's threads begin so
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Stage:
         self._stopping = False
         self._pid = os.getpid()
         self.delivered: deque[dict[str, list[str]]] = deque()  # strings of the batches that DALI has taken
-        self._pool = ThreadPoolExecutor(plan.threads, "dali_stream decode")
+        self._pool = ThreadPoolExecutor(plan.threads, _POOL)
         self._planner = threading.Thread(target=self._run, args=(epoch, position), name="dali_stream planner", daemon=True)
         self._planner.start()
 
@@ -130,7 +131,7 @@ class Stage:
         try:
             frames = self._finish(batch)
         except CancelledError as error:
-            raise _closed() from error
+            raise closed() from error
         self._room.release()
         for array in self._lent:  # DALI has copied the batch before this one by now
             self._buffers.give(array)
@@ -163,9 +164,17 @@ class Stage:
             return
         self._stopping = True
         self._room.release()
+        # A loader that nobody holds is closed by the garbage collector, which may run in a thread of its own.
+        own = threading.current_thread() is self._planner or threading.current_thread().name.startswith(_POOL)
+        if own:
+            threading.Thread(target=self._join, name="dali_stream close", daemon=True).start()
+        else:
+            self._join()
+
+    def _join(self) -> None:
         self._planner.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._put(_closed())  # for a thread that waits in `source`
+        self._put(closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:
         """Batches under way: enough for every decode thread to have work while the oldest batch is waited for."""
@@ -262,5 +271,6 @@ class Stage:
         return frames
 
 
-def _closed() -> DaliStreamError:
+def closed() -> DaliStreamError:
+    """The error for a thread that waits for a batch while another one closes the loader."""
     return DaliStreamError("the loader was closed while a batch was waited for")

@@ -21,6 +21,8 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
     Raises:
         ValueError: an unknown key, an empty window, or a delta that is no multiple of 1/fps within 0.1 ms.
     """
+    if not isinstance(deltas, Mapping):
+        raise ValueError(f"delta_timestamps is {deltas!r}; it is a dict of lists of seconds by key")
     found = {}
     for key, values in deltas.items():
         if key not in keys:

@@ -316,3 +316,13 @@ def test_no_single_hole_of_zeros_passes(codec: str, videos: Callable[[str], Path
             np.testing.assert_array_equal(frames, truth[np.argsort(table.shown)][samples])
         store.close()
     assert found > 0
+
+
+def test_a_missing_file_is_named_with_camera_episode_and_frame(broken: Callable[..., Path]) -> None:
+    root = broken(bytes)
+    next(root.glob("videos/*/*/*.mp4")).unlink()
+    with (
+        dali_stream.Loader(root, batch_size=4, shuffle=False) as loader,
+        pytest.raises(dali_stream.DecodeError, match=rf"{data.CAMERA}: episode 0, frame 0: .*no such file"),
+    ):
+        next(iter(loader))

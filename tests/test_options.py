@@ -267,3 +267,17 @@ def test_bad_arguments_are_refused(rows_only: Dataset, arguments: dict[str, Any]
 def test_bad_selections_are_refused(demo: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Dataset(demo, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": "0", "world_size": 1}, "rank is '0'"),
+        ({"rank": 0.0, "world_size": 1}, "rank is 0.0"),
+        ({"delta_timestamps": [1]}, "delta_timestamps is"),
+        ({"pipeline": 3}, "pipeline is 3"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(demo: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Loader(demo, batch_size=8, **arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ import dali_stream
 from dali_stream import loader as loader_module
 from dali_stream.demo import write_demo
 from dali_stream.video import route
+from dali_stream.video.boxes import box
 from dali_stream.video.capability import Capability
-from dali_stream.video.format import VideoFormat
+from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.table import SampleTable, read_table
 
 H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
@@ -74,6 +77,35 @@ def test_sizes_that_nvdec_does_not_take(
 ) -> None:
     asked(monkeypatch, Capability(True, "", 1, *limits))
     assert route.choose("auto", 0, H264, closed).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("video", "table", "reason"),
+    [
+        ({"matrix": 1}, {}, "BT.709"),
+        ({"chroma": "422"}, {}, "h264 422 8 bit"),
+        ({"depth": 10}, {}, "h264 420 10 bit"),
+        ({"codec": "vp9"}, {}, "hidden frames"),
+        ({"codec": "av1"}, {}, "hidden frames"),
+        ({}, {"open_gops": True}, "open GOPs"),
+        ({}, {"configs": (b"a", b"b")}, "2 sample descriptions"),
+        ({}, {"track_header": bytes(44)}, "to be turned"),
+    ],
+)
+def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
+    video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable
+) -> None:
+    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    found = route.choose("auto", 0, dataclasses.replace(H264, **video), dataclasses.replace(closed, **table))
+    assert found.decoder == "torchcodec"
+    assert reason in found.reason
+
+
+def test_the_colours_that_a_file_names_are_read() -> None:
+    colour = box(b"colr", b"nclx", bytes([0, 1, 0, 1, 0, 1, 0]))
+    entry = bytes(24) + struct.pack(">HH", 640, 480) + bytes(50)
+    assert describe(box(b"avc1", entry, colour)).matrix == 1
+    assert describe(box(b"avc1", entry)).matrix is None
 
 
 def test_torchcodec_is_taken_when_asked_for(closed: SampleTable) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from loader_data import TOP, samples
 
-from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
+from dali_stream import DaliStreamError, Dataset, DecodeError, Loader, graph
 from dali_stream.storage import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and handles are read from /proc")
@@ -328,3 +328,32 @@ print(threading.active_count(), len(os.listdir("/proc/self/task")) - before)
 """
     done = subprocess.run([sys.executable, "-c", code, str(demo)], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "1"
+
+
+def test_closing_while_the_pipeline_is_built_leaves_nothing(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, loader = graph.build, Loader(demo, batch_size=8)
+
+    def closed_meanwhile(*arguments: Any) -> Any:
+        closer = threading.Thread(target=loader.close)
+        closer.start()
+        closer.join()
+        return build(*arguments)
+
+    with nothing_left():
+        monkeypatch.setattr(graph, "build", closed_meanwhile)
+        with pytest.raises(DaliStreamError, match="closed"):
+            next(iter(loader))
+
+
+def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path) -> None:
+    with nothing_left():
+        loader = Loader(demo, batch_size=8)
+        iterator = iter(loader)
+        next(iterator)
+        stage = loader._run.stage
+        done = stage._pool.submit(stage.close)  # as the garbage collector does it, wherever it happens to run
+        done.result()
+        for thread in threading.enumerate():
+            if thread.name == "dali_stream close":
+                thread.join()
+        loader.close()

@@ -23,7 +23,7 @@ _CHROMA = {0: "gray", 1: "420", 2: "422", 3: "444"}
 class VideoFormat:
     """Attributes: `codec` (av1, h264, hevc, vp8, vp9, mpeg4, mjpeg, png, or the four characters of an unknown one),
     `profile` as the codec numbers it (None where the file does not say), `chroma` (gray, 420, 422, 444), `depth` in
-    bits, `height` and `width` in pixels."""
+    bits, `height` and `width` in pixels, `matrix` of the colours (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601; None: not said)."""
 
     codec: str
     profile: int | None
@@ -31,6 +31,7 @@ class VideoFormat:
     depth: int
     height: int
     width: int
+    matrix: int | None = None
 
     @property
     def pixel_format(self) -> str:
@@ -56,7 +57,9 @@ def describe(config: bytes) -> VideoFormat:
         profile, chroma, depth = _details(codec, parts)
     except IndexError as error:
         raise DecodeError(f"its {codec} decoder configuration is cut short") from error
-    return VideoFormat(codec, profile, chroma, depth, height, width)
+    colour = parts.get(b"colr", b"")
+    matrix = struct.unpack_from(">H", colour, 8)[0] if colour[:4] in (b"nclx", b"nclc") and len(colour) >= 10 else None
+    return VideoFormat(codec, profile, chroma, depth, height, width, matrix)
 
 
 def codec_of(config: bytes) -> str:

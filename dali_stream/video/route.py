@@ -59,17 +59,22 @@ def refusal(gpu: int | None, video: VideoFormat, table: SampleTable) -> str:
         return "the file says that its pictures are to be turned, which DALI does not do"
     if table.open_gops:
         return "open GOPs: a clip may begin with pictures that NVDEC would show and FFmpeg drops"
-    if gpu is not None and video.codec == "av1" and max_gop(table) > 2:
-        # DALI pairs times with pictures first in, first out; hidden frames of AV1, which encoders use in longer GOPs,
-        # would shift them. Read in DALI's source, not seen on a GPU.
-        return f"AV1 with GOPs of up to {max_gop(table)} may hold hidden frames, which shift the frames that DALI counts"
+    return "" if gpu is None else _unsafe_on_nvdec(video, table)
+
+
+def _unsafe_on_nvdec(video: VideoFormat, table: SampleTable) -> str:
+    """What DALI's sources say that it gets wrong on a GPU, or what nobody has seen it get right there."""
+    if video.chroma != "420" or video.depth != 8:
+        return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
+    if video.matrix in (1, 9, 10):
+        return "the colours are BT.709 or BT.2020, and DALI converts all as BT.601 on a GPU"
+    if video.codec in ("av1", "vp9", "vp8") and table.longest_gop > 2:
+        # DALI pairs times with pictures first in, first out, and hidden frames, which encoders of these codecs use in
+        # longer GOPs, have no time of their own.
+        return (
+            f"{video.codec} with GOPs of up to {table.longest_gop} may hold hidden frames, which shift those that DALI counts"
+        )
     return ""
-
-
-def max_gop(table: SampleTable) -> int:
-    """Pictures of the longest GOP."""
-    ends = [*table.sync[1:].tolist(), len(table)]
-    return max(stop - start for start, stop in zip(table.sync.tolist(), ends, strict=True))
 
 
 def _name(video: VideoFormat) -> str:

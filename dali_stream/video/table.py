@@ -38,6 +38,7 @@ class SampleTable:
         shown: (n,) samples in the order in which they are shown.
         stretch: (n,) samples of one number lie end to end in the file.
         reordered: whether pictures are shown in another order than they are decoded in (B-frames).
+        longest_gop: pictures of the longest GOP.
         open_gops: whether pictures that follow a sync sample are shown before it, and so need the GOP before.
     """
 
@@ -55,6 +56,7 @@ class SampleTable:
     stretch: npt.NDArray[np.int32]
     reordered: bool
     open_gops: bool
+    longest_gop: int
 
     def __len__(self) -> int:
         return len(self.size)
@@ -134,6 +136,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> SampleTable:
     return SampleTable(
         path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale, offset, size, pts, sync,
         head.astype(np.int32), config, shown.astype(np.int32), stretch.astype(np.int32),
+        longest_gop=int(np.diff(np.append(sync, n)).max()),
         reordered=bool((np.diff(shown) != 1).any()),
         open_gops=bool((np.minimum.reduceat(pts, sync) < pts[sync]).any()),
     )  # fmt: skip
