@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 import dali_stream
-from dali_stream.process import cores
+from dali_stream.process import cores, processor
 from dali_stream.residency import Residency
 from dali_stream.video.clip import pack
 
@@ -171,12 +171,6 @@ def timed(work: Any) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def processor() -> str:
-    """The processor's name, where Linux tells it."""
-    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-    return found[1] if found else platform.processor()
 
 
 if __name__ == "__main__":

@@ -251,13 +251,14 @@ class Loader:
 
     def _next(self) -> Batch:
         while True:
-            if self._run is None:
-                self._run = Run(self._plan, self._routes, self._graph, self._epoch, self._position, self._counters)
+            run = self._run  # another thread that closes the loader takes it away from here
+            if run is None:
+                run = self._run = Run(self._plan, self._routes, self._graph, self._epoch, self._position, self._counters)
                 if self._closed:  # by another thread, while the pipeline was built
                     self._stop()
                     raise closed()
             try:
-                return self._run.next()
+                return run.next()
             except RouteChange as change:
                 if self._decode == "dali":
                     raise DecodeError(f'decode="dali": {change}; decode="auto" goes on with torchcodec') from change

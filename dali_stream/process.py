@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
 import os
+import platform
 import re
 import sys
+from pathlib import Path
 
 
 def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -42,6 +45,14 @@ def cores() -> int:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(available // max(int(local) if local.isdigit() else 1, 1), 1)
+
+
+def processor() -> str:
+    """The processor's name, for reports."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def gpu(device: str) -> int | None:

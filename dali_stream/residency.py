@@ -82,8 +82,9 @@ class Residency:
         if path not in self._tables:
             try:
                 self._tables[path] = read_table(self._dataset.data_store, path)
-            except DatasetError as error:  # there is no such file: what it should show cannot be decoded
-                raise DecodeError(str(error)) from error
+            except (DecodeError, DatasetError) as error:  # DatasetError: there is no such file
+                self._broken[path] = broken = DecodeError(str(error))
+                raise broken from error
             while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > self._budget // 4:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(path)
@@ -161,9 +162,7 @@ class Residency:
         start = self._dataset.table.start[camera][self._dataset.rows[episode]]
         try:
             table = self.table(camera, episode)
-        except DecodeError as error:  # reported when a frame of it is asked for
-            files = self._dataset.table.video[camera]
-            self._broken[files.paths[files.index[self._dataset.rows[episode]]]] = error
+        except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(timestamp), LACKING, np.int32)
         samples, away = table.nearest(start + timestamp.astype(np.float64))
         return np.where(away <= 0.25 / self._dataset.fps, samples, LACKING).astype(np.int32)

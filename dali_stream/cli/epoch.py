@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import dali_stream
-from dali_stream import Dataset, Loader
+from dali_stream import Dataset, Loader, process
 from dali_stream.cli import sheet
 from dali_stream.demo import read_identities
 
@@ -154,11 +154,8 @@ def _versions() -> dict[str, str]:
 def _machine(device: str) -> dict[str, Any]:
     import torch
 
-    found = None
-    with suppress(OSError):
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     return {
-        "processor": found[1] if found else platform.processor() or platform.machine(),
+        "processor": process.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,

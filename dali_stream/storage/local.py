@@ -59,8 +59,7 @@ class LocalStore(Store):
 
     def close(self) -> None:
         with self._lock:
-            while self._handles:
-                os.close(self._handles.popitem()[1])
+            _close_all(self._handles)
 
     def _duplicate(self, path: str) -> int:
         with self._lock:
