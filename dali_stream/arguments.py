@@ -31,7 +31,7 @@ def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
     return positive("the height of image_size", image_size[0]), positive("the width of image_size", image_size[1])
 
 
-def byte_count(budget: int | str) -> int:
+def byte_count(budget: int | str, name: str = "memory_budget") -> int:
     """4294967296, "4GiB", "500 MB": bytes."""
     units = {
         "": 1,
@@ -46,5 +46,5 @@ def byte_count(budget: int | str) -> int:
     }
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
     if isinstance(budget, bool) or not found or found[2] not in units or float(found[1]) <= 0:
-        raise ValueError(f'memory_budget is {budget!r}; it is a number of bytes above 0, or such as "512MiB" or "4GiB"')
+        raise ValueError(f'{name} is {budget!r}; it is a number of bytes above 0, or such as "512MiB" or "4GiB"')
     return int(float(found[1]) * units[found[2]])

@@ -6,9 +6,8 @@ A task that fails is run again sample by sample, so that an error names the samp
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,9 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.buffers import Buffers
+from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.residency import LACKING, Residency
+from dali_stream.storage import Store
+from dali_stream.tables import Tables
 from dali_stream.video import decode, image
 from dali_stream.video.clip import config, pack
 from dali_stream.video.format import VideoFormat, describe
@@ -37,29 +39,6 @@ class RouteChange(DaliStreamError):
     def __init__(self, cameras: Sequence[str], reason: str) -> None:
         super().__init__(f"{', '.join(cameras)}: {reason}")
         self.cameras, self.reason = cameras, reason
-
-
-@dataclass
-class Counters:
-    """What has been done. Times are seconds of work, added up over the threads."""
-
-    samples: int = 0
-    frames: int = 0
-    clips: int = 0
-    decoded_pictures: int = 0
-    decode_s: float = 0.0
-    plan_s: float = 0.0
-    starved_s: float = 0.0
-    padded: int = 0
-    substituted: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def decoded(self, started: float, pictures: int) -> None:
-        """Counts one task of the decode pool."""
-        with self.lock:
-            self.clips += 1
-            self.decoded_pictures += pictures
-            self.decode_s += time.perf_counter() - started
 
 
 class Request(NamedTuple):
@@ -113,13 +92,15 @@ class VideoCamera:
     Args:
         dataset: where they are.
         key: the camera.
+        store: where its encoded pictures are read.
         route: its decoder.
         gpu: the CUDA device of the DALI route; None on a CPU.
         counters: what to add to.
     """
 
-    def __init__(self, dataset: Dataset, key: str, route: Route, gpu: int | None, counters: Counters) -> None:
-        self.key, self._dataset, self._route, self._gpu, self._counters = key, dataset, route, gpu, counters
+    def __init__(self, dataset: Dataset, key: str, store: Store, route: Route, gpu: int | None, counters: Counters) -> None:
+        self.key, self._dataset, self._store, self._route = key, dataset, store, route
+        self._gpu, self._counters = gpu, counters
         self._formats: dict[bytes, VideoFormat] = {}
 
     def submit(self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
@@ -131,17 +112,19 @@ class VideoCamera:
                 requests.append(Request(row, e, frames[row], shown, self._locate(residency, e, frames[row], shown)))
             except DecodeError as error:
                 pending.failed[row] = error
+        release = residency.hold(self.key, [(r.episode, r.table, r.samples) for r in requests])
         if self._route.decoder == "dali":
             pending.out = [None] * len(episode)
             pending.tasks = [pool.submit(self._pack, request, pending.out) for request in requests]
         else:
             pending.out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
             pending.tasks = [pool.submit(self._decode, group, pending.out) for group in self._deal(requests)]
+        _when_done(pending.tasks, release)
         return pending
 
-    def describe(self, residency: Residency, episode: int) -> tuple[SampleTable, VideoFormat]:
+    def describe(self, tables: Tables, episode: int) -> tuple[SampleTable, VideoFormat]:
         """Index and format of the file that holds an episode. Raises DecodeError."""
-        table = residency.table(self.key, episode)
+        table = tables.of(self.key, episode)
         return table, self._format(table, 0)
 
     def _locate(self, residency: Residency, episode: int, frames: Array, samples: Array) -> SampleTable:
@@ -203,7 +186,7 @@ class VideoCamera:
         samples = [sample for r in requests for sample in r.samples.tolist()]
         video = self._format(tables[0], samples[0])
         try:
-            decoded, pictures = decode.decode(self._dataset.data_store, tables, samples, video)
+            decoded, pictures = decode.decode(self._store, tables, samples, video)
         except DecodeError as error:
             if len(requests) == 1:
                 return {requests[0].row: self._blame(requests[0], video, error)}
@@ -219,7 +202,7 @@ class VideoCamera:
         frames = request.frames
         for i, sample in enumerate(request.samples.tolist()):
             try:
-                decode.decode(self._dataset.data_store, [request.table], [sample], video)
+                decode.decode(self._store, [request.table], [sample], video)
             except DecodeError as own:
                 frames, error = frames[i : i + 1], own
                 break
@@ -230,7 +213,7 @@ class VideoCamera:
         started = time.perf_counter()
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
-            clip = pack(self._dataset.data_store, [request.table] * len(unique), unique.tolist())
+            clip = pack(self._store, [request.table] * len(unique), unique.tolist())
         except DecodeError as error:
             return {request.row: self._named(request, request.frames, error)}
         self._counters.decoded(started, clip.pictures)
@@ -242,6 +225,15 @@ class VideoCamera:
     def _named(self, request: Request, frames: Array, error: DecodeError) -> DecodeError:
         where = self._dataset.data_store.where(request.table.path)
         return named(self._dataset, self.key, request.episode, frames, DecodeError(f"{where}: {error}"))
+
+
+def _when_done(tasks: Sequence[Future[Any]], call: Callable[[], None]) -> None:
+    """Has `call` called when the last of the tasks has ended, however it did."""
+    left = itertools.count(len(tasks) - 1, -1)  # `next` of it is atomic
+    for task in tasks:
+        task.add_done_callback(lambda _: None if next(left) else call())
+    if not tasks:
+        call()
 
 
 class ImageCamera:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream import metadata
+from dali_stream.arguments import byte_count
 from dali_stream.errors import DatasetError
 from dali_stream.storage import Store, open_store
 
@@ -22,14 +25,19 @@ class Dataset:
     """A dataset, or a part of it.
 
     Args:
-        uri: a local folder, a `file://` or `memory://` address, or the id of a Hub repository that is in LeRobot's local
-            cache (`HF_LEROBOT_HOME`).
-        revision: of a Hub repository; a local dataset has none.
+        uri: a local folder, the id of a Hub repository ("lerobot/droid_1.0.1"), or an address: `hf://datasets/...`,
+            `hf://buckets/...`, `s3://`, `gs://`, `http(s)://`, `file://`, `memory://` or another that fsspec knows. A
+            repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from there, unless a revision is asked for.
+        revision: branch, tag or commit of a Hub repository. It is resolved to a commit once, which is then read to the end.
         cameras: video and image keys to use; the others are never read. None: all.
         episodes: episode indices to use. None: all.
         data_files_root: where `data/` and `videos/` lie, if not beside `meta/`.
-        storage_options: passed to fsspec.
-        cache_dir: where fetched bytes are kept; local files are read in place and never copied there.
+        storage_options: passed to fsspec: credentials, endpoints. For HTTP and the Hub: headers, a token.
+        cache_dir: a folder for fetched bytes, shared by the ranks of a host and by later runs; None: memory only. Local
+            files are read in place and never copied there.
+        cache_bytes: that the cache may take on disk, as an int or such as "200GiB"; what was used longest ago goes first.
+            None: no bound.
+        give_up_after_s: seconds for which a read that fails is tried again, all attempts together.
 
     Attributes:
         uri: as given.
@@ -39,11 +47,13 @@ class Dataset:
         cameras: the selected camera keys.
         episodes: (E,) int64, the selected episode indices, rising.
         lengths: (E,) int64, their frames.
-        fingerprint: a hash of what is read, equal wherever the same dataset lies.
+        fingerprint: a hash of what is read, equal wherever the same dataset lies; of a Hub repository also of its commit.
+        revision: the commit that is read, of a Hub repository; else None.
 
     Raises:
         DatasetError: there is none, it is of another format, or its metadata is broken.
-        ValueError: an unknown camera or episode.
+        StorageError: it cannot be reached.
+        ValueError: an unknown camera or episode, or a revision of what has none.
     """
 
     def __init__(
@@ -56,13 +66,21 @@ class Dataset:
         data_files_root: str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        give_up_after_s: float = 60.0,
     ) -> None:
         self.uri = os.fspath(uri)
-        if revision is not None:
-            raise ValueError(f"revision is {revision!r}; {self.uri} is read in place and has no revisions, so leave it out")
-        self.store: Store = open_store(_address(self.uri), storage_options)
-        self.data_store = self.store if data_files_root is None else open_store(os.fspath(data_files_root), storage_options)
+        limits: dict[str, Any] = {
+            "cache_dir": cache_dir,
+            "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),
+            "give_up_after_s": give_up_after_s,
+        }
+        self.store: Store = open_store(_address(self.uri, revision), storage_options, revision=revision, **limits)
+        self.data_store = self.store
         try:
+            if data_files_root is not None:
+                self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
+            self.revision = self.store.revision
             self._read(cameras, episodes)
         except BaseException:
             self.close()
@@ -113,11 +131,26 @@ class Dataset:
     def fingerprint(self) -> str:
         """32 hexadecimal digits over the metadata and the selected episodes. Cameras and the place do not count."""
         table = self.table
-        digest = hashlib.blake2b(self._fingerprint_head.encode(), digest_size=16)
+        digest = hashlib.blake2b((self._fingerprint_head + (self.revision or "")).encode(), digest_size=16)
         for values in (table.index, table.length, table.first_row, table.data.index, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
         return digest.hexdigest()
+
+    @property
+    def stores(self) -> list[Store]:
+        """Where it is read from: one place, or two."""
+        return [self.store] if self.data_store is self.store else [self.store, self.data_store]
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """About how many bytes a row takes in memory. Encoded images are taken for half of their pixels, text for 64."""
+        total = 0
+        for feature in self.features.values():
+            kind, size = feature["dtype"], math.prod(feature["shape"])
+            each = {"video": 4, "string": 64, "image": size // 2, "bool": size}
+            total += each.get(kind, size * (4 if kind.startswith("float") else 8))
+        return total
 
     def picture_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's pictures. Its shape is (H, W, C); some datasets have (C, H, W)."""
@@ -131,24 +164,22 @@ class Dataset:
 
     def close(self) -> None:
         """Gives back file handles; reading again opens them anew."""
-        self.store.close()
-        self.data_store.close()
+        for store in self.stores:
+            store.close()
 
 
-def _address(uri: str) -> str:
-    """The address of a dataset; a repository id is looked up in LeRobot's local cache."""
-    if "://" in uri or Path(uri).expanduser().exists():
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _address(uri: str, revision: str | None) -> str:
+    """The address of a dataset. A repository id is read where LeRobot has downloaded it, or else from the Hub."""
+    if "://" in uri or Path(uri).expanduser().exists() or not _REPOSITORY.fullmatch(uri):
         return uri
-    if uri.count("/") == 1 and not uri.startswith((".", "/", "~")):
-        hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
-        cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
-        if cached.is_dir():
-            return str(cached)
-        raise DatasetError(
-            f"{uri}: no such folder, and LeRobot's cache has no {cached}. This version does not stream from the Hub yet; "
-            f"download it first: hf download --repo-type dataset {uri} --local-dir {cached}"
-        )
-    return uri
+    hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
+    if revision is None and (cached / metadata.INFO).is_file():
+        return str(cached)
+    return f"hf://datasets/{uri}"
 
 
 def _selected_cameras(info: metadata.Info, cameras: Sequence[str] | None) -> tuple[str, ...]:

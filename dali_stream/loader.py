@@ -11,18 +11,20 @@ from typing import Any
 from dali_stream import process, windows
 from dali_stream.arguments import byte_count, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
-from dali_stream.cameras import Counters, RouteChange, VideoCamera
+from dali_stream.cameras import RouteChange, VideoCamera
+from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError
 from dali_stream.graph import Graph
 from dali_stream.order import Shuffle, check_order_arguments, check_world
-from dali_stream.residency import Residency
 from dali_stream.run import Batch, Run
 from dali_stream.stage import Plan, closed
+from dali_stream.tables import Tables
 from dali_stream.video.route import DECODE, Route, choose
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
+TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes")
 
 
 class Loader:
@@ -50,7 +52,7 @@ class Loader:
         decode: "auto", NVDEC where the driver says that it decodes the camera's video and torchcodec otherwise; "dali";
             "torchcodec".
         threads: that decode on the CPU; None: the cores of this process.
-        memory_budget: bytes that resident rows and indices may take; an int, or such as "4GiB".
+        memory_budget: bytes that rows, indices and, of remote data, encoded video may take; an int, or such as "4GiB".
         last_batch: what becomes of samples that fill no whole batch: "drop", "partial" or "pad" (see `Batches`).
         on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a
             warning, and counted in `stats()`.
@@ -98,6 +100,7 @@ class Loader:
                 f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
                 f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
             )
+        budget = byte_count(memory_budget)
         self._plan = Plan(
             dataset=self.dataset,
             batches=batches,
@@ -108,7 +111,8 @@ class Loader:
             episode_pool_size=int(episode_pool_size),
             rank=rank,
             threads=threads,
-            memory_budget=byte_count(memory_budget),
+            memory_budget=budget,
+            tables=Tables(self.dataset, budget // 4),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
         )
@@ -195,9 +199,14 @@ class Loader:
         `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_pictures` it took; seconds: `wait_s` in `next()`,
         `first_batch_s` from construction to the first batch, `decode_s` of all decode threads together, `plan_s` of the
         planner, `starved_s` that DALI's source waited for frames; `padded` and `substituted` samples; `route_changes`;
-        `resident_bytes` of rows and indices.
+        `resident_bytes` of rows, indices and, of remote data, encoded video.
+
+        Of remote data also `requests`, `retries`, `fetched_bytes` over the network and `cached_bytes` out of `cache_dir`, all
+        since the dataset was opened; `needed_bytes`, the indices, rows and encoded pictures that the episodes which have come
+        up need, each counted once an epoch; `evicted_early`, the blocks that memory_budget had no room to keep.
         """
         counters = {key: value for key, value in vars(self._counters).items() if key != "lock"}
+        counters["needed_bytes"] += self._plan.tables.index_bytes if self.dataset.data_store.remote else 0
         return {
             "batches": self._batches_delivered,
             **counters,
@@ -205,6 +214,7 @@ class Loader:
             "first_batch_s": self._first_batch_s,
             "route_changes": self._route_changes,
             "resident_bytes": self._run.stage.resident_bytes() if self._run else 0,
+            **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
         }
 
     def close(self) -> None:
@@ -302,19 +312,19 @@ class Loader:
 
     def _choose_routes(self) -> dict[str, Route]:
         routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}
-        residency = Residency(self.dataset, self._plan.memory_budget)
         try:
-            routes |= {key: self._choose_route(key, residency) for key in self.dataset.videos}
+            routes |= {key: self._choose_route(key) for key in self.dataset.videos}
         finally:
             self.dataset.close()
         for key, route in routes.items():
             _log.info("%s: %s, since %s", key, route.decoder, route.reason)
         return routes
 
-    def _choose_route(self, key: str, residency: Residency) -> Route:
+    def _choose_route(self, key: str) -> Route:
         plan = self._plan
         try:
-            table, video = VideoCamera(plan.dataset, key, Route("", ""), plan.gpu, self._counters).describe(residency, 0)
+            camera = VideoCamera(plan.dataset, key, plan.dataset.data_store, Route("", ""), plan.gpu, self._counters)
+            table, video = camera.describe(plan.tables, 0)
             return choose(self._decode, plan.gpu, video, table)
         except DaliStreamError as error:
             if self._decode == "dali":

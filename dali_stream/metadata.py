@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/lerobot/lerobot-dataset-v3 and LeRobot's `da
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -46,6 +47,17 @@ class Files:
 
     paths: list[str]
     index: npt.NDArray[np.int64]
+
+    def rows(self, file: int) -> npt.NDArray[np.int64]:
+        """The episodes of one file."""
+        order, sorted_index = self._by_file
+        first, last = np.searchsorted(sorted_index, [file, file + 1])
+        return order[first:last]
+
+    @functools.cached_property
+    def _by_file(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        order = np.argsort(self.index, kind="stable")
+        return order, self.index[order]
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,7 @@ def read_json(store: Store, path: str) -> Any:
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
     """A Parquet file, or the named columns of it. Raises DatasetError where it cannot be read."""
     with parquet_errors(store, path), store.open(path) as file:
-        return pq.ParquetFile(file).read(columns=columns, use_threads=False)
+        return pq.ParquetFile(file, pre_buffer=True).read(columns=columns, use_threads=False)
 
 
 class parquet_errors:
@@ -254,7 +266,7 @@ def _template(value: Any, name: str, store: Store) -> str:
 
 def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArray[Any]]:
     with parquet_errors(store, path), store.open(path) as file:
-        parquet = pq.ParquetFile(file)
+        parquet = pq.ParquetFile(file, pre_buffer=True)
         missing = [name for name in wanted if name not in parquet.schema_arrow.names]
         if missing:
             raise DatasetError(f"{store.where(path)}: lacks the column {missing[0]}, which v3.0 has for each episode")

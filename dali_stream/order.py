@@ -8,6 +8,7 @@ Random numbers are the raw stream of Philox (numpy guarantees it across versions
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from array import array
@@ -88,6 +89,23 @@ class Order:
         run = np.searchsorted(self._ends, laid, side="right")
         return self._episodes[run].astype(np.int64), laid - self._starts[run]
 
+    def served(self, episode: int, rank: int = 0, world_size: int = 1) -> npt.NDArray[np.int64]:
+        """The frames of one episode that `rank` serves in the whole epoch, rising. Costs no draw, so it tells what is to come.
+
+        With `shuffle="global"` and several ranks it is all frames of the episode: which of them are this rank's is known
+        only position by position.
+        """
+        place = self._places[episode]
+        laid = np.arange(self._starts[place], self._ends[place], dtype=np.int64)
+        return np.flatnonzero(self._walk.serves(laid, rank, world_size))
+
+    @functools.cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Per episode, where it stands among the permuted ones."""
+        places = np.empty(len(self._episodes), np.int64)
+        places[self._episodes] = np.arange(len(places))
+        return places
+
 
 def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
     """Raises ValueError for what no order can be made of."""
@@ -119,6 +137,9 @@ class _Recorded:
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return positions
 
+    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
+        return laid % world_size == rank
+
 
 class _Permutation:
     """A keyed permutation of [0, n) computed per index: no memory, any position at once.
@@ -144,6 +165,9 @@ class _Permutation:
             value[outside] = self._step(value[outside])
             outside = outside[value[outside] >= self._n]
         return value.astype(np.int64)
+
+    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
+        return np.ones(len(laid), np.bool_)
 
     def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         low, high = value & self._low_mask, value >> self._low
@@ -176,6 +200,13 @@ class _Pools:
                 count = len(laid[i::turn])
                 laid[i::turn] = self._consumer(first % self._count, first // self._count).draw(count)
         return laid
+
+    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
+        """Which of these places on the line belong to consumers of this rank."""
+        short, longer = divmod(self._frames, self._count)
+        in_longer = laid < longer * (short + 1)
+        consumer = np.where(in_longer, laid // (short + 1), longer + (laid - longer * (short + 1)) // max(short, 1))
+        return consumer % world_size == rank
 
     def _consumer(self, index: int, draw: int) -> _Consumer:
         consumer = self._consumers.get(index)

@@ -1,26 +1,37 @@
-"""Rows and video indices of the episodes that are coming up, within a byte budget.
+"""What batches are made from: the rows, the video indices and, of remote files, the encoded video of the episodes in use.
 
 The rows of all resident episodes lie end to end in one array per feature, so that the windows of a whole batch are one
 gather per feature. A camera's frames are one more column: the sample in the episode's MP4 that shows each row.
-Encoded pictures of local files stay where they are and are read when a clip is packed.
+Encoded pictures of local files stay where they are and are read when a clip is packed. Of remote ones they come ahead of
+time (see `encoded`), and so do rows and indices: `expect` has them fetched, `load` waits for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream import windows
+from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
+from dali_stream.encoded import Encoded
+from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.fetchers import Fetchers
 from dali_stream.rows import Columns, RowReader
-from dali_stream.video.table import SampleTable, read_table
+from dali_stream.storage import Store
+from dali_stream.tables import Tables
+from dali_stream.video.table import SampleTable
 
 Int64 = npt.NDArray[np.int64]
 SAMPLE = "sample in the video of "  # prefix of the columns that map rows to samples
 LACKING = -1  # the video shows nothing at that row's time
+UNMAPPED = -2  # nobody has looked yet
 
 
 class _Block(NamedTuple):
@@ -29,40 +40,121 @@ class _Block(NamedTuple):
     object_bytes: int
 
 
+Samples = dict[str, npt.NDArray[np.int32]]  # per camera, of one episode
+
+
+class _Fetched(NamedTuple):
+    rows: Columns
+    samples: Samples
+
+
+class Coming(NamedTuple):
+    """What will be asked of an episode in an epoch: these frames, from batch `number` on."""
+
+    number: int
+    epoch: int
+    frames: Int64
+
+
 class Residency:
-    """What is at hand. Used by one thread.
+    """What is at hand. Used by one thread, the planner, but for `store`, which is for all.
 
     Args:
         dataset: the selected part of a dataset.
-        budget: bytes that rows and indices may take.
+        budget: bytes that all of it may take. Rows of local data get three quarters and indices one; of remote data
+            they get one quarter each at most, and encoded video all that they leave.
+        tables: the indices, which outlive this.
+        windows: per camera, the frames shown for a sample, relative to it.
+        batch_size: samples of a batch.
+        counters: what to add to.
+
+    Attributes:
+        store: where encoded video is to be read.
     """
 
-    def __init__(self, dataset: Dataset, budget: int) -> None:
-        self._dataset, self._budget = dataset, budget
-        self._row_budget = budget - budget // 4  # a quarter is for the indices of MP4s
-        self._reader = RowReader(dataset)
+    def __init__(
+        self,
+        dataset: Dataset,
+        budget: int,
+        tables: Tables,
+        windows: dict[str, Int64],
+        batch_size: int,
+        counters: Counters,
+    ) -> None:
+        self._dataset, self._budget, self._tables, self._windows = dataset, budget, tables, windows
+        self._counters = counters
+        remote = dataset.data_store.remote
+        self._row_budget = budget // 4 if remote else budget - budget // 4
+        self._reader = RowReader(dataset, lambda count: counters.add(needed_bytes=count if remote else 0))
         self._columns: Columns = {}
         self._start = np.full(dataset.num_episodes, -1, np.int64)
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # least recently used first
-        self._used = 0
-        self._object_bytes = 0
-        self._tables: OrderedDict[str, SampleTable] = OrderedDict()
-        self._broken: dict[str, DecodeError] = {}
+        self._used = self._object_bytes = self._row_bytes = 0
+        self._fetchers = Fetchers("dali_stream fetch") if remote else None
+        self._encoded = None
+        if self._fetchers:
+            pictures = batch_size * max((len(windows.get(camera, (0,))) for camera in dataset.videos), default=1)
+            block = budget // 4 // pictures  # a batch of blocks has to fit whatever else is there
+            self._encoded = Encoded(dataset.data_store, self._fetchers, self._room, counters, block)
+        self.store: Store = self._encoded or dataset.data_store
+        self._fetching: dict[int, tuple[int, Future[_Fetched]]] = {}  # per episode, the epoch it is for
+        self._arrived: dict[int, Columns] = {}  # rows that came along in a row group, and have not been asked for
+        self._expected: dict[int, set[int]] = {}
+        self._epoch = self._number = 0
+
+    # ---- ahead of time
+
+    def expect(self, episode: Int64, coming: Callable[[int], Coming]) -> None:
+        """Has these episodes fetched, the first first. `coming` tells what will be asked of one. Local data has no need."""
+        if self._fetchers is None:
+            return
+        for e in dict.fromkeys(episode.tolist()):
+            told = coming(e)
+            expected = self._expected.setdefault(told.epoch, set())
+            if e not in expected:
+                expected.add(e)
+                self._expect(e, told)
+
+    def room_ahead(self) -> bool:
+        """Whether more may be fetched that `load` has not asked for yet."""
+        return self._fetchers is not None and self._fetching_bytes() < self._row_budget // 2
+
+    def turn(self, epoch: int, number: int) -> None:
+        """The batches from here on are of this epoch; `number` counts batches over all epochs."""
+        self._number = number
+        if epoch != self._epoch and self._encoded:
+            self._encoded.turn(epoch)
+            self._expected = {e: episodes for e, episodes in self._expected.items() if e >= epoch}
+            self._fetching = {e: fetching for e, fetching in self._fetching.items() if fetching[0] >= epoch}
+        self._epoch = epoch
+
+    # ---- for the batch that is made now
 
     def load(self, episodes: Int64) -> None:
         """Makes the rows of these episodes resident; others go where the budget wants it, the longest unused first.
 
         Raises:
             DatasetError: rows are missing or broken.
+            StorageError: they cannot be fetched.
             DaliStreamError: these episodes alone exceed the budget.
         """
         needed = set(episodes.tolist())
-        for episode in sorted(needed):
-            if episode not in self._blocks:
+        missing = [episode for episode in sorted(needed) if episode not in self._blocks]
+        coming = {episode: self._fetched(episode) for episode in missing} if self._fetchers else {}
+        for episode in missing:
+            if episode in coming:
+                fetched = coming[episode].result()
+                self._admit(episode, fetched.rows, needed)
+                self._map_rows(episode, fetched.samples)
+            elif episode not in self._blocks:
                 for found, columns in self._reader.read(episode).items():
                     if found not in self._blocks:
                         self._admit(found, columns, needed)
+        for episode in sorted(needed):
+            self._map_rows(episode, {})
             self._blocks.move_to_end(episode)
+        if self._encoded:
+            self._encoded.shrink()
 
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
         """Values of a feature: `episode` is (B,), `frame` (B,) or (B, T); the result has the shape of `frame` in front."""
@@ -75,30 +167,111 @@ class Residency:
 
     def table(self, camera: str, episode: int) -> SampleTable:
         """The sample table of the file that holds an episode. Raises DecodeError where it has none."""
-        files = self._dataset.table.video[camera]
-        path = files.paths[files.index[self._dataset.rows[episode]]]
-        if path in self._broken:
-            raise self._broken[path]
-        if path not in self._tables:
-            try:
-                self._tables[path] = read_table(self._dataset.data_store, path)
-            except (DecodeError, DatasetError) as error:  # DatasetError: there is no such file
-                self._broken[path] = broken = DecodeError(str(error))
-                raise broken from error
-            while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > self._budget // 4:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(path)
-        return self._tables[path]
+        return self._tables.of(camera, episode)
+
+    def hold(self, camera: str, uses: Iterable[tuple[int, SampleTable, Int64]]) -> Callable[[], None]:
+        """Has the encoded video of these (episode, table, samples) stay until the returned function is called."""
+        if self._encoded is None:
+            return lambda: None
+        named = ((table, self._cuts(camera, episode, table), samples) for episode, table, samples in uses)
+        return self._encoded.hold((self._number, 1), self._epoch, named)
 
     def resident_bytes(self) -> int:
-        """Memory of rows and indices."""
-        columns = sum(values.nbytes for values in self._columns.values())
-        return columns + self._object_bytes + sum(table.nbytes for table in list(self._tables.values()))
+        """Memory that all of it takes."""
+        encoded = self._encoded.nbytes if self._encoded else 0
+        return self._row_bytes + self._object_bytes + self._tables.nbytes + self._fetching_bytes() + encoded
+
+    def stop(self) -> None:
+        """Wakes whoever waits for what is fetched, with an error. Does not wait itself."""
+        if self._fetchers and self._encoded:
+            self._encoded.stop()
+            self._fetchers.stop()
+
+    def join(self) -> None:
+        """Waits for the threads to end, after `stop`."""
+        if self._fetchers:
+            self._fetchers.join()
+
+    # ---- fetching
+
+    def _fetched(self, episode: int) -> Future[_Fetched]:
+        """The rows of an episode that is needed now."""
+        _, future = self._fetching.pop(episode, (0, None))
+        if future is None or (future.done() and future.exception()):  # what failed ahead of time gets its chance
+            self._fetch(episode, self._number, self._epoch)
+            _, future = self._fetching.pop(episode)
+        return future
+
+    def _fetch(self, episode: int, number: int, epoch: int) -> None:
+        assert self._fetchers is not None  # local data is read when it is needed
+        for camera in self._dataset.videos:  # all at once; the job below shares what these are at
+            self._fetchers.submit((number, 0), self._tables.of, camera, episode)
+        self._fetching[episode] = epoch, self._fetchers.submit((number, 0), self._fetch_rows, episode)
+
+    def _expect(self, episode: int, coming: Coming) -> None:
+        assert self._fetchers is not None  # see `expect`
+        known: Samples | Future[_Fetched]
+        if episode in self._blocks:
+            start, length, _ = self._blocks[episode]
+            known = {camera: self._columns[SAMPLE + camera][start : start + length].copy() for camera in self._dataset.videos}
+        else:
+            if episode not in self._fetching:
+                self._fetch(episode, coming.number, coming.epoch)
+            known = self._fetching[episode][1]
+            self._fetching[episode] = coming.epoch, known
+        self._fetchers.submit((coming.number, 0), self._order_video, episode, known, coming)
+
+    def _fetch_rows(self, episode: int) -> _Fetched:
+        """Fetchers: rows of an episode, and the samples that show them."""
+        rows = self._read_rows(episode)
+        return _Fetched(rows, {camera: self._map(camera, episode, rows["timestamp"]) for camera in self._dataset.videos})
+
+    def _read_rows(self, episode: int) -> Columns:
+        """Fetchers: the rows of one episode. Others of its row group are kept, as far as there is room for them."""
+        found = self._arrived.pop(episode, None)
+        if found is None:
+            rows = self._reader.read(episode)
+            found = rows[episode]
+            for other, columns in rows.items():
+                if other != episode and other not in self._blocks and self.room_ahead():
+                    self._arrived[other] = columns
+        return found
+
+    def _order_video(self, episode: int, known: Samples | Future[_Fetched], coming: Coming) -> None:
+        """Fetchers: has the encoded video fetched that an episode will need. Its rows were asked for before this."""
+        assert self._encoded is not None  # see `expect`
+        for camera, shown in (known.result().samples if isinstance(known, Future) else known).items():
+            with contextlib.suppress(DecodeError):  # reported when a frame of it is asked for
+                table = self._tables.of(camera, episode)
+                offsets = self._windows.get(camera, np.zeros(1, np.int64))
+                frames, _ = windows.window(offsets, coming.frames, np.full(len(coming.frames), len(shown)))
+                samples = shown[frames].astype(np.int64).reshape(-1)
+                samples = samples[samples >= 0]
+                self._encoded.expect((coming.number,), coming.epoch, table, self._cuts(camera, episode, table), samples)
+
+    def _cuts(self, camera: str, episode: int, table: SampleTable) -> Callable[[], Int64]:
+        def cuts() -> Int64:
+            files = self._dataset.table.video[camera]
+            episodes = files.rows(int(files.index[self._dataset.rows[episode]]))
+            samples, _ = table.nearest(self._dataset.table.start[camera][episodes])
+            return table.head[samples].astype(np.int64)
+
+        return cuts
+
+    def _room(self) -> int:
+        return self._budget - self._row_bytes - self._object_bytes - self._tables.nbytes - self._fetching_bytes()
+
+    def _fetching_bytes(self) -> int:
+        """An estimate, for rows that have come or will, and are not yet asked for."""
+        rows = sum(int(self._dataset.lengths[episode]) for episode in {*list(self._fetching), *list(self._arrived)})
+        return rows * self._dataset.row_bytes
+
+    # ---- the arrays
 
     def _admit(self, episode: int, columns: Columns, needed: set[int]) -> None:
         length = int(self._dataset.lengths[episode])
-        for camera in self._dataset.videos:
-            columns[SAMPLE + camera] = self._map(camera, episode, columns["timestamp"])
+        unmapped = np.full(length, UNMAPPED, np.int32)
+        columns = columns | {SAMPLE + camera: unmapped for camera in self._dataset.videos}
         row_bytes = sum(values.nbytes for values in columns.values()) // length + 1
         object_bytes = sum(len(v) for values in columns.values() if values.dtype == object for v in values)
         live = sum(block.length for block in self._blocks.values()) + length
@@ -152,6 +325,16 @@ class Residency:
             self._start[episode] = used
             used += block.length
         self._used = used
+        self._row_bytes = sum(values.nbytes for values in self._columns.values())
+
+    def _map_rows(self, episode: int, known: dict[str, npt.NDArray[np.int32]]) -> None:
+        """Fills in the samples of an episode's rows, unless that has been done."""
+        start, length, _ = self._blocks[episode]
+        for camera in self._dataset.videos:
+            column = self._columns[SAMPLE + camera][start : start + length]
+            if column[0] == UNMAPPED:
+                timestamp = self._columns["timestamp"][start : start + length]
+                column[:] = known[camera] if camera in known else self._map(camera, episode, timestamp)
 
     def _map(self, camera: str, episode: int, timestamp: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
         """Per row, the sample shown at the row's time. Time in the file is the episode's start there plus the timestamp.
@@ -161,7 +344,7 @@ class Residency:
         """
         start = self._dataset.table.start[camera][self._dataset.rows[episode]]
         try:
-            table = self.table(camera, episode)
+            table = self._tables.of(camera, episode)
         except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(timestamp), LACKING, np.int32)
         samples, away = table.nearest(start + timestamp.astype(np.float64))

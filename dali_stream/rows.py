@@ -5,8 +5,10 @@ Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every 
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,39 +19,51 @@ import pyarrow.parquet as pq
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.metadata import parquet_errors
+from dali_stream.once import Once
+from dali_stream.storage.store import Ranges
 
 Columns = dict[str, npt.NDArray[Any]]
 
 
 class RowReader:
-    """Reads the rows of episodes, and only the features that `dataset` selects."""
+    """Reads the rows of episodes, and only the features that `dataset` selects. Safe to use from several threads.
 
-    FILES = 16  # Parquet footers kept, least recently used first to go
+    Args:
+        dataset: the selected part of a dataset.
+        count: told how many bytes a row group has taken.
+    """
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    FOOTERS = 256  # Parquet footers kept, least recently used first to go
+
+    def __init__(self, dataset: Dataset, count: Callable[[int], None] = lambda _: None) -> None:
+        self._dataset, self._count = dataset, count
         self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video"}
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
+        self._lock = threading.Lock()
+        self._once = Once()
 
     def read(self, episode: int) -> dict[int, Columns]:
         """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
 
         Returns:
-            {episode: {key: (L, ...) array}}; strings and encoded images are arrays of objects.
+            {episode: {key: (L, ...) array}}; strings and encoded images are arrays of objects. Others that ask for the
+            same row groups at the same time get the same arrays, so they are not to be changed.
 
         Raises:
             DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
         """
         dataset = self._dataset
         row = int(dataset.rows[episode])
-        path = dataset.table.data.paths[dataset.table.data.index[row]]
+        number = int(dataset.table.data.index[row])
+        path = dataset.table.data.paths[number]
         first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
-        with parquet_errors(dataset.data_store, path), dataset.data_store.open(path) as file:
-            footer = self._footer(file, path, int(dataset.table.data.index[row]))
-            parquet = pq.ParquetFile(file, metadata=footer.metadata)
-            table, found = self._read(parquet, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
+        with parquet_errors(dataset.data_store, path):
+            footer = self._footer(path, number)
+            table, found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
             if episode not in found:  # the file does not hold its episodes in their order
-                table, found = self._read(parquet, path, footer.groups_of(parquet, index))
+                table, found = self._read(
+                    footer, path, footer.groups_of(_parquet(self._dataset.data_store.open(path, footer.size), footer), index)
+                )
         if episode not in found:
             rows = int((table["episode_index"].to_numpy() == dataset.episodes[episode]).sum())
             raise DatasetError(
@@ -58,22 +72,35 @@ class RowReader:
             )
         return found
 
-    def _read(self, parquet: pq.ParquetFile, path: str, groups: list[int]) -> tuple[pa.Table, dict[int, Columns]]:
+    def _read(self, footer: _Footer, path: str, groups: list[int]) -> tuple[pa.Table, dict[int, Columns]]:
         columns = list(dict.fromkeys([*self.features, "episode_index"]))
-        table = parquet.read_row_groups(groups, columns=columns, use_threads=False)
-        return table, self._cut(path, table)
 
-    def _footer(self, file: BinaryIO, path: str, number: int) -> _Footer:
+        def read() -> tuple[pa.Table, dict[int, Columns]]:
+            file = self._dataset.data_store.open(path, footer.size)
+            table = _parquet(file, footer).read_row_groups(groups, columns=columns, use_threads=False)
+            self._count(file.bytes_read)
+            return table, self._cut(path, table)
+
+        return self._once((path, *groups), read)
+
+    def _footer(self, path: str, number: int) -> _Footer:
         """The footer of the dataset's data file of that number."""
-        if path not in self._footers:
-            table = self._dataset.table
-            first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
-            where = self._dataset.data_store.where(path)
-            self._footers[path] = _Footer(pq.ParquetFile(file), list(self.features), first_row, promised, where)
-        self._footers.move_to_end(path)
-        while len(self._footers) > self.FILES:
-            self._footers.popitem(last=False)
-        return self._footers[path]
+        with self._lock:
+            footer = self._footers.get(path)
+        if footer is None:
+            footer = self._once(path, lambda: self._read_footer(path, number))
+        with self._lock:
+            self._footers[path] = footer
+            self._footers.move_to_end(path)
+            while len(self._footers) > self.FOOTERS:
+                self._footers.popitem(last=False)
+        return footer
+
+    def _read_footer(self, path: str, number: int) -> _Footer:
+        table, store = self._dataset.table, self._dataset.data_store
+        first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
+        with store.open(path) as file:
+            return _Footer(pq.ParquetFile(file), list(self.features), first_row, promised, store.where(path), store.size(path))
 
     def _cut(self, path: str, table: pa.Table) -> dict[int, Columns]:
         """The selected episodes that are whole in `table`."""
@@ -97,6 +124,11 @@ class RowReader:
         return found
 
 
+def _parquet(file: Ranges, footer: _Footer) -> pq.ParquetFile:
+    """A Parquet file whose neighbouring columns are read together."""
+    return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True)
+
+
 class _Footer:
     """What a Parquet file says of itself: which row groups hold which rows.
 
@@ -104,8 +136,8 @@ class _Footer:
     another type than their column has.
     """
 
-    def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str) -> None:
-        self.metadata = parquet.metadata
+    def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str, size: int) -> None:
+        self.metadata, self.size = parquet.metadata, size
         missing = [key for key in [*keys, "episode_index"] if key not in parquet.schema_arrow.names]
         if missing:
             raise DatasetError(f"{where}: lacks the column {missing[0]}, which meta/info.json has as a feature")

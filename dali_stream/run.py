@@ -8,7 +8,8 @@ import weakref
 from typing import Any
 
 from dali_stream import graph
-from dali_stream.cameras import Counters, RouteChange
+from dali_stream.cameras import RouteChange
+from dali_stream.counters import Counters
 from dali_stream.errors import DaliStreamError
 from dali_stream.stage import Plan, Stage, closed
 from dali_stream.video.route import Route

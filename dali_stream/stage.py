@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +25,18 @@ import numpy.typing as npt
 from dali_stream import windows
 from dali_stream.batches import Batches
 from dali_stream.buffers import Buffers
-from dali_stream.cameras import CLIP_FRAMES, Counters, ImageCamera, Pending, VideoCamera
+from dali_stream.cameras import CLIP_FRAMES, ImageCamera, Pending, VideoCamera
+from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.order import Order, Shuffle
-from dali_stream.residency import Residency
+from dali_stream.residency import Coming, Residency
+from dali_stream.tables import Tables
 from dali_stream.video.route import Route
 
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
-_POOL = "dali_stream decode"  # names of the pool's threads begin so
+_LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Plan:
     rank: int
     threads: int
     memory_budget: int
+    tables: Tables
     substitute: bool
     gpu: int | None
 
@@ -71,6 +75,16 @@ class Plan:
         return [key for key, f in features if f["dtype"] not in ("video", "image", "string")] + [
             f"{key}_is_pad" for key in self.windows
         ]
+
+
+class Draw(NamedTuple):
+    """What one batch of this rank shows: rows of the epoch's order, of which the last `padded` are there to fill it up."""
+
+    epoch: int
+    order: Order
+    episode: Array
+    frame: Array
+    padded: int
 
 
 @dataclass
@@ -95,9 +109,11 @@ class Stage:
 
     def __init__(self, plan: Plan, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
         self._plan, self._counters = plan, counters
-        self._residency = Residency(plan.dataset, plan.memory_budget)
+        self._residency = Residency(
+            plan.dataset, plan.memory_budget, plan.tables, plan.windows, plan.batches.batch_size, counters
+        )
         self._cameras: dict[str, VideoCamera | ImageCamera] = {
-            key: VideoCamera(plan.dataset, key, routes[key], plan.gpu, counters)
+            key: VideoCamera(plan.dataset, key, self._residency.store, routes[key], plan.gpu, counters)
             if key in plan.dataset.videos
             else ImageCamera(plan.dataset, key, counters)
             for key in plan.dataset.cameras
@@ -111,7 +127,7 @@ class Stage:
         self._stopping = False
         self._pid = os.getpid()
         self.delivered: deque[dict[str, list[str]]] = deque()  # strings of the batches that DALI has taken
-        self._pool = ThreadPoolExecutor(plan.threads, _POOL)
+        self._pool = ThreadPoolExecutor(plan.threads, "dali_stream decode")
         self._planner = threading.Thread(target=self._run, args=(epoch, position), name="dali_stream planner", daemon=True)
         self._planner.start()
 
@@ -155,7 +171,7 @@ class Stage:
         return isinstance(batch, Batch) and all(pending.succeeded() for pending in batch.cameras.values())
 
     def resident_bytes(self) -> int:
-        """Memory of rows and indices."""
+        """Memory of rows, indices and encoded video."""
         return self._residency.resident_bytes()
 
     def close(self) -> None:
@@ -163,9 +179,10 @@ class Stage:
         if os.getpid() != self._pid:
             return
         self._stopping = True
+        self._residency.stop()
         self._room.release()
         # A loader that nobody holds is closed by the garbage collector, which may run in a thread of its own.
-        own = threading.current_thread() is self._planner or threading.current_thread().name.startswith(_POOL)
+        own = threading.current_thread().name.startswith("dali_stream ")
         if own:
             threading.Thread(target=self._join, name="dali_stream close", daemon=True).start()
         else:
@@ -174,6 +191,7 @@ class Stage:
     def _join(self) -> None:
         self._planner.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._residency.join()
         self._put(closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:
@@ -196,30 +214,51 @@ class Stage:
             self._more.notify()
 
     def _batches(self, epoch: int, position: int) -> Iterator[Batch]:
+        draws, ahead = self._draws(epoch, position), deque[Draw]()
+        for number in itertools.count():
+            while not ahead or (len(ahead) < self._horizon(ahead) and self._residency.room_ahead()):
+                draw = next(draws)
+                self._residency.expect(draw.episode, partial(self._coming, draw, number + len(ahead)))
+                ahead.append(draw)
+            self._room.acquire()
+            if self._stopping:
+                return
+            started = time.perf_counter()
+            batch = self._prepare(number, ahead.popleft())
+            self._counters.plan_s += time.perf_counter() - started
+            yield batch
+
+    def _horizon(self, ahead: deque[Draw]) -> int:
+        """Batches that are looked ahead, no further than the next epoch: what they need is fetched while others are decoded."""
+        if ahead[-1].epoch > ahead[0].epoch + 1:
+            return 0
+        return int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256))
+
+    def _coming(self, draw: Draw, number: int, episode: int) -> Coming:
         batches = self._plan.batches
+        return Coming(number, draw.epoch, draw.order.served(episode, self._plan.rank, batches.world_size))
+
+    def _draws(self, epoch: int, position: int) -> Iterator[Draw]:
+        plan, batches = self._plan, self._plan.batches
+        world = batches.world_size
         for number in itertools.count(epoch):
-            order = self._plan.order(number)
+            order = plan.order(number)
             while batches.count(position):
                 start, stop = batches.span(position)
-                self._room.acquire()
-                if self._stopping:
-                    return
-                started = time.perf_counter()
-                batch = self._prepare(order, start, stop)
-                self._counters.plan_s += time.perf_counter() - started
-                yield batch
+                count = len(range(start + (plan.rank - start) % world, stop, world))
+                episode, frame = order.read(start, count, plan.rank, world)
+                padded = batches.batch_size - count if batches.last_batch == "pad" else 0
+                if padded:
+                    again = order.read(0, padded, plan.rank, world)
+                    episode, frame = (np.append(a, np.resize(b, padded)) for a, b in zip((episode, frame), again, strict=True))
+                yield Draw(number, order, episode, frame, padded)
                 position = stop
             position = 0
 
-    def _prepare(self, order: Order, start: int, stop: int) -> Batch:
+    def _prepare(self, number: int, draw: Draw) -> Batch:
         plan, dataset = self._plan, self._plan.dataset
-        world = plan.batches.world_size
-        count = len(range(start + (plan.rank - start) % world, stop, world))
-        episode, frame = order.read(start, count, plan.rank, world)
-        padded = plan.batches.batch_size - count if plan.batches.last_batch == "pad" else 0
-        if padded:
-            again = order.read(0, padded, plan.rank, world)
-            episode, frame = (np.append(a, np.resize(b, padded)) for a, b in zip((episode, frame), again, strict=True))
+        _, _, episode, frame, padded = draw
+        self._residency.turn(draw.epoch, number)
         self._residency.load(np.unique(episode))
         columns: dict[str, Array] = {}
         cameras: dict[str, Pending] = {}

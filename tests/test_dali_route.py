@@ -14,8 +14,10 @@ from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader, Route, cameras
 from dali_stream.buffers import Buffers
+from dali_stream.counters import Counters
 from dali_stream.demo import read_identities, write_demo
 from dali_stream.residency import Residency
+from dali_stream.tables import Tables
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}
@@ -66,13 +68,13 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     """
     monkeypatch.setattr(cameras, "refusal", lambda *_: "")
     dataset, buffers = Dataset(h264_demo), Buffers()
-    residency = Residency(dataset, 1 << 30)
+    residency = Residency(dataset, 1 << 30, Tables(dataset, 1 << 30), {}, 5, Counters())
     episode = np.array([0, 1, 1, 0, 1])
     # Neighbours, since samples and pictures are in different orders only within a GOP.
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
     residency.load(np.arange(2))
     for number, key in enumerate(dataset.cameras):
-        camera = cameras.VideoCamera(dataset, key, Route("dali", "a test"), None, cameras.Counters())
+        camera = cameras.VideoCamera(dataset, key, dataset.data_store, Route("dali", "a test"), None, Counters())
         with ThreadPoolExecutor(2) as pool:
             packed = camera.submit(pool, buffers, residency, episode, frames).collect()
         for row, (clip, places, order) in enumerate(packed):

@@ -5,33 +5,67 @@ A `Store` reads byte ranges of named files below one root. `open_store` chooses 
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
 from dali_stream.errors import DatasetError
+from dali_stream.storage.cache import RangeCache
 from dali_stream.storage.filesystem import FilesystemStore
 from dali_stream.storage.local import LocalStore
-from dali_stream.storage.store import Store
+from dali_stream.storage.remote import RemoteStore, Transport
+from dali_stream.storage.store import Store, Traffic
 
-__all__ = ["FilesystemStore", "LocalStore", "Store", "open_store"]
-
-REMOTE = ("hf", "s3", "gs", "gcs", "http", "https")
+__all__ = ["FilesystemStore", "LocalStore", "RangeCache", "RemoteStore", "Store", "Traffic", "open_store"]
 
 
-def open_store(address: str, storage_options: dict[str, Any] | None = None) -> Store:
-    """The store for a local folder, a `file://` or a `memory://` address.
+def open_store(
+    address: str,
+    storage_options: dict[str, Any] | None = None,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+    give_up_after_s: float = 60.0,
+) -> Store:
+    """The store for an address.
+
+    Args:
+        address: a local folder, or a URL: `file://`, `memory://`, `http(s)://`, `hf://datasets/<owner>/<name>`,
+            `hf://buckets/<owner>/<name>`, `s3://`, `gs://`, or of any other fsspec filesystem.
+        storage_options: passed to what reads the address.
+        revision: branch, tag or commit of a Hub repository.
+        cache_dir: where fetched bytes are kept, for this run's other processes and later runs. Local files never are.
+        cache_bytes: limit of that folder. None: no limit.
+        give_up_after_s: total seconds for a read over the network, retries included.
 
     Raises:
         DatasetError: nothing is there, or the address is of a kind that cannot be read.
+        StorageError: what is there cannot be reached.
+        ValueError: an argument that does not fit the address.
     """
+    if isinstance(give_up_after_s, bool) or not (math.isfinite(give_up_after_s) and give_up_after_s > 0):
+        raise ValueError(f"give_up_after_s is {give_up_after_s!r}; it is a positive number of seconds")
     scheme, separator, rest = address.partition("://")
+    if revision is not None and scheme != "hf":
+        raise ValueError(f"revision is {revision!r}, and only repositories on the Hub have revisions; leave it out")
     if not separator:
         return LocalStore(address)
     if scheme in ("file", "local"):
         return LocalStore(rest)
     if scheme == "memory":
         return FilesystemStore(address, storage_options)
-    known = "is not read by this version yet" if scheme in REMOTE else "is unknown"
-    raise DatasetError(
-        f"{address}: the scheme {scheme}:// {known}; allowed are a local folder, file:// and memory://. "
-        "Copy the dataset to a local folder first"
-    )
+    transport = _transport(scheme, address, storage_options, revision, give_up_after_s)
+    cache = None if cache_dir is None else RangeCache(cache_dir, cache_bytes)
+    return RemoteStore(transport, cache=cache, give_up_after_s=give_up_after_s)
+
+
+def _transport(
+    scheme: str, address: str, storage_options: dict[str, Any] | None, revision: str | None, give_up_after_s: float
+) -> Transport:
+    # Imported where they are used: each brings a library that the others do without.
+    if scheme in ("http", "https"):
+        from dali_stream.storage.http import HttpTransport
+
+        return HttpTransport(address, storage_options)
+    raise DatasetError(f"{scheme}:// is not read yet")

@@ -4,10 +4,37 @@ from __future__ import annotations
 
 import abc
 import io
+import threading
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import BinaryIO
 
 from dali_stream.errors import DatasetError
+
+
+@dataclass
+class Traffic:
+    """What reading has cost so far. All zero where files are read in place.
+
+    Attributes:
+        requests: that were answered with bytes.
+        fetched_bytes: of the answers' bodies, those of failed attempts too.
+        retries: attempts after the first.
+        cached_bytes: that came out of `cache_dir` instead.
+    """
+
+    requests: int = 0
+    fetched_bytes: int = 0
+    retries: int = 0
+    cached_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, *, requests: int = 0, fetched_bytes: int = 0, retries: int = 0, cached_bytes: int = 0) -> None:
+        """Counts; safe from several threads."""
+        with self.lock:
+            self.requests += requests
+            self.fetched_bytes += fetched_bytes
+            self.retries += retries
+            self.cached_bytes += cached_bytes
 
 
 class Store(abc.ABC):
@@ -15,9 +42,22 @@ class Store(abc.ABC):
 
     Paths are relative, with forward slashes. Where a file is missing, each method raises `DatasetError`; where it is
     there but its bytes do not come, `StorageError`.
+
+    Attributes:
+        address: the root, without credentials; for messages.
+        remote: whether a read is worth planning for: it takes a request, and bytes are paid for.
+        revision: the commit that is read, where the source has such.
+        traffic: what reading has cost.
     """
 
     address: str
+    remote: bool = False
+    revision: str | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        """Nothing, for files that are read in place."""
+        return Traffic()
 
     @abc.abstractmethod
     def size(self, path: str) -> int:
@@ -43,9 +83,14 @@ class Store(abc.ABC):
         """A whole file."""
         return self.read(path, 0, self.size(path))
 
-    def open(self, path: str) -> BinaryIO:
-        """A seekable file object over `read`, for libraries that want one. It holds no handle of its own."""
-        return io.BufferedReader(_Ranges(self, path), buffer_size=1 << 16)
+    def open(self, path: str, size: int | None = None) -> Ranges:
+        """A seekable file object for libraries that want one: each of its reads is one `read`. It holds no handle.
+
+        Args:
+            path: the file.
+            size: its bytes, where they are known already.
+        """
+        return Ranges(self, path, self.size(path) if size is None else size)
 
     def where(self, path: str) -> str:
         """The name of a file for messages."""
@@ -60,9 +105,12 @@ def checked(path: str) -> str:
     return path
 
 
-class _Ranges(io.RawIOBase):
-    def __init__(self, store: Store, path: str) -> None:
-        self._store, self._path, self._at, self._size = store, path, 0, store.size(path)
+class Ranges(io.RawIOBase):
+    """A file as `Store.open` gives it. `bytes_read` counts."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        self._store, self._path, self._at, self._size = store, path, 0, size
+        self.bytes_read = 0
 
     def readable(self) -> bool:
         return True
@@ -80,8 +128,14 @@ class _Ranges(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # io's own type is private
-        data = self._store.read(self._path, self._at, min(self._at + len(buffer), self._size))
-        buffer[: len(data)] = data
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self._size if size is None or size < 0 else min(self._at + size, self._size)
+        data = self._store.read(self._path, self._at, stop) if stop > self._at else b""
         self._at += len(data)
+        self.bytes_read += len(data)
+        return data
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # io's own type is private
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
         return len(data)

@@ -11,7 +11,8 @@ from dali_stream.storage import Store
 MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
 UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of pictures shown as they are
-HEAD = 1 << 16  # bytes fetched to look for `moov`: with it in front, one or two reads fetch a file's index
+HEAD = 1 << 12  # bytes fetched to look for `moov`; the rest of it is one exact read
+TAIL = 1 << 19  # bytes fetched of what follows the media data, which is hardly ever more than `moov`
 
 
 def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
@@ -42,19 +43,19 @@ def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | N
 
 
 def read_moov(store: Store, path: str) -> bytes:
-    """The body of a file's `moov` box: two reads when it is in front, three when it follows the media data.
+    """The body of a file's `moov` box in two reads, or three where it is large and follows the media data.
 
     Raises:
         DecodeError: not an MP4, or one that ends before its boxes do.
     """
-    size = store.size(path)
     at = base = 0
-    window = store.read(path, 0, min(HEAD, size))
+    window = store.read(path, 0, HEAD)
+    size = store.size(path)  # after the read, whose answer has told it where the file is remote
     for _ in range(MOST_CHILDREN):
         if at == size:
             raise DecodeError(f"no moov box (the index of an MP4){_looks_like(store.read(path, 0, 48))}")
         if not base <= at <= base + len(window) - 16:
-            base, window = at, store.read(path, at, min(at + HEAD, size))
+            base, window = at, store.read(path, at, min(at + TAIL, size))
         try:
             kind, head, length = _header(window[at - base : at - base + 16], at, size)
         except DecodeError as error:
@@ -63,7 +64,8 @@ def read_moov(store: Store, path: str) -> bytes:
             if length > LARGEST_MOOV:
                 raise DecodeError(f"its moov box claims {length} bytes; more than {LARGEST_MOOV} is not read")
             first, last = at + head - base, at + length - base
-            return window[first:last] + store.read(path, base + len(window), base + last)
+            rest = store.read(path, base + len(window), base + last) if last > len(window) else b""
+            return window[first:last] + rest
         at += length
     raise DecodeError(f"more than {MOST_CHILDREN} boxes at the top: not an MP4")
 

@@ -40,6 +40,7 @@ class SampleTable:
         reordered: whether pictures are shown in another order than they are decoded in (B-frames).
         longest_gop: pictures of the longest GOP.
         open_gops: whether pictures that follow a sync sample are shown before it, and so need the GOP before.
+        index_bytes: of the `moov` box that this was read from.
     """
 
     path: str
@@ -57,6 +58,7 @@ class SampleTable:
     reordered: bool
     open_gops: bool
     longest_gop: int
+    index_bytes: int
 
     def __len__(self) -> int:
         return len(self.size)
@@ -136,6 +138,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> SampleTable:
     return SampleTable(
         path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale, offset, size, pts, sync,
         head.astype(np.int32), config, shown.astype(np.int32), stretch.astype(np.int32),
+        index_bytes=len(moov),
         longest_gop=int(np.diff(np.append(sync, n)).max()),
         reordered=bool((np.diff(shown) != 1).any()),
         open_gops=bool((np.minimum.reduceat(pts, sync) < pts[sync]).any()),

@@ -1,0 +1,85 @@
+"""Threads that wait for the network, so that nobody else does."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+THREADS = 16
+AHEAD = 10  # of the threads may work on what nobody waits for yet; so somebody who waits finds one free
+
+Priority = tuple[int, ...]
+_Job = tuple[Priority, int, "Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class Fetchers:
+    """A pool of threads that takes the job with the lowest priority first.
+
+    A job submitted with `ahead=True` is done when nothing else is, by some of the threads only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: dict[bool, list[_Job]] = {False: [], True: []}
+        self._changed = threading.Condition()
+        self._number = itertools.count()
+        self._working_ahead = 0
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._work, name=f"{name} {i}", daemon=True) for i in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, priority: Priority, call: Callable[..., Any], *args: Any, ahead: bool = False) -> Future[Any]:
+        """Has `call(*args)` done. After `stop` the future comes back cancelled."""
+        future: Future[Any] = Future()
+        with self._changed:
+            if self._stopping:
+                future.cancel()
+            else:
+                heapq.heappush(self._jobs[ahead], (priority, next(self._number), future, call, args))
+                self._changed.notify()
+        return future
+
+    def stop(self) -> None:
+        """Cancels what has not begun. Does not wait."""
+        with self._changed:
+            self._stopping = True
+            jobs = [job for queue in self._jobs.values() for job in queue]
+            self._jobs = {False: [], True: []}
+            self._changed.notify_all()
+        for _, _, future, _, _ in jobs:
+            future.cancel()
+
+    def join(self) -> None:
+        """Waits for the threads to end, after `stop`."""
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            ahead, (_, _, future, call, args) = taken
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(*args))
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, call, args  # an idle thread must not keep a job's result alive
+            if ahead:
+                with self._changed:
+                    self._working_ahead -= 1
+                    self._changed.notify()
+
+    def _take(self) -> tuple[bool, _Job] | None:
+        with self._changed:
+            while True:
+                if self._stopping:
+                    return None
+                if self._jobs[False]:
+                    return False, heapq.heappop(self._jobs[False])
+                if self._jobs[True] and self._working_ahead < AHEAD:
+                    self._working_ahead += 1
+                    return True, heapq.heappop(self._jobs[True])
+                self._changed.wait()

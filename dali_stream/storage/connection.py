@@ -1,0 +1,235 @@
+"""HTTP connections whose reads end in time, and which keep signed queries out of the log."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import logging
+import os
+import re
+import socket
+import ssl
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import urllib3
+from urllib3 import exceptions
+from urllib3.util import Timeout, make_headers
+from urllib3.util.response import is_fp_closed
+
+from dali_stream.errors import StorageError
+from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
+
+_SMALL = 1 << 16
+_CHUNK = 1 << 18
+_WAKE_S = 0.2  # a thread that waits for the network looks so often whether it should still
+_T = TypeVar("_T")
+_FAILURES = (exceptions.HTTPError, http.client.HTTPException, OSError, ValueError)  # UnicodeError is one, of host names
+
+
+class _Limits(NamedTuple):
+    """What a request has to keep to."""
+
+    deadline: Deadline
+    silence_s: float
+
+
+_under_way: ContextVar[_Limits | None] = ContextVar("dali_stream_request", default=None)
+
+
+class Pool:
+    """urllib3's connections, through the proxies that the environment names. Safe after a fork.
+
+    Args:
+        timeout_s: seconds without a connection, or then without a byte, after which an attempt has failed.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._managers: dict[tuple[int, str | None], urllib3.PoolManager] = {}
+
+    def get(
+        self, url: str, headers: dict[str, str], deadline: Deadline, use: Callable[[urllib3.BaseHTTPResponse], _T], where: str
+    ) -> _T:
+        """What `use` makes of the answer to a GET. Redirects are answers.
+
+        What urllib3 raises stays in here, out of the chain of causes too: it knows the URL with its query.
+
+        Raises:
+            TransientError: no answer came, or none that can be understood.
+            StorageError: the server is not to be trusted; `where` names what is read.
+        """
+        token = _under_way.set(_Limits(deadline, self.timeout_s))
+        try:
+            response = self._sent(url, headers, deadline)
+            try:
+                return use(response)
+            finally:
+                _finish(response)
+        except _FAILURES as error:
+            problem, final = _words(error)
+        finally:
+            _under_way.reset(token)
+        if final:
+            raise StorageError(f"{where}: {problem}")
+        raise TransientError(problem)
+
+    def _sent(self, url: str, headers: dict[str, str], deadline: Deadline) -> urllib3.BaseHTTPResponse:
+        limit = max(min(self.timeout_s, deadline.left()), 0.001)
+        return self._manager(url).request(
+            "GET",
+            url,
+            headers=headers,
+            redirect=False,
+            retries=False,
+            preload_content=False,
+            decode_content=False,
+            timeout=Timeout(connect=limit, read=limit),
+        )
+
+    def close(self) -> None:
+        """Closes the connections that are not in use."""
+        for manager in list(self._managers.values()):
+            manager.clear()
+
+    def _manager(self, url: str) -> urllib3.PoolManager:
+        proxy = _proxy(url)
+        key = (os.getpid(), proxy)  # a child must not speak over its parent's connections
+        if key not in self._managers:
+            self._managers.setdefault(key, _new_manager(proxy))
+        return self._managers[key]
+
+
+def _finish(response: urllib3.BaseHTTPResponse) -> None:
+    """Gives the connection back if its answer is behind it, and else closes it: what is left of one answer must not be
+    taken for the next."""
+    left = response.length_remaining
+    if left is not None and left <= _SMALL and not response.tell() and response.status not in (200, 206):
+        response.drain_conn()  # the text beside a redirect or an error
+    if not is_fp_closed(response):
+        response.close()
+    response.release_conn()
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy for a URL, out of the environment."""
+    parts = urlsplit(url)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _new_manager(proxy: str | None) -> urllib3.PoolManager:
+    options: dict[str, Any] = {"maxsize": PER_HOST, "num_pools": 32}
+    if proxy is None:
+        manager = urllib3.PoolManager(**options)
+    else:
+        user = urlsplit(proxy).netloc.rpartition("@")[0]
+        headers = make_headers(proxy_basic_auth=unquote(user)) if user else None
+        manager = urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
+    manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
+    return manager
+
+
+def body(response: urllib3.BaseHTTPResponse, length: int) -> tuple[bytes, str | None]:
+    """Up to `length` bytes of an answer's body, and what ended it before that."""
+    chunks: list[bytes] = []
+    got, cut = 0, None
+    try:
+        while got < length and (chunk := response.read1(min(length - got, _CHUNK))):
+            chunks.append(chunk)
+            got += len(chunk)
+    except _FAILURES as error:
+        cut, _ = _words(error)
+    if got < length:
+        cut = f"the answer ended after {got} of {length} bytes" + (f": {cut}" if cut else "")
+    return b"".join(chunks), cut
+
+
+def _words(error: BaseException) -> tuple[str, bool]:
+    """What went wrong, without the URL, and whether it stays wrong."""
+    chain = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__ or _argument(chain[-1])) and inner not in chain:
+        chain.append(inner)
+    if any(isinstance(link, ssl.SSLCertVerificationError) for link in chain):
+        return "the server's certificate is not trusted; install its authority's, or name it in SSL_CERT_FILE", True
+    if any(isinstance(link, exceptions.NameResolutionError) for link in chain):
+        return "the name of the host could not be resolved (DNS)", False
+    if any(isinstance(link, (exceptions.TimeoutError, TimeoutError)) for link in chain):
+        return "timed out", False
+    for link in reversed(chain):
+        if isinstance(link, OSError) and link.strerror:
+            return link.strerror, False
+    return f"connection or answer broken ({type(chain[-1]).__name__})", False
+
+
+def _argument(error: BaseException) -> BaseException | None:
+    """urllib3 puts what it caught into the arguments."""
+    return next((value for value in error.args if isinstance(value, BaseException)), None)
+
+
+class _Timed(io.RawIOBase):
+    """What a socket brings, each read of it within what is left of the time. A socket's own timeout ends at silence only: a
+    server that sends a byte now and then, in headers too, would go on for ever."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
+        self._sock, self._raw = sock, raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        limits = _under_way.get()
+        assert limits is not None
+        silence = Deadline(limits.silence_s)
+        while (left := min(limits.deadline.left(), silence.left())) > 0:
+            self._sock.settimeout(min(left, _WAKE_S))
+            with suppress(TimeoutError):
+                return self._sock.recv_into(buffer)
+        raise TimeoutError("timed out")
+
+    def close(self) -> None:
+        self._raw.close()  # the socket counts those who read from it
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(sock, *arguments, **keywords)
+        self.fp = io.BufferedReader(_Timed(sock, self.fp.detach()))
+
+
+class _HTTPConnection(urllib3.connection.HTTPConnection):
+    response_class = _Response
+
+
+class _HTTPSConnection(urllib3.connection.HTTPSConnection):
+    response_class = _Response
+
+
+class _HTTPPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _HTTPConnection
+
+
+class _HTTPSPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _HTTPSConnection
+
+
+class _WithoutQueries(logging.Filter):
+    """urllib3 logs the URL of each request at DEBUG. The query of one of ours may be a signature."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if _under_way.get() is not None:
+            record.msg, record.args = re.sub(r"\?[^\s\"')]+", "?…", record.getMessage()), ()
+            record.exc_info = None
+        return True
+
+
+for _name in ("urllib3.connection", "urllib3.connectionpool", "urllib3.poolmanager"):
+    logging.getLogger(_name).addFilter(_WithoutQueries())

@@ -1,0 +1,270 @@
+"""Files behind http:// and https://, read with Range requests."""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+
+import urllib3
+
+from dali_stream.errors import DatasetError, StorageError
+from dali_stream.storage.connection import Pool, body
+from dali_stream.storage.remote import Answer, Transport, Version
+from dali_stream.storage.retry import Deadline, TransientError, cleaned
+from dali_stream.storage.store import Traffic
+
+WHOLE_FILE = 1 << 20  # bytes of a file that may come whole from a server without byte ranges
+_MAX_REDIRECTS = 5
+_REDIRECT_S = 1800.0  # a redirect is followed again without asking; signed URLs hold for an hour and more
+_TIMEOUT_S = 10.0
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_HINT = "give credentials in the URL (https://user:password@host/…) or storage_options={'headers': {'Authorization': …}}"
+
+
+class HttpTransport(Transport):
+    """A folder on an HTTP server.
+
+    Args:
+        root: the folder's URL. User and password in it are sent as basic authentication, and its query goes with each
+            file's URL (a signature that holds for the folder).
+        storage_options: `headers` (or, as fsspec spells it, `client_kwargs={"headers": …}`) and `timeout`, seconds without
+            a byte after which an attempt has failed. Headers go to the root's host and not on to another.
+        shown: the root for messages, where the URL would say less.
+        source: the root for the cache.
+        hint: how to give credentials.
+
+    Raises:
+        ValueError: another storage option, or a URL without a host.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        storage_options: dict[str, Any] | None = None,
+        *,
+        shown: str | None = None,
+        source: str | None = None,
+        hint: str = _HINT,
+    ) -> None:
+        parts = urlsplit(root)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{cleaned(root)!r} is no URL of a folder; it is like https://host/folder")
+        user, _, host = parts.netloc.rpartition("@")
+        self._folder = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
+        self._query, self._hint = parts.query, hint
+        self._headers, timeout_s = _options(storage_options or {})
+        if user:
+            self._headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
+        self._pool = Pool(timeout_s)
+        self._targets: dict[str, _Target] = {}
+        self.address = shown or self._folder
+        self.host, self.source, self.traffic = host, source or self._folder, Traffic()
+
+    def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
+        """One GET with a Range."""
+        if (target := self._target(path)) is not None:
+            try:
+                answer = self._follow(path, target.url, target, start, stop, deadline)
+            except BaseException:
+                self._targets.pop(path, None)  # whatever it is, the original says where to go now
+                raise
+            if answer is not None:
+                return answer
+            self._targets.pop(path, None)
+        answer = self._follow(path, self._url(path), None, start, stop, deadline)
+        assert answer is not None
+        return answer
+
+    def stat(self, path: str, deadline: Deadline) -> Version:
+        """A GET of one byte: signed URLs hold for GET alone, and not every server says in a HEAD how long a file is."""
+        return self.read(path, 0, 1, None, deadline).version
+
+    def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
+        """HTTP has no listings."""
+        return None
+
+    def close(self) -> None:
+        """Closes idle connections, and forgets redirects."""
+        self._targets.clear()
+        self._pool.close()
+
+    def _url(self, path: str) -> str:
+        return f"{self._folder}/{quote(path)}" + (f"?{self._query}" if self._query else "")
+
+    def _target(self, path: str) -> _Target | None:
+        target = self._targets.get(path)
+        return target if target is not None and time.monotonic() < target.until else None
+
+    def _follow(self, path: str, url: str, target: _Target | None, start: int, stop: int, deadline: Deadline) -> Answer | None:
+        """The answer for a URL, or for what it redirects to. None where a remembered target does not hold any more."""
+        tag = target.tag if target else ""
+        for hop in range(_MAX_REDIRECTS + 1):
+            step = self._request(path, url, tag, start, stop, deadline, remembered=target is not None and hop == 0)
+            if not isinstance(step, _Redirect):
+                if hop and step is not None:
+                    self._targets[path] = _Target(url, tag, time.monotonic() + _REDIRECT_S)
+                return step
+            url, tag = self._next(path, url, step.location), tag or step.tag
+        raise StorageError(f"{self._where(path)}: more than {_MAX_REDIRECTS} redirects; check the address")
+
+    def _next(self, path: str, url: str, location: str) -> str:
+        there = urljoin(url, location)
+        parts = urlsplit(there)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise TransientError("a redirect to something that is no URL")
+        if parts.scheme == "http" and url.startswith("https:"):
+            raise StorageError(f"{self._where(path)}: redirects from https to http, which is not followed; use its new address")
+        return there
+
+    def _request(
+        self, path: str, url: str, tag: str, start: int, stop: int, deadline: Deadline, *, remembered: bool
+    ) -> Answer | _Redirect | None:
+        """One request."""
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
+        if _origin(url) == _origin(self._folder):
+            headers |= self._headers
+
+        def use(response: urllib3.BaseHTTPResponse) -> Answer | _Redirect | None:
+            if remembered and response.status in (401, 403, 404, 410):
+                return None
+            if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
+                return _Redirect(response.headers["Location"], _linked_tag(response.headers))
+            return self._answer(path, response, tag, start, stop)
+
+        return self._pool.get(url, headers, deadline, use, self._where(path))
+
+    def _answer(self, path: str, response: urllib3.BaseHTTPResponse, tag: str, start: int, stop: int) -> Answer:
+        headers = response.headers
+        if response.status not in (200, 206, 416):
+            self._refused(path, response)
+        if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
+            raise StorageError(
+                f"{self._where(path)}: comes with Content-Encoding {headers['Content-Encoding']!r}, in which bytes have no "
+                "place; have the server send the file as it is"
+            )
+        tag = tag or headers.get("ETag") or headers.get("Last-Modified") or ""
+        if response.status == 416:
+            return Answer(Version(_size_at_416(headers, start), tag), b"")
+        if response.status == 200:
+            return self._whole(path, response, tag, start, stop)
+        span = _content_range(headers, start, stop)
+        if headers.get("Content-Length", str(span.stop - start)) != str(span.stop - start):
+            raise TransientError(f"an answer of {headers['Content-Length']} bytes that says it has {span.stop - start}")
+        data, cut = self._body(response, span.stop - start)
+        return Answer(Version(span.size, tag), data, cut)
+
+    def _whole(self, path: str, response: urllib3.BaseHTTPResponse, tag: str, start: int, stop: int) -> Answer:
+        """An answer without a range: small files may come like this, and whole ones."""
+        length = response.headers.get("Content-Length", "")
+        size = int(length) if re.fullmatch(r"\d{1,18}", length) else None
+        if size is None or (size > WHOLE_FILE and (start > 0 or stop < size)):
+            found = "of unknown size" if size is None else f"of {size} bytes"
+            raise StorageError(
+                f"{self._where(path)}: the server has no byte ranges: it answers a Range request with the whole file, "
+                f"{found} (up to {WHOLE_FILE} are accepted). Use a server that has them (nginx, Apache, Caddy, S3), or copy "
+                "the dataset to a local folder"
+            )
+        data, cut = self._body(response, size)
+        return Answer(Version(size, tag), data[start:stop], cut)
+
+    def _body(self, response: urllib3.BaseHTTPResponse, length: int) -> tuple[bytes, str | None]:
+        """Up to `length` bytes of a body, and what ended it before that."""
+        data, cut = body(response, length)
+        self.traffic.add(requests=1, fetched_bytes=len(data))
+        return data, cut
+
+    def _refused(self, path: str, response: urllib3.BaseHTTPResponse) -> NoReturn:
+        where, status = self._where(path), response.status
+        if status in (404, 410):
+            raise DatasetError(f"{where}: no such file, and the dataset's metadata asks for it (HTTP {status})")
+        if status in _AGAIN:
+            raise TransientError(f"HTTP {status}", retry_after(response.headers))
+        if status in (401, 403):
+            raise StorageError(f"{where}: access denied (HTTP {status}); {self._hint}")
+        if 200 <= status < 300:
+            raise TransientError(f"HTTP {status}, which is no answer to the request")
+        raise StorageError(f"{where}: the server refuses with HTTP {status}; check the address")
+
+    def _where(self, path: str) -> str:
+        return f"{self.address.rstrip('/')}/{path}"
+
+
+class _Target(NamedTuple):
+    """Where a file's URL redirected to."""
+
+    url: str
+    tag: str
+    until: float
+
+
+class _Redirect(NamedTuple):
+    location: str
+    tag: str
+
+
+class _Span(NamedTuple):
+    stop: int
+    size: int
+
+
+def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:
+    """Headers and timeout."""
+    client = options.get("client_kwargs") or {}
+    unknown = [*sorted(set(options) - {"headers", "client_kwargs", "timeout"})]
+    unknown += [f"client_kwargs[{name!r}]" for name in sorted(set(client) - {"headers"})]
+    if unknown:
+        raise ValueError(
+            f"storage_options has {', '.join(unknown)}; for http(s):// it may have headers, client_kwargs={{'headers': …}} "
+            "and timeout"
+        )
+    timeout_s = options.get("timeout", _TIMEOUT_S)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        raise ValueError(f"storage_options has timeout={timeout_s!r}; it is a positive number of seconds")
+    return {**(client.get("headers") or {}), **(options.get("headers") or {})}, float(timeout_s)
+
+
+def _content_range(headers: Mapping[str, str], start: int, stop: int) -> _Span:
+    found = headers.get("Content-Range")
+    match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", found or "")
+    if match is None:
+        raise TransientError(f"Content-Range {found!r}, where one like 'bytes {start}-{stop - 1}/<size>' was due")
+    first, last, size = map(int, match.groups())
+    if first != start or not start <= last < min(stop, size):
+        raise TransientError(f"Content-Range {found!r} for bytes {start}-{stop - 1}")
+    return _Span(last + 1, size)
+
+
+def _size_at_416(headers: Mapping[str, str], start: int) -> int:
+    """The size of a file that ends before `start`."""
+    match = re.fullmatch(r"bytes \*/(\d{1,18})", headers.get("Content-Range", ""))
+    if match is None:
+        raise TransientError("HTTP 416 that does not say how long the file is")
+    if int(match[1]) > start:
+        raise TransientError(f"HTTP 416 for byte {start} of {match[1]}")
+    return int(match[1])
+
+
+def _linked_tag(headers: Mapping[str, str]) -> str:
+    """The version that the Hub names where it redirects; its CDNs have ETags of their own."""
+    return headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or ""
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds, out of a number of them or a date."""
+    value = headers.get("Retry-After", "")
+    if re.fullmatch(r"\d{1,9}", value):
+        return float(value)
+    try:
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)

@@ -1,0 +1,227 @@
+"""Reading over a network that fails: attempts until it works, one version of each file, a cache."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn, TypeVar
+
+from dali_stream.errors import DatasetError, StorageError
+from dali_stream.storage.cache import RangeCache
+from dali_stream.storage.lerobot import guessed_files
+from dali_stream.storage.retry import Deadline, TransientError, retried
+from dali_stream.storage.store import Store, Traffic, checked
+
+_T = TypeVar("_T")
+
+
+class Version(NamedTuple):
+    """What tells one state of a file from another.
+
+    Attributes:
+        size: bytes.
+        tag: an ETag, generation or the like; empty where the source gives none.
+    """
+
+    size: int
+    tag: str = ""
+
+
+class Answer(NamedTuple):
+    """What one request brought.
+
+    Attributes:
+        version: of the file that answered.
+        data: bytes from where the range starts; fewer than were asked for where the file ends, or the connection did.
+        cut: what ended the answer early, if something did.
+    """
+
+    version: Version
+    data: bytes
+    cut: str | None = None
+
+
+class Transport(abc.ABC):
+    """One attempt of one request of one protocol. Safe to use from several threads, and after a fork.
+
+    What may go better at a second try is a `TransientError`, and whatever it says is without credentials, as is its
+    chain of causes. A missing file is a `DatasetError`, and what no second try mends a `StorageError`.
+
+    Attributes:
+        address: the root, without credentials; for messages.
+        host: whose capacity the requests take.
+        revision: the commit that is read, where the source has such.
+        frozen: whether a file of this revision never changes, so that its name alone says what it holds.
+        source: what names the root in a cache, without credentials.
+        traffic: counted here, as attempts are made.
+    """
+
+    address: str
+    host: str
+    revision: str | None = None
+    frozen: bool = False
+    source: str
+    traffic: Traffic
+
+    @abc.abstractmethod
+    def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
+        """Bytes [start, stop) of a file; `version` is the one that is wanted, if one was seen before."""
+
+    @abc.abstractmethod
+    def stat(self, path: str, deadline: Deadline) -> Version:
+        """The version that is there now."""
+
+    @abc.abstractmethod
+    def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
+        """The files below a folder at any depth; None where the protocol cannot tell."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives back connections. The next request opens new ones."""
+
+
+class RemoteStore(Store):
+    """Files behind a `Transport`. Each file is read in the version seen first; where it changes, that is an error.
+
+    Args:
+        transport: makes the requests.
+        cache: where fetched ranges are kept.
+        give_up_after_s: total seconds for a request, all its attempts and the pauses between them included; see `retried`.
+    """
+
+    remote = True
+
+    def __init__(self, transport: Transport, *, cache: RangeCache | None = None, give_up_after_s: float = 60.0) -> None:
+        self.address, self.revision = transport.address, transport.revision
+        self._transport, self._cache, self._give_up_after_s = transport, cache, give_up_after_s
+        self._stop = threading.Event()
+        # Filled with setdefault only, which needs no lock: what comes first stays.
+        self._sizes: dict[str, int] = {}
+        self._tags: dict[str, str] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What reading has cost so far."""
+        return self._transport.traffic
+
+    def size(self, path: str) -> int:
+        """Bytes of a file. Costs a request only where no read and no listing has told it before."""
+        return self._sizes[path] if checked(path) in self._sizes else self._stat(path).size
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file of this name. A `StorageError` where that cannot be found out."""
+        try:
+            self.size(path)
+        except DatasetError:
+            return False
+        return True
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a file; fewer where the file ends before `stop`."""
+        stop = min(stop, self._sizes.get(checked(path), stop))
+        if stop <= start:
+            return b""
+        key = self._cache_key(path)
+        if self._cache is None or key is None:
+            return self._fetch(path, start, stop)
+        return self._read_cached(self._cache, key, path, start, min(stop, self._sizes.get(path, stop)))
+
+    def files(self, folder: str) -> list[str]:
+        """The files below a folder. Where the protocol has no listings (HTTP), those that LeRobot would have written."""
+        found = self._retried(self.where(folder), lambda deadline: self._transport.files(checked(folder), deadline))
+        if found is None:
+            return guessed_files(folder, self.exists)
+        for path, version in found.items():
+            self._pin(path, version)
+        return sorted(found)
+
+    def close(self) -> None:
+        """Gives back connections. What is being read then ends with a `StorageError`."""
+        stop, self._stop = self._stop, threading.Event()
+        stop.set()
+        self._transport.close()
+
+    def _stat(self, path: str) -> Version:
+        version = self._retried(self.where(path), lambda deadline: self._transport.stat(path, deadline))
+        self._pin(path, version)
+        return version
+
+    def _pin(self, path: str, version: Version) -> None:
+        """Holds a file to the version seen first. A source that gives a tag at times is held to it when it does."""
+        size = self._sizes.setdefault(path, version.size)
+        tag = self._tags.setdefault(path, version.tag) if version.tag else version.tag
+        if size != version.size:
+            self._changed(path, f"it had {size} bytes and now has {version.size}")
+        if tag != version.tag:
+            self._changed(path, f"it has {size} bytes as before, and another tag (ETag, generation or time)")
+
+    def _changed(self, path: str, how: str) -> NoReturn:
+        raise StorageError(
+            f"{self.where(path)} changed during the run: {how}. Bytes of two versions are never mixed; start again when "
+            "nothing writes to the dataset, or read a fixed copy of it"
+        )
+
+    # -- retries
+
+    def _fetch(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes over the network. What an attempt brings before it breaks off is kept, and the rest asked for."""
+        parts: list[bytes] = []
+        at = start
+
+        def attempt(deadline: Deadline) -> None:
+            nonlocal at
+            answer = self._transport.read(path, at, stop, self._version(path), deadline)
+            self._pin(path, answer.version)
+            parts.append(answer.data)
+            at += len(answer.data)
+            if at < min(stop, answer.version.size):
+                raise TransientError(answer.cut or f"the answer ended at byte {at}")
+
+        self._retried(f"{self.where(path)}, bytes {start} to {stop}", attempt)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _version(self, path: str) -> Version | None:
+        return Version(self._sizes[path], self._tags.get(path, "")) if path in self._sizes else None
+
+    def _retried(self, what: str, attempt: Callable[[Deadline], _T]) -> _T:
+        """Makes attempts until one succeeds or the time is over."""
+        transport = self._transport
+        return retried(
+            attempt, what, host=transport.host, total_s=self._give_up_after_s, traffic=transport.traffic, stop=self._stop
+        )
+
+    # -- the cache
+
+    def _cache_key(self, path: str) -> str | None:
+        """What the file is called in the cache; None where nothing tells its versions apart."""
+        if self._cache is None:
+            return None
+        if self._transport.frozen:
+            return f"{self._transport.source} {path}"
+        version = self._version(path) or self._stat(path)
+        return f"{self._transport.source} {path} {version.size} {version.tag}" if version.tag else None
+
+    def _read_cached(self, cache: RangeCache, key: str, path: str, start: int, stop: int) -> bytes:
+        parts = []
+        for first, last, data in cache.parts(key, start, stop):
+            parts.append(self._fill(cache, key, path, first, last) if data is None else self._counted(data))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _fill(self, cache: RangeCache, key: str, path: str, start: int, stop: int) -> bytes:
+        """Bytes that were not in the cache a moment ago."""
+        parts = []
+        with cache.fetching(key, start, stop):
+            # Another process may have fetched them while this one waited.
+            for first, last, data in cache.parts(key, start, stop):
+                if data is None:
+                    data = self._fetch(path, first, min(last, self._sizes.get(path, last)))
+                    cache.write(key, first, data)
+                else:
+                    data = self._counted(data)
+                parts.append(data)
+        return b"".join(parts)
+
+    def _counted(self, data: bytes) -> bytes:
+        self.traffic.add(cached_bytes=len(data))
+        return data

@@ -1,0 +1,159 @@
+"""Attempts within a stated time, and a bound on the requests that are under way to a host."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import tenacity
+
+from dali_stream.errors import StorageError
+from dali_stream.storage.store import Traffic
+
+PER_HOST = 16  # requests at a time, of all stores of this process
+# At random up to 0.1 s, 0.2 s, … 4 s, so that many readers do not come back at once.
+_BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=4) + tenacity.wait_fixed(0.05)
+
+_T = TypeVar("_T")
+
+
+class TransientError(Exception):
+    """An attempt failed, and another may not.
+
+    Args:
+        reason: what happened, without credentials.
+        after_s: the server asks for a pause of so many seconds.
+    """
+
+    def __init__(self, reason: str, after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class Deadline:
+    """An end in time, which an event may bring forward."""
+
+    def __init__(self, total_s: float, stop: threading.Event | None = None) -> None:
+        self.total_s = total_s
+        self._start, self._stop = time.monotonic(), stop or threading.Event()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the event came."""
+        return self._stop.is_set()
+
+    def elapsed(self) -> float:
+        """Seconds since it was set."""
+        return time.monotonic() - self._start
+
+    def left(self) -> float:
+        """Seconds until the end; 0 or less behind it."""
+        return 0.0 if self.stopped else self.total_s - self.elapsed()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits, and not past the event."""
+        self._stop.wait(seconds)
+
+
+def retried(
+    attempt: Callable[[Deadline], _T],
+    what: str,
+    *,
+    host: str,
+    total_s: float,
+    traffic: Traffic,
+    stop: threading.Event | None = None,
+) -> _T:
+    """Makes attempts, with pauses in between, until one ends in something else than a `TransientError`.
+
+    Args:
+        attempt: is told until when.
+        what: is read, for the message.
+        host: whose capacity it takes. Attempts of one host wait for each other beyond `PER_HOST`.
+        total_s: seconds for all attempts and pauses. They count from the first attempt; its wait for a place is not in it.
+        traffic: where retries are counted.
+        stop: ends it early.
+
+    Raises:
+        StorageError: the time is over.
+    """
+    deadline: Deadline | None = None
+
+    def once() -> _T:
+        nonlocal deadline
+        with _place(host, deadline):
+            deadline = deadline or Deadline(total_s, stop)
+            return attempt(deadline)
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        assert deadline is not None
+        return _pause(state, deadline)
+
+    def over(state: tenacity.RetryCallState) -> bool:
+        return deadline is not None and deadline.left() <= state.upcoming_sleep
+
+    def sleep(seconds: float) -> None:
+        assert deadline is not None
+        deadline.sleep(seconds)
+
+    def give_up(state: tenacity.RetryCallState) -> NoReturn:
+        assert deadline is not None
+        _give_up(what, state, deadline)
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(TransientError),
+        wait=pause,
+        stop=over,
+        sleep=sleep,
+        before_sleep=lambda state: traffic.add(retries=1),
+        retry_error_callback=give_up,
+    )(once)
+
+
+def cleaned(url: str) -> str:
+    """A URL for messages: without user, password, query and fragment, where credentials stand."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _pause(state: tenacity.RetryCallState, deadline: Deadline) -> float:
+    """Seconds until the next attempt: what the server asks for, as far as there is time for a last try after it."""
+    backoff = _BACKOFF(state)
+    error = state.outcome.exception() if state.outcome else None
+    wanted = error.after_s if isinstance(error, TransientError) else None
+    if wanted is None:
+        return backoff
+    return max(backoff, min(wanted, deadline.left() - min(5.0, deadline.total_s / 4)))
+
+
+def _give_up(what: str, state: tenacity.RetryCallState, deadline: Deadline) -> NoReturn:
+    if deadline.stopped:
+        raise StorageError(f"{what}: not read, as the store was closed meanwhile")
+    tries = f"{state.attempt_number} {'try' if state.attempt_number == 1 else 'tries'} in {deadline.elapsed():.1f} s"
+    last = state.outcome.exception() if state.outcome else None
+    raise StorageError(
+        f"{what}: not read after {tries}, where {deadline.total_s:g} s are allowed. What failed last: {last}. Check the "
+        "network and the server, then start again from the last saved state"
+    )
+
+
+_places: dict[str, threading.BoundedSemaphore] = {}
+# A child would wait for places that threads of its parent hold.
+os.register_at_fork(after_in_child=_places.clear)
+
+
+@contextmanager
+def _place(host: str, deadline: Deadline | None) -> Iterator[None]:
+    """One of the requests that may be under way to a host."""
+    places = _places.setdefault(host, threading.BoundedSemaphore(PER_HOST))
+    if not places.acquire(timeout=None if deadline is None else max(deadline.left(), 0.001)):
+        raise TransientError(f"{PER_HOST} other requests to {host} took all the time")
+    try:
+        yield
+    finally:
+        places.release()

@@ -1,0 +1,61 @@
+"""Indices (sample tables) of the video files in use. A file's index is read when its first episode comes up."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.once import Once
+from dali_stream.video.table import SampleTable, read_table
+
+
+class Tables:
+    """Safe to use from several threads.
+
+    Args:
+        dataset: the selected part of a dataset.
+        budget: bytes that the tables may take; one is kept whatever it takes.
+
+    Attributes:
+        nbytes: that they take.
+        index_bytes: of the `moov` boxes that have been read.
+    """
+
+    def __init__(self, dataset: Dataset, budget: int) -> None:
+        self._dataset, self._budget = dataset, budget
+        self._tables: OrderedDict[str, SampleTable] = OrderedDict()  # least recently used first
+        self._broken: dict[str, DecodeError] = {}
+        self._lock = threading.Lock()
+        self._once = Once()
+        self.nbytes = self.index_bytes = 0
+
+    def of(self, camera: str, episode: int) -> SampleTable:
+        """The sample table of the file that holds an episode. Raises DecodeError where it has none."""
+        files = self._dataset.table.video[camera]
+        path = files.paths[files.index[self._dataset.rows[episode]]]
+        with self._lock:
+            if table := self._tables.get(path):
+                self._tables.move_to_end(path)
+                return table
+            if path in self._broken:
+                raise self._broken[path]
+        return self._once(path, lambda: self._read(path))
+
+    def _read(self, path: str) -> SampleTable:
+        try:
+            table = read_table(self._dataset.data_store, path)
+        except (DecodeError, DatasetError) as error:  # DatasetError: there is no such file
+            broken = DecodeError(str(error))
+            with self._lock:
+                self._broken[path] = broken
+            raise broken from error
+        with self._lock:
+            self.index_bytes += table.index_bytes
+            if path not in self._tables:
+                self.nbytes += table.nbytes
+            self._tables[path] = table
+            while len(self._tables) > 1 and self.nbytes > self._budget:
+                self.nbytes -= self._tables.popitem(last=False)[1].nbytes
+        return table
