@@ -40,7 +40,7 @@ class Dataset:
         give_up_after_s: seconds for which a read that fails is tried again, all attempts together.
 
     Attributes:
-        uri: as given.
+        uri: as given, but for credentials in it.
         num_frames, num_episodes: of the selected part.
         fps: frames per second.
         features: the features of `info.json`, without the cameras that are not selected.
@@ -77,6 +77,7 @@ class Dataset:
         }
         self.store: Store = open_store(_address(self.uri, revision), storage_options, revision=revision, **limits)
         self.data_store = self.store
+        self.uri = self.store.address if "://" in self.uri else self.uri
         try:
             if data_files_root is not None:
                 self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)

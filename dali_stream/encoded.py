@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.counters import Counters
-from dali_stream.errors import DaliStreamError
+from dali_stream.errors import MemoryBudgetError
 from dali_stream.fetchers import Fetchers, Priority
 from dali_stream.storage import Store
 from dali_stream.video.table import SampleTable
@@ -150,7 +150,7 @@ class Encoded(Store):
         Waits for room that batches before this one take.
 
         Raises:
-            DaliStreamError: the budget has no room for these alone.
+            MemoryBudgetError: the budget has no room for these alone.
         """
         with self._changed:
             held = self._pin(epoch, uses)
@@ -335,9 +335,9 @@ class Encoded(Store):
             held = file.held.get(block)
         return held if isinstance(held, bytes) else None
 
-    def _too_small(self, held: list[_Block]) -> DaliStreamError:
+    def _too_small(self, held: list[_Block]) -> MemoryBudgetError:
         need = sum(file.size(block) for file, block in held)
-        return DaliStreamError(
+        return MemoryBudgetError(
             f"memory_budget leaves {self._room()} bytes for encoded video, and one batch needs {need}; give a larger "
             "memory_budget, or a smaller batch_size"
         )

@@ -21,3 +21,7 @@ class DecodeError(DaliStreamError):
 
 class ResumeError(DaliStreamError):
     """A saved state does not fit this loader, or came too late."""
+
+
+class MemoryBudgetError(DaliStreamError, ValueError):
+    """`memory_budget` does not hold one batch."""

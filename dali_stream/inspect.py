@@ -6,6 +6,7 @@ Only metadata and the indices (`moov`) of video files are read. Neither torchcod
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ import numpy as np
 
 from dali_stream import metadata, process
 from dali_stream.dataset import Dataset
+from dali_stream.storage import Store
 from dali_stream.video.format import VideoFormat
 from dali_stream.video.format import describe as describe_format
 from dali_stream.video.route import Route, choose, refusal
 from dali_stream.video.table import SampleTable, read_table
 
 LOOK_AT = 32  # video files per camera: each is a read of its index, which may be far away
+_AT_A_TIME = 16  # reads under way: each waits for its answer, where the files are remote
 _PROFILES = {
     "av1": {0: "Main", 1: "High", 2: "Professional"},
     "h264": {66: "Baseline", 77: "Main", 88: "Extended", 100: "High", 110: "High 10", 122: "High 4:2:2", 244: "High 4:4:4"},
@@ -142,9 +145,9 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
         },
         cameras=cameras,
         bytes={
-            "data": sum(map(dataset.data_store.size, data_files)),
+            "data": _bytes(dataset.data_store, data_files),
             "videos": sum(camera.bytes for camera in cameras.values()),
-            "meta": sum(map(dataset.store.size, dataset.store.files("meta"))),
+            "meta": _bytes(dataset.store, dataset.store.files("meta")),
         },
     )
 
@@ -160,7 +163,8 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         return CameraReport("image", height, width, Route("torchcodec", "its frames are images in Parquet rows"))
     paths = _paths(dataset, dataset.table.video[key])
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int)).tolist()
-    tables = [read_table(dataset.data_store, paths[i]) for i in chosen]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        tables = list(pool.map(lambda i: read_table(dataset.data_store, paths[i]), chosen))
     formats = [describe_format(config) for table in tables for config in table.configs]
     first, gpu = formats[0], process.gpu("auto")
     route = choose("auto", gpu, first, tables[0])
@@ -180,9 +184,14 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         open_gops=any(table.open_gops for table in tables),
         files=len(paths),
         files_looked_at=len(tables),
-        bytes=sum(map(dataset.data_store.size, paths)),
+        bytes=_bytes(dataset.data_store, paths),
         route_change=_route_change(route, gpu, tables),
     )
+
+
+def _bytes(store: Store, paths: list[str]) -> int:
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        return sum(pool.map(store.size, paths))
 
 
 def _route_change(route: Route, gpu: int | None, tables: list[SampleTable]) -> str:

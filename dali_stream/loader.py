@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dali_stream import process, windows
+import numpy as np
+
+from dali_stream import budget, process, windows
 from dali_stream.arguments import byte_count, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cameras import RouteChange, VideoCamera
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DecodeError, ResumeError
+from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
 from dali_stream.graph import Graph
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.run import Batch, Run
@@ -61,6 +64,7 @@ class Loader:
     Raises:
         ValueError: a bad argument.
         DatasetError: as `Dataset`.
+        MemoryBudgetError: memory_budget does not hold one batch.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Loader:
                 f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
                 f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
             )
-        budget = byte_count(memory_budget)
+        memory = byte_count(memory_budget)
         self._plan = Plan(
             dataset=self.dataset,
             batches=batches,
@@ -111,8 +115,8 @@ class Loader:
             episode_pool_size=int(episode_pool_size),
             rank=rank,
             threads=threads,
-            memory_budget=budget,
-            tables=Tables(self.dataset, budget // 4),
+            memory_budget=memory,
+            tables=Tables(self.dataset, memory // 4),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
         )
@@ -132,6 +136,7 @@ class Loader:
         self._pid = os.getpid()
         self._route_changes = 0
         self._routes = self._choose_routes()
+        self._check_budget()
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
@@ -310,6 +315,18 @@ class Loader:
             state |= {"consumers": plan.consumers, "episode_pool_size": plan.episode_pool_size}
         return state
 
+    def _check_budget(self) -> None:
+        """Refuses a memory_budget that a later batch could exceed."""
+        plan, dataset, batches = self._plan, self.dataset, self._plan.batches
+        pools = plan.consumers // batches.world_size * (plan.episode_pool_size + 1)
+        episodes = budget.episodes_of_a_batch(dataset, plan.shuffle, batches.stride, pools)
+        encoded = 0
+        for key in dataset.videos if dataset.data_store.remote else ():
+            with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
+                window = plan.windows.get(key, np.zeros(1, np.int64))
+                encoded = max(encoded, batches.batch_size * budget.window_bytes(plan.tables.of(key, 0), window))
+        budget.check(dataset, plan.memory_budget, batches.batch_size, episodes, encoded)
+
     def _choose_routes(self) -> dict[str, Route]:
         routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}
         try:
@@ -326,6 +343,8 @@ class Loader:
             camera = VideoCamera(plan.dataset, key, plan.dataset.data_store, Route("", ""), plan.gpu, self._counters)
             table, video = camera.describe(plan.tables, 0)
             return choose(self._decode, plan.gpu, video, table)
+        except StorageError:
+            raise
         except DaliStreamError as error:
             if self._decode == "dali":
                 raise

@@ -21,7 +21,7 @@ from dali_stream import windows
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.encoded import Encoded
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DecodeError, MemoryBudgetError
 from dali_stream.fetchers import Fetchers
 from dali_stream.rows import Columns, RowReader
 from dali_stream.storage import Store
@@ -104,16 +104,18 @@ class Residency:
 
     # ---- ahead of time
 
-    def expect(self, episode: Int64, coming: Callable[[int], Coming]) -> None:
-        """Has these episodes fetched, the first first. `coming` tells what will be asked of one. Local data has no need."""
+    def expect(self, number: int, epoch: int, episode: Int64, served: Callable[[int], Int64]) -> None:
+        """Batch `number` will show these episodes: has them fetched, the first first. Local data has no need.
+
+        `served` gives the frames of an episode that all batches of the epoch together will ask for.
+        """
         if self._fetchers is None:
             return
+        expected = self._expected.setdefault(epoch, set())
         for e in dict.fromkeys(episode.tolist()):
-            told = coming(e)
-            expected = self._expected.setdefault(told.epoch, set())
             if e not in expected:
                 expected.add(e)
-                self._expect(e, told)
+                self._expect(e, Coming(number, epoch, served(e)))
 
     def room_ahead(self) -> bool:
         """Whether more may be fetched that `load` has not asked for yet."""
@@ -136,7 +138,7 @@ class Residency:
         Raises:
             DatasetError: rows are missing or broken.
             StorageError: they cannot be fetched.
-            DaliStreamError: these episodes alone exceed the budget.
+            MemoryBudgetError: these episodes alone exceed the budget.
         """
         needed = set(episodes.tolist())
         missing = [episode for episode in sorted(needed) if episode not in self._blocks]
@@ -287,7 +289,7 @@ class Residency:
         if taken(live) > self._row_budget:
             if episode not in needed:
                 return  # came along in a row group; it is read again when its time comes
-            raise DaliStreamError(
+            raise MemoryBudgetError(
                 f"memory_budget is {self._budget} bytes, of which {self._row_budget} are for rows, and the rows of the "
                 f"{len(needed)} episodes of one batch need {taken(live)}; give a larger memory_budget, or a smaller batch_size"
             )

@@ -30,7 +30,7 @@ from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.order import Order, Shuffle
-from dali_stream.residency import Coming, Residency
+from dali_stream.residency import Residency
 from dali_stream.tables import Tables
 from dali_stream.video.route import Route
 
@@ -218,7 +218,8 @@ class Stage:
         for number in itertools.count():
             while not ahead or (len(ahead) < self._horizon(ahead) and self._residency.room_ahead()):
                 draw = next(draws)
-                self._residency.expect(draw.episode, partial(self._coming, draw, number + len(ahead)))
+                served = partial(draw.order.served, rank=self._plan.rank, world_size=self._plan.batches.world_size)
+                self._residency.expect(number + len(ahead), draw.epoch, draw.episode, served)
                 ahead.append(draw)
             self._room.acquire()
             if self._stopping:
@@ -233,10 +234,6 @@ class Stage:
         if ahead[-1].epoch > ahead[0].epoch + 1:
             return 0
         return int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256))
-
-    def _coming(self, draw: Draw, number: int, episode: int) -> Coming:
-        batches = self._plan.batches
-        return Coming(number, draw.epoch, draw.order.served(episode, self._plan.rank, batches.world_size))
 
     def _draws(self, epoch: int, position: int) -> Iterator[Draw]:
         plan, batches = self._plan, self._plan.batches

@@ -85,6 +85,7 @@ class Server:
         self.files = files
         self.network = Network(latency_s, bytes_per_s)
         self.requests: list[Request] = []
+        self.busy, self.peak = 0, 0  # requests at a time, now and at most
         self.closing = threading.Event()
         self.lock = threading.Lock()
         self.set_faults(faults)
@@ -193,8 +194,14 @@ class Handler(BaseHTTPRequestHandler):
         self.request_seen = Request(self.command, unquote(parts.path), parts.query, headers.get("range"), headers)
         with self.owner.lock:
             self.owner.requests.append(self.request_seen)
-        self.owner.network.delay()
-        self.answer(self.request_seen)
+            self.owner.busy += 1
+            self.owner.peak = max(self.owner.peak, self.owner.busy)
+        try:
+            self.owner.network.delay()
+            self.answer(self.request_seen)
+        finally:
+            with self.owner.lock:
+                self.owner.busy -= 1
 
     do_HEAD = do_GET
 

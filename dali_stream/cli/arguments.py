@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+
+# Where a dataset is read from: the same options for each command that reads one.
+Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
+DataFilesRoot = Annotated[
+    str | None, typer.Option(metavar="URI", help="Where data/ and videos/ lie, if not beside meta/: a storage bucket.")
+]
+CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Keep fetched bytes in this folder, for later runs too.")]
+StorageOptions = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Passed to fsspec, such as '{\"anon\": true}' for public S3.")
+]
+
+
+def storage_options(option: str, text: str | None) -> dict[str, Any] | None:
+    """A JSON object. What was given is not in the error, since it may hold credentials."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"""{option} is no JSON object; it is like '{{"anon": true}}'""")
+    return found
 
 
 def count(text: str | int) -> int:

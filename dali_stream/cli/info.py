@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dali_stream.cli import console
+from dali_stream.cli import arguments, console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +19,10 @@ _TASKS = 20  # shown in the text
 def info(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    cache_dir: arguments.CacheDir = None,
+    storage_options: arguments.StorageOptions = None,
 ) -> None:
     """Say what a dataset is: episodes, features, cameras, and how its videos would be decoded on this machine.
 
@@ -27,7 +31,14 @@ def info(
     from dali_stream import Dataset
     from dali_stream.inspect import describe
 
-    report = describe(Dataset(uri))
+    dataset = Dataset(
+        uri,
+        revision=revision,
+        data_files_root=data_files_root,
+        storage_options=arguments.storage_options("--storage-options", storage_options),
+        cache_dir=cache_dir,
+    )
+    report = describe(dataset)
     if as_json:
         console.print_json(report.as_dict())
         return

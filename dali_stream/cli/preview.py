@@ -30,13 +30,25 @@ def preview(
     ] = 0,
     episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
     cameras: Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")] = None,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    cache_dir: arguments.CacheDir = None,
+    storage_options: arguments.StorageOptions = None,
 ) -> None:
     """Draw the first batch of an epoch as the model would see it, with tasks and indices below the pictures."""
     from dali_stream import Dataset
 
     arguments.png("--out", out)
     size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
-    dataset = Dataset(uri, cameras=arguments.names(cameras), episodes=arguments.numbers("--episodes", episodes))
+    dataset = Dataset(
+        uri,
+        revision=revision,
+        cameras=arguments.names(cameras),
+        episodes=arguments.numbers("--episodes", episodes),
+        data_files_root=data_files_root,
+        storage_options=arguments.storage_options("--storage-options", storage_options),
+        cache_dir=cache_dir,
+    )
     if not dataset.cameras:
         raise DatasetError(f"{uri}: no cameras are selected or recorded, so there is nothing to show")
     for key in windows:

@@ -9,7 +9,6 @@ import math
 import os
 from typing import Any
 
-from dali_stream.errors import DatasetError
 from dali_stream.storage.cache import RangeCache
 from dali_stream.storage.filesystem import FilesystemStore
 from dali_stream.storage.local import LocalStore
@@ -68,4 +67,10 @@ def _transport(
         from dali_stream.storage.http import HttpTransport
 
         return HttpTransport(address, storage_options)
-    raise DatasetError(f"{scheme}:// is not read yet")
+    if scheme == "hf":
+        from dali_stream.storage.hub import HubTransport
+
+        return HubTransport(address, storage_options, revision, give_up_after_s)
+    from dali_stream.storage.objects import object_transport
+
+    return object_transport(address, storage_options)

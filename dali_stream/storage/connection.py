@@ -1,12 +1,10 @@
-"""HTTP connections whose reads end in time, and which keep signed queries out of the log."""
+"""HTTP connections whose reads end in time."""
 
 from __future__ import annotations
 
 import http.client
 import io
-import logging
 import os
-import re
 import socket
 import ssl
 import urllib.request
@@ -22,6 +20,7 @@ from urllib3.util import Timeout, make_headers
 from urllib3.util.response import is_fp_closed
 
 from dali_stream.errors import StorageError
+from dali_stream.storage.logs import private
 from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
 
 _SMALL = 1 << 16
@@ -38,7 +37,7 @@ class _Limits(NamedTuple):
     silence_s: float
 
 
-_under_way: ContextVar[_Limits | None] = ContextVar("dali_stream_request", default=None)
+_under_way: ContextVar[_Limits | None] = ContextVar("dali_stream_limits", default=None)
 
 
 class Pool:
@@ -65,11 +64,12 @@ class Pool:
         """
         token = _under_way.set(_Limits(deadline, self.timeout_s))
         try:
-            response = self._sent(url, headers, deadline)
-            try:
-                return use(response)
-            finally:
-                _finish(response)
+            with private():
+                response = self._sent(url, headers, deadline)
+                try:
+                    return use(response)
+                finally:
+                    _finish(response)
         except _FAILURES as error:
             problem, final = _words(error)
         finally:
@@ -137,17 +137,17 @@ def _new_manager(proxy: str | None) -> urllib3.PoolManager:
     return manager
 
 
-def body(response: urllib3.BaseHTTPResponse, length: int) -> tuple[bytes, str | None]:
-    """Up to `length` bytes of an answer's body, and what ended it before that."""
+def body(response: urllib3.BaseHTTPResponse, length: int | None) -> tuple[bytes, str | None]:
+    """Up to `length` bytes of an answer's body, and what ended it before that. None: all of it."""
     chunks: list[bytes] = []
     got, cut = 0, None
     try:
-        while got < length and (chunk := response.read1(min(length - got, _CHUNK))):
+        while (wanted := _CHUNK if length is None else min(length - got, _CHUNK)) and (chunk := response.read1(wanted)):
             chunks.append(chunk)
             got += len(chunk)
     except _FAILURES as error:
         cut, _ = _words(error)
-    if got < length:
+    if length is not None and got < length:
         cut = f"the answer ended after {got} of {length} bytes" + (f": {cut}" if cut else "")
     return b"".join(chunks), cut
 
@@ -161,11 +161,12 @@ def _words(error: BaseException) -> tuple[str, bool]:
         return "the server's certificate is not trusted; install its authority's, or name it in SSL_CERT_FILE", True
     if any(isinstance(link, exceptions.NameResolutionError) for link in chain):
         return "the name of the host could not be resolved (DNS)", False
-    if any(isinstance(link, (exceptions.TimeoutError, TimeoutError)) for link in chain):
-        return "timed out", False
+    # A refused connection is a timeout to urllib3, so what the system said comes first.
     for link in reversed(chain):
         if isinstance(link, OSError) and link.strerror:
             return link.strerror, False
+    if any(isinstance(link, (exceptions.TimeoutError, TimeoutError)) for link in chain):
+        return "timed out", False
     return f"connection or answer broken ({type(chain[-1]).__name__})", False
 
 
@@ -219,17 +220,3 @@ class _HTTPPool(urllib3.HTTPConnectionPool):
 
 class _HTTPSPool(urllib3.HTTPSConnectionPool):
     ConnectionCls = _HTTPSConnection
-
-
-class _WithoutQueries(logging.Filter):
-    """urllib3 logs the URL of each request at DEBUG. The query of one of ours may be a signature."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if _under_way.get() is not None:
-            record.msg, record.args = re.sub(r"\?[^\s\"')]+", "?…", record.getMessage()), ()
-            record.exc_info = None
-        return True
-
-
-for _name in ("urllib3.connection", "urllib3.connectionpool", "urllib3.poolmanager"):
-    logging.getLogger(_name).addFilter(_WithoutQueries())

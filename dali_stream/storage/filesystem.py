@@ -1,4 +1,4 @@
-"""Files behind an fsspec filesystem."""
+"""Files of an fsspec filesystem in this process, such as memory://. Those on a network are in `objects`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ WHOLE_FILE = 1 << 20  # bytes of a file that may come whole from a server withou
 _MAX_REDIRECTS = 5
 _REDIRECT_S = 1800.0  # a redirect is followed again without asking; signed URLs hold for an hour and more
 _TIMEOUT_S = 10.0
-_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HINT = "give credentials in the URL (https://user:password@host/…) or storage_options={'headers': {'Authorization': …}}"
 
 
@@ -37,6 +37,7 @@ class HttpTransport(Transport):
         shown: the root for messages, where the URL would say less.
         source: the root for the cache.
         hint: how to give credentials.
+        pool: connections to use.
 
     Raises:
         ValueError: another storage option, or a URL without a host.
@@ -50,6 +51,7 @@ class HttpTransport(Transport):
         shown: str | None = None,
         source: str | None = None,
         hint: str = _HINT,
+        pool: Pool | None = None,
     ) -> None:
         parts = urlsplit(root)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -60,7 +62,7 @@ class HttpTransport(Transport):
         self._headers, timeout_s = _options(storage_options or {})
         if user:
             self._headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
-        self._pool = Pool(timeout_s)
+        self._pool = pool or Pool(timeout_s)
         self._targets: dict[str, _Target] = {}
         self.address = shown or self._folder
         self.host, self.source, self.traffic = host, source or self._folder, Traffic()
@@ -126,7 +128,7 @@ class HttpTransport(Transport):
     ) -> Answer | _Redirect | None:
         """One request."""
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
-        if _origin(url) == _origin(self._folder):
+        if origin(url) == origin(self._folder):
             headers |= self._headers
 
         def use(response: urllib3.BaseHTTPResponse) -> Answer | _Redirect | None:
@@ -152,7 +154,7 @@ class HttpTransport(Transport):
             return Answer(Version(_size_at_416(headers, start), tag), b"")
         if response.status == 200:
             return self._whole(path, response, tag, start, stop)
-        span = _content_range(headers, start, stop)
+        span = content_range(headers.get("Content-Range"), start, stop)
         if headers.get("Content-Length", str(span.stop - start)) != str(span.stop - start):
             raise TransientError(f"an answer of {headers['Content-Length']} bytes that says it has {span.stop - start}")
         data, cut = self._body(response, span.stop - start)
@@ -182,7 +184,7 @@ class HttpTransport(Transport):
         where, status = self._where(path), response.status
         if status in (404, 410):
             raise DatasetError(f"{where}: no such file, and the dataset's metadata asks for it (HTTP {status})")
-        if status in _AGAIN:
+        if status in AGAIN:
             raise TransientError(f"HTTP {status}", retry_after(response.headers))
         if status in (401, 403):
             raise StorageError(f"{where}: access denied (HTTP {status}); {self._hint}")
@@ -207,7 +209,9 @@ class _Redirect(NamedTuple):
     tag: str
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
+    """Where a range ends, in a file of which size."""
+
     stop: int
     size: int
 
@@ -222,21 +226,26 @@ def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:
             f"storage_options has {', '.join(unknown)}; for http(s):// it may have headers, client_kwargs={{'headers': …}} "
             "and timeout"
         )
+    return {**(client.get("headers") or {}), **(options.get("headers") or {})}, checked_timeout(options)
+
+
+def checked_timeout(options: Mapping[str, Any]) -> float:
+    """`timeout` out of storage options, in seconds."""
     timeout_s = options.get("timeout", _TIMEOUT_S)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ValueError(f"storage_options has timeout={timeout_s!r}; it is a positive number of seconds")
-    return {**(client.get("headers") or {}), **(options.get("headers") or {})}, float(timeout_s)
+    return float(timeout_s)
 
 
-def _content_range(headers: Mapping[str, str], start: int, stop: int) -> _Span:
-    found = headers.get("Content-Range")
+def content_range(found: str | None, start: int, stop: int) -> Span:
+    """What a Content-Range says, if it fits what was asked for."""
     match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", found or "")
     if match is None:
         raise TransientError(f"Content-Range {found!r}, where one like 'bytes {start}-{stop - 1}/<size>' was due")
     first, last, size = map(int, match.groups())
     if first != start or not start <= last < min(stop, size):
         raise TransientError(f"Content-Range {found!r} for bytes {start}-{stop - 1}")
-    return _Span(last + 1, size)
+    return Span(last + 1, size)
 
 
 def _size_at_416(headers: Mapping[str, str], start: int) -> int:
@@ -255,7 +264,9 @@ def _linked_tag(headers: Mapping[str, str]) -> str:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds, out of a number of them or a date."""
+    """Seconds, out of a number of them or a date, or out of the Hub's `RateLimit: "api";r=0;t=55`."""
+    if limit := re.search(r"\br=0;t=(\d{1,9})", headers.get("RateLimit", "")):
+        return float(limit[1])
     value = headers.get("Retry-After", "")
     if re.fullmatch(r"\d{1,9}", value):
         return float(value)
@@ -265,6 +276,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
         return None
 
 
-def _origin(url: str) -> tuple[str, str | None, int | None]:
+def origin(url: str) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port: whom credentials are for."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)

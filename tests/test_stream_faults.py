@@ -1,0 +1,149 @@
+"""An epoch over a network that fails: every frame once and right, or an error in time; never a hang."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loader_data import SIDE, TOP, check_identities, read_lengths, samples
+from servers import Server
+
+from dali_stream import DaliStreamError, Dataset, Loader, StorageError
+from dali_stream.demo import write_demo
+
+GIVE_UP_S = 1.5
+PATIENCE_S = 60  # a hang guard: all that is left to fetch fails within GIVE_UP_S, and the machine may be busy
+HELPED = {
+    "reset": faults.reset,
+    "reset inside": faults.reset_inside,
+    "short": faults.short,
+    "short length": faults.short_length,
+    "429": faults.status(429, "0"),
+    "500": faults.status(500),
+    "502": faults.status(502),
+    "503": faults.status(503),
+    "start is off": faults.content_range(shift=1),
+    "no Content-Range": faults.content_range(missing=True),
+    "garbage": faults.garbage,
+}
+FINAL = {
+    "403": faults.status(403),
+    "404": faults.status(404),
+    "total is off": faults.content_range(total=5),
+    "another file": faults.changed_tag,
+    "a longer file": faults.changed_size,
+    "no ranges": faults.ignored_range,
+    "compressed": faults.gzipped,
+    "hang": faults.hang,
+    "hang inside": faults.hang_inside,
+    "drip": faults.drip,
+    "drip headers": faults.drip_headers,
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two episodes of one camera's size that an epoch of takes a part of a second."""
+    return write_demo(tmp_path_factory.mktemp("small") / "demo", episodes=2, size=(120, 128))
+
+
+def epoch(url: str, root: Path, **arguments: Any) -> list[int]:
+    """The samples of one epoch, whose pictures are the right ones."""
+    lengths = read_lengths(root)
+    dataset = Dataset(url, give_up_after_s=GIVE_UP_S, storage_options={"timeout": 0.5})
+    with Loader(dataset, batch_size=16, last_batch="partial", consumers=4, **arguments) as loader:
+        found = []
+        for batch in loader:
+            found += samples([batch])
+            for camera in (TOP, SIDE):
+                check_identities(batch, camera, None, lengths)
+    return found
+
+
+@settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(script=st.lists(st.one_of(st.none(), st.none(), st.sampled_from(sorted(HELPED))), max_size=40))
+def test_an_epoch_survives_what_a_second_try_mends(small: Path, script: list[str | None]) -> None:
+    good = [None] * 10  # several faults in a row may take all the time that a read has
+    spaced = [fault for name in script for fault in (HELPED[name] if name else None, *good)]
+    with Server(small, faults=spaced) as server:
+        assert sorted(epoch(server.url, small)) == list(range(sum(read_lengths(small).values())))
+
+
+@settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    script=st.lists(st.one_of(st.none(), st.none(), st.none(), st.sampled_from(sorted(HELPED | FINAL))), max_size=30),
+    budget=st.sampled_from(["1GiB", 150_000]),
+)
+def test_any_faults_give_right_frames_or_an_error_in_time(small: Path, script: list[str | None], budget: int | str) -> None:
+    everything = HELPED | FINAL
+    with Server(small, faults=[everything[name] if name else None for name in script]) as server:
+        started = time.monotonic()
+        try:
+            found = epoch(server.url, small, memory_budget=budget)
+        except DaliStreamError:
+            pass
+        else:
+            assert sorted(found) == list(range(sum(read_lengths(small).values())))
+        assert time.monotonic() - started < PATIENCE_S
+
+
+def test_a_server_that_goes_away_is_an_error_and_the_run_goes_on_later(small: Path) -> None:
+    whole = samples(_loader(small))
+    with Server(small) as server:
+        loader = _loader(server.url, memory_budget=150_000)
+        running = iter(loader)
+        found = samples(next(running) for _ in range(3))
+    started = time.monotonic()
+    with loader, pytest.raises(StorageError, match=r"not read after \d+ tries? in .* 1.5 s are allowed") as failed:
+        for batch in running:
+            found += samples([batch])
+            state = loader.state_dict()
+    assert time.monotonic() - started < PATIENCE_S
+    assert server.url in str(failed.value)
+    with Server(small) as other, _loader(other.url) as again:
+        again.load_state_dict(state)
+        assert found + samples(again) == whole
+
+
+def test_a_file_that_changes_during_the_run_is_an_error(small: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(small, tmp_path / "copy")
+    with Server(root) as server, _loader(server.url, memory_budget=150_000) as loader:
+        running = iter(loader)
+        next(running)
+        for path in root.rglob("*.mp4"):
+            path.write_bytes(path.read_bytes()[:-1] + b"\0")
+        with pytest.raises(StorageError, match="changed during the run"):
+            list(running)
+
+
+def test_close_does_not_wait_for_a_server_that_hangs(small: Path) -> None:
+    with Server(small) as server:
+        loader = Loader(Dataset(server.url, give_up_after_s=3 * PATIENCE_S), batch_size=8)
+        next(iter(loader))
+        loader.close()
+        loader = Loader(Dataset(server.url, give_up_after_s=3 * PATIENCE_S, storage_options={"timeout": 3 * PATIENCE_S}), batch_size=8)
+        server.set_faults([faults.hang] * 1000)
+        running = iter(loader)
+        started = time.monotonic()
+        with pytest.raises(DaliStreamError, match="closed"):
+            _close_soon(loader)
+            next(running)
+        assert time.monotonic() - started < PATIENCE_S
+
+
+def _loader(uri: Path | str, **arguments: Any) -> Loader:
+    dataset = Dataset(uri, give_up_after_s=GIVE_UP_S)
+    return Loader(dataset, **({"batch_size": 8, "consumers": 4} | arguments))
+
+
+def _close_soon(loader: Loader) -> None:
+    """Closes the loader from another thread when its requests hang."""
+    import threading
+
+    threading.Timer(0.5, loader.close).start()

@@ -1,0 +1,207 @@
+"""Remote datasets through the whole loader: the same batches as from the disk, for few bytes and within the budget."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loader_data import SIDE, TOP, Batch, check_identities, equal, read_lengths, samples, write_odd
+from servers import Request, Server
+
+from dali_stream import DaliStreamError, Dataset, Loader
+from dali_stream.demo import write_demo
+
+DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
+
+
+@pytest.fixture(scope="module")
+def server(demo: Path) -> Iterator[Server]:
+    with Server(demo) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _forget(server: Server) -> None:
+    server.requests.clear()
+
+
+def batches_of(uri: Path | str, **arguments: Any) -> list[Batch]:
+    """One epoch. A batch may live in the loader's memory no longer than the loader, so it is copied."""
+    with Loader(uri, **arguments) as loader:
+        return list(loader)
+
+
+def spans(requests: list[Request], ending: str) -> list[tuple[str, int, int]]:
+    """(path, start, stop) of the ranges that were asked for in files of that ending."""
+    found = []
+    for request in requests:
+        if request.path.endswith(ending) and request.range:
+            start, stop = request.range.removeprefix("bytes=").split("-")
+            found.append((request.path, int(start), int(stop) + 1))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"delta_timestamps": DELTAS, "consumers": 3, "episode_pool_size": 1},
+        {"shuffle": False, "last_batch": "partial"},
+        {"shuffle": "global", "last_batch": "pad"},
+        {"consumers": 4, "rank": 1, "world_size": 2},
+    ],
+    ids=["pools", "windows", "recorded", "global", "second of two ranks"],
+)
+def test_remote_batches_equal_local_ones(demo: Path, server: Server, arguments: dict[str, Any]) -> None:
+    arguments |= {"batch_size": 32, "image_dtype": "uint8"}
+    with Loader(demo, **arguments) as local, Loader(server.url, **arguments) as remote:
+        for _ in range(2):  # epochs
+            for there, here in zip(remote, local, strict=True):
+                assert equal(there, here)
+
+
+def test_rows_of_every_kind(tmp_path: Path) -> None:
+    """Images and text in rows, row groups that cut through episodes: no video at all."""
+    root = write_odd(tmp_path / "odd")
+    with Server(root) as odd:
+        expected = batches_of(root, batch_size=4, image_dtype="uint8")
+        assert all(equal(a, b) for a, b in zip(batches_of(odd.url, batch_size=4, image_dtype="uint8"), expected, strict=True))
+
+
+@pytest.mark.parametrize(("codec", "gop"), [("h264", 12), ("hevc", 30)])
+def test_b_frames_and_open_gops(tmp_path: Path, codec: str, gop: int) -> None:
+    """What a frame needs may begin in the block before its own."""
+    root = write_demo(tmp_path / codec, episodes=3, size=(128, 160), codec=codec, gop=gop)
+    lengths = read_lengths(root)
+    with Server(root) as server, Loader(server.url, batch_size=16, memory_budget="2MB", consumers=2) as loader:
+        for batch in loader:
+            check_identities(batch, TOP, None, lengths)
+            check_identities(batch, SIDE, None, lengths)
+
+
+def test_nothing_is_fetched_twice_and_little_for_nothing(demo: Path, server: Server) -> None:
+    with Loader(server.url, batch_size=32, last_batch="partial") as loader:
+        for _ in range(3):
+            assert sorted(samples(loader)) == list(range(loader.dataset.num_frames))
+        stats = loader.stats()
+    missing = [request for request in server.requests if request.sent == len(b"not found")]  # probes for a next file
+    assert stats["fetched_bytes"] == server.sent - sum(request.sent for request in missing)
+    assert stats["requests"] == len(server.requests) - len(missing)
+    assert stats["evicted_early"] == stats["retries"] == stats["cached_bytes"] == 0
+    for path in sorted(demo.rglob("*.mp4")):
+        asked = sorted(s for s in spans(server.requests, ".mp4") if s[0] == f"/{path.relative_to(demo)}")
+        media = [(start, stop) for _, start, stop in asked if start and stop < path.stat().st_size]
+        assert all(first[1] <= second[0] for first, second in zip(media, media[1:], strict=False)), "bytes came twice"
+    rows = sum(path.stat().st_size for path in demo.glob("data/**/*.parquet"))
+    videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
+    used = sum(request.sent for request in server.requests if "/meta/" not in request.path)
+    assert used <= 1.1 * (rows + videos)
+    assert 3 * 0.9 * videos <= stats["needed_bytes"] <= 4 * (rows + videos)  # per epoch; the fourth has begun
+
+
+def test_the_index_of_a_file_takes_three_requests(demo: Path, server: Server) -> None:
+    with Loader(server.url, batch_size=4) as loader:
+        next(iter(loader))
+    for path in demo.rglob("*.mp4"):
+        index = path.read_bytes().index(b"moov")
+        asked = [s for s in spans(server.requests, ".mp4") if s[0] == f"/{path.relative_to(demo)}"]
+        assert sum(start == 0 or stop > index for _, start, stop in asked) <= 3
+
+
+def test_no_byte_of_a_camera_that_is_not_selected(server: Server) -> None:
+    assert samples(Loader(Dataset(server.url, cameras=[SIDE]), batch_size=32))
+    assert any(SIDE in request.path for request in server.requests)
+    assert not any(TOP in request.path for request in server.requests)
+
+
+def test_only_the_episodes_that_are_selected(demo: Path, server: Server) -> None:
+    """Two of six episodes cost about a third of the bytes."""
+    lengths = read_lengths(demo)
+    with Loader(Dataset(server.url, episodes=[1, 4]), batch_size=8) as loader:
+        assert {int(e) for batch in loader for e in batch["episode_index"]} == {1, 4}
+    videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
+    share = (lengths[1] + lengths[4]) / sum(lengths.values())
+    assert sum(r.sent for r in server.requests if r.path.endswith(".mp4")) < (share + 0.15) * videos
+
+
+def test_the_first_batch_needs_only_what_it_shows(tmp_path: Path) -> None:
+    """Four pictures of 24 episodes are there after a small part of the bytes; later all of them come, as large ranges."""
+    root = write_demo(tmp_path / "many", episodes=24, size=(128, 160))
+    videos = sum(path.stat().st_size for path in root.rglob("*.mp4"))
+    # On a slow line, nothing that is not needed can be through by the time of the first batch unless it was in its way.
+    with Server(root, bytes_per_s=3e6) as server, Loader(server.url, batch_size=4, seed=1) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        assert sum(request.sent for request in server.requests if request.path.endswith(".mp4")) < videos / 4
+        server.network.bytes_per_s = None
+        for _ in epoch:
+            pass
+        fetched = [stop - start for _, start, stop in spans(server.requests, ".mp4")]
+    assert len(fetched) < 24 * 2 * 4  # a few per episode and camera
+    assert sum(request.sent for request in server.requests if request.path.endswith(".mp4")) < 1.1 * videos
+
+
+@pytest.mark.parametrize("budget", [1_000_000, 700_000])
+def test_the_budget_holds_and_changes_nothing_but_the_traffic(
+    demo: Path, server: Server, budget: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments: dict[str, Any] = {"batch_size": 16, "image_dtype": "uint8", "delta_timestamps": {TOP: [0.0, 0.5]}}
+    expected = batches_of(demo, **arguments)
+    resident = []
+    with Loader(server.url, memory_budget=budget, **arguments) as loader:
+        for batch, other in zip(loader, expected, strict=True):
+            resident.append(loader.stats()["resident_bytes"])
+            assert equal(batch, other)
+        evicted = loader.stats()["evicted_early"]
+    assert max(resident) <= budget
+    assert evicted > 0
+    warnings = [r.getMessage() for r in caplog.records if "memory_budget leaves" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "Give a larger memory_budget" in warnings[0]
+
+
+@pytest.mark.parametrize("budget", [1000, 40_000])
+def test_a_budget_below_one_batch_is_refused_up_front(server: Server, budget: int) -> None:
+    with pytest.raises(DaliStreamError, match=rf"memory_budget is {budget} bytes, and a batch of 32 .* give a larger"):
+        Loader(server.url, batch_size=32, memory_budget=budget)
+
+
+def test_resume_over_the_network(demo: Path, server: Server) -> None:
+    arguments: dict[str, Any] = {"batch_size": 8, "consumers": 4}
+    expected = samples(batches_of(demo, **arguments))
+    with Loader(server.url, **arguments) as loader:
+        epoch = iter(loader)
+        found = samples(next(epoch) for _ in range(5))
+        state = loader.state_dict()
+    with Loader(server.url, **arguments) as loader:
+        loader.load_state_dict(state)
+        assert found + samples(loader) == expected
+
+
+def test_close_leaves_no_thread(server: Server) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    loader = Loader(server.url, batch_size=8)
+    epoch = iter(loader)
+    next(epoch)
+    assert any("dali_stream fetch" in thread.name for thread in threading.enumerate())
+    loader.close()
+    assert {t.name for t in threading.enumerate() if t.name.startswith("dali_stream")} <= before
+    loader = Loader(server.url, batch_size=8)
+    epoch = iter(loader)
+    next(epoch)
+    del loader, epoch
+    gc.collect()
+    assert {t.name for t in threading.enumerate() if t.name.startswith("dali_stream")} <= before
+
+
+def test_several_loaders_share_a_dataset(server: Server) -> None:
+    dataset = Dataset(server.url, cameras=[TOP])
+    with Loader(dataset, batch_size=16, seed=1) as one, Loader(dataset, batch_size=16, seed=2) as other:
+        found = [(samples([a]), samples([b])) for a, b in zip(one, other, strict=True)]
+    assert all(len(np.unique(np.concatenate(part))) for part in zip(*found, strict=True))
+    assert len({i for a, _ in found for i in a}) == sum(len(a) for a, _ in found)
