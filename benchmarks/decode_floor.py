@@ -33,8 +33,10 @@ from typing import Any
 import numpy as np
 
 import dali_stream
+from dali_stream.counters import Counters
 from dali_stream.process import cores, processor
 from dali_stream.residency import Residency
+from dali_stream.tables import Tables
 from dali_stream.video.clip import pack
 
 
@@ -118,7 +120,7 @@ def consume(stream: Iterator[Any], batches: int) -> None:
 def floor_jobs(dataset: Any, batch_size: int, batches: int, threads: int, folder: Path) -> list[tuple[Path, str, int]]:
     """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for."""
     order = dali_stream.Order(dataset.lengths)
-    residency = Residency(dataset, 4 << 30)
+    residency = Residency(dataset, 4 << 30, Tables(dataset, 1 << 30), {}, batch_size, Counters())
     jobs = []
     for camera in dataset.videos:
         for core in range(threads):

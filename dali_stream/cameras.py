@@ -124,7 +124,7 @@ class VideoCamera:
 
     def describe(self, tables: Tables, episode: int) -> tuple[SampleTable, VideoFormat]:
         """Index and format of the file that holds an episode. Raises DecodeError."""
-        table = tables.of(self.key, episode)
+        table = tables.of(self.key, episode, self._store)
         return table, self._format(table, 0)
 
     def _locate(self, residency: Residency, episode: int, frames: Array, samples: Array) -> SampleTable:

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.blocks import BLOCK, BlockedFile, decoded
 from dali_stream.counters import Counters
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.fetchers import Fetchers, Priority
@@ -27,64 +28,11 @@ from dali_stream.video.table import SampleTable
 
 Int64 = npt.NDArray[np.int64]
 Cuts = Callable[[], Int64]
-BLOCK = 64 << 10  # bytes of a block, or a GOP if that is more: what a round trip of 50 ms carries at some MB/s
 RANGE = 4 << 20  # bytes of one request for what is fetched ahead: large for the server, small for who waits behind it
 _log = logging.getLogger("dali_stream")
 
 
-class _File:
-    """One file as blocks. `held` has the bytes of those that are there, and the future of those on their way.
-
-    Attributes:
-        first: (n,) the first sample of each block.
-        start, stop: (n,) its bytes in the file.
-        left: per epoch, (n,) how often samples of it are still to be asked for.
-        used: per epoch, (n,) whether a batch has asked for any.
-        pins: (n,) batches under way that need it.
-    """
-
-    def __init__(self, table: SampleTable, cuts: Int64, block: int) -> None:
-        self.path = table.path
-        # Blocks begin at sync samples: where an episode begins, and where the block before is large enough.
-        ends = np.cumsum(table.size[: table.sync[-1]])
-        begin = np.append(0, ends)[table.sync]
-        full = np.append(True, np.diff(begin // block) > 0)
-        self.first = table.sync[full | np.isin(table.sync, cuts)]
-        self.start = np.minimum.reduceat(table.offset, self.first)
-        self.stop = np.maximum.reduceat(table.offset + table.size, self.first)
-        self.left: dict[int, Int64] = {}
-        self.used: dict[int, npt.NDArray[np.bool_]] = {}
-        self.pins = np.zeros(len(self.first), np.int32)
-        self.held: dict[int, bytes | Future[None]] = {}
-
-    def blocks(self, samples: Int64) -> Int64:
-        """The block of each sample."""
-        return np.searchsorted(self.first, samples, side="right") - 1
-
-    def size(self, block: int) -> int:
-        return int(self.stop[block] - self.start[block])
-
-    def end_to_end(self, first: int, last: int) -> range:
-        """The blocks from `first` to `last`, as far as each begins where the one before ends."""
-        apart = np.flatnonzero(self.start[first + 1 : last + 1] != self.stop[first:last])
-        return range(first, first + 1 + int(apart[0]) if len(apart) else last + 1)
-
-    def wanted(self, block: int) -> bool:
-        """Whether a later batch asks for it."""
-        return any(left[block] > 0 for left in self.left.values())
-
-    def ranges(self, blocks: list[int], most: int) -> list[list[int]]:
-        """Blocks that lie end to end, in groups of up to `most` bytes."""
-        groups: list[list[int]] = []
-        for block in blocks:
-            end_to_end = groups and groups[-1][-1] == block - 1 and self.start[block] == self.stop[block - 1]
-            if not end_to_end or self.stop[block] - self.start[groups[-1][0]] > most:
-                groups.append([])
-            groups[-1].append(block)
-        return groups
-
-
-_Block = tuple[_File, int]
+_Block = tuple[BlockedFile, int]
 
 
 class Encoded(Store):
@@ -106,10 +54,10 @@ class Encoded(Store):
         self.address = store.address
         self._store, self._fetchers, self._room, self._counters = store, fetchers, room, counters
         self._block = min(block, BLOCK)
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, BlockedFile] = {}
         self._idle: OrderedDict[_Block, None] = OrderedDict()  # held, and nobody is going to ask; least recently used first
         self._waiting: OrderedDict[_Block, None] = OrderedDict()  # held, and a later batch asks
-        self._postponed: deque[tuple[Priority, _File, list[int]]] = deque()
+        self._postponed: deque[tuple[Priority, BlockedFile, list[int]]] = deque()
         self._changed = threading.Condition()
         self._under_way = self._pinned = 0  # requests, batches
         self._begun = self._stopping = self._warned = False
@@ -124,7 +72,7 @@ class Encoded(Store):
         """
         with self._changed:
             file = self._file(table, cuts)
-            blocks, count = np.unique(file.blocks(_decoded(table, samples)), return_counts=True)
+            blocks, count = np.unique(file.blocks(decoded(table, samples)), return_counts=True)
             np.add.at(file.left.setdefault(epoch, np.zeros(len(file.first), np.int64)), blocks, count)
             for block in blocks.tolist():
                 if (file, block) in self._idle:
@@ -202,16 +150,16 @@ class Encoded(Store):
 
     # ---- inside; all but `_bytes`, `_get` and `_get_ahead` with the lock held
 
-    def _file(self, table: SampleTable, cuts: Cuts) -> _File:
+    def _file(self, table: SampleTable, cuts: Cuts) -> BlockedFile:
         if table.path not in self._files:
-            self._files[table.path] = _File(table, cuts(), self._block)
+            self._files[table.path] = BlockedFile(table, cuts(), self._block)
         return self._files[table.path]
 
     def _pin(self, epoch: int, uses: Iterable[tuple[SampleTable, Cuts, Int64]]) -> list[_Block]:
         held: dict[_Block, None] = {}
         for table, cuts, samples in uses:
             file = self._file(table, cuts)
-            blocks, count = np.unique(file.blocks(_decoded(table, samples)), return_counts=True)
+            blocks, count = np.unique(file.blocks(decoded(table, samples)), return_counts=True)
             used = file.used.setdefault(epoch, np.zeros(len(file.first), np.bool_))
             fresh = blocks[~used[blocks]]
             used[fresh] = True
@@ -269,14 +217,14 @@ class Encoded(Store):
                 del self._files[file.path]
         return self.nbytes + need <= room
 
-    def _fetch(self, priority: Priority, file: _File, blocks: list[int]) -> None:
+    def _fetch(self, priority: Priority, file: BlockedFile, blocks: list[int]) -> None:
         self._under_way += 1
         done: Future[None] = Future()
         file.held |= dict.fromkeys(blocks, done)
         job = self._fetchers.submit(priority, self._get, file, blocks, done)
         job.add_done_callback(lambda job: done.cancel() if job.cancelled() else None)
 
-    def _get(self, file: _File, blocks: list[int], done: Future[None]) -> None:
+    def _get(self, file: BlockedFile, blocks: list[int], done: Future[None]) -> None:
         """Fetchers: one range, whose bytes have been reserved."""
         begin = int(file.start[blocks[0]])
         try:
@@ -289,7 +237,7 @@ class Encoded(Store):
         self._arrived(file, blocks, parts)
         done.set_result(None)
 
-    def _arrived(self, file: _File, blocks: list[int], parts: dict[int, bytes] | None) -> None:
+    def _arrived(self, file: BlockedFile, blocks: list[int], parts: dict[int, bytes] | None) -> None:
         with self._changed:
             self._under_way -= 1
             for block in blocks:
@@ -302,13 +250,13 @@ class Encoded(Store):
                     (self._waiting if file.wanted(block) else self._idle)[file, block] = None
             self._changed.notify_all()
 
-    def _fetch_ahead(self, priority: Priority, file: _File, blocks: list[int]) -> None:
+    def _fetch_ahead(self, priority: Priority, file: BlockedFile, blocks: list[int]) -> None:
         if not self._begun:
             self._postponed.append((priority, file, blocks))
         else:
             self._fetchers.submit(priority, self._get_ahead, priority, file, blocks, ahead=True)
 
-    def _get_ahead(self, priority: Priority, file: _File, blocks: list[int]) -> None:
+    def _get_ahead(self, priority: Priority, file: BlockedFile, blocks: list[int]) -> None:
         """Fetchers: the next range of what an episode will need, as far as there is room; then what is left, in its turn."""
         with self._changed:
             missing = [block for block in blocks if block not in file.held and file.wanted(block)]
@@ -328,7 +276,7 @@ class Encoded(Store):
                 self._fetchers.submit(priority, self._get_ahead, priority, file, missing[len(group) :], ahead=True)
         self._get(file, group, done)
 
-    def _bytes(self, file: _File, block: int) -> bytes | None:
+    def _bytes(self, file: BlockedFile, block: int) -> bytes | None:
         held = file.held.get(block)
         if isinstance(held, Future):
             held.result()
@@ -352,16 +300,8 @@ class Encoded(Store):
             )  # fmt: skip
 
 
-def _by_file(blocks: list[_Block]) -> dict[_File, list[int]]:
-    found: dict[_File, list[int]] = {}
+def _by_file(blocks: list[_Block]) -> dict[BlockedFile, list[int]]:
+    found: dict[BlockedFile, list[int]] = {}
     for file, block in blocks:
         found.setdefault(file, []).append(block)
     return found
-
-
-def _decoded(table: SampleTable, samples: Int64) -> Int64:
-    """Samples whose blocks hold what decoding these needs: themselves, and after an open GOP's start the GOP before."""
-    if not table.open_gops:
-        return samples
-    head = table.head[samples].astype(np.int64)
-    return np.concatenate([samples, head, table.head[np.maximum(head - 1, 0)].astype(np.int64)])

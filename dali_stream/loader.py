@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from dali_stream import budget, process, windows
 from dali_stream.arguments import byte_count, one_of, picture_size, positive
@@ -136,7 +133,7 @@ class Loader:
         self._pid = os.getpid()
         self._route_changes = 0
         self._routes = self._choose_routes()
-        self._check_budget()
+        budget.check(self._plan)
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
@@ -314,18 +311,6 @@ class Loader:
         if plan.shuffle is True:
             state |= {"consumers": plan.consumers, "episode_pool_size": plan.episode_pool_size}
         return state
-
-    def _check_budget(self) -> None:
-        """Refuses a memory_budget that a later batch could exceed."""
-        plan, dataset, batches = self._plan, self.dataset, self._plan.batches
-        pools = plan.consumers // batches.world_size * (plan.episode_pool_size + 1)
-        episodes = budget.episodes_of_a_batch(dataset, plan.shuffle, batches.stride, pools)
-        encoded = 0
-        for key in dataset.videos if dataset.data_store.remote else ():
-            with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
-                window = plan.windows.get(key, np.zeros(1, np.int64))
-                encoded = max(encoded, batches.batch_size * budget.window_bytes(plan.tables.of(key, 0), window))
-        budget.check(dataset, plan.memory_budget, batches.batch_size, episodes, encoded)
 
     def _choose_routes(self) -> dict[str, Route]:
         routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}

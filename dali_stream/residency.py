@@ -1,7 +1,6 @@
 """What batches are made from: the rows, the video indices and, of remote files, the encoded video of the episodes in use.
 
-The rows of all resident episodes lie end to end in one array per feature, so that the windows of a whole batch are one
-gather per feature. A camera's frames are one more column: the sample in the episode's MP4 that shows each row.
+Rows lie in an arena; a camera's frames are one more column of it: the sample in the episode's MP4 that shows each row.
 Encoded pictures of local files stay where they are and are read when a clip is packed. Of remote ones they come ahead of
 time (see `encoded`), and so do rows and indices: `expect` has them fetched, `load` waits for them.
 """
@@ -9,7 +8,6 @@ time (see `encoded`), and so do rows and indices: `expect` has them fetched, `lo
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -18,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream import windows
+from dali_stream.arena import Arena, Columns
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.encoded import Encoded
-from dali_stream.errors import DecodeError, MemoryBudgetError
+from dali_stream.errors import DecodeError
 from dali_stream.fetchers import Fetchers
-from dali_stream.rows import Columns, RowReader
+from dali_stream.rows import RowReader
 from dali_stream.storage import Store
 from dali_stream.tables import Tables
 from dali_stream.video.table import SampleTable
@@ -32,12 +31,6 @@ Int64 = npt.NDArray[np.int64]
 SAMPLE = "sample in the video of "  # prefix of the columns that map rows to samples
 LACKING = -1  # the video shows nothing at that row's time
 UNMAPPED = -2  # nobody has looked yet
-
-
-class _Block(NamedTuple):
-    start: int
-    length: int
-    object_bytes: int
 
 
 Samples = dict[str, npt.NDArray[np.int32]]  # per camera, of one episode
@@ -85,18 +78,16 @@ class Residency:
         self._counters = counters
         remote = dataset.data_store.remote
         self._row_budget = budget // 4 if remote else budget - budget // 4
-        self._reader = RowReader(dataset, lambda count: counters.add(needed_bytes=count if remote else 0))
-        self._columns: Columns = {}
-        self._start = np.full(dataset.num_episodes, -1, np.int64)
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()  # least recently used first
-        self._used = self._object_bytes = self._row_bytes = 0
+        self._arena = Arena(dataset.lengths, self._row_budget)
+        self._source = dataset.data_store.session()
+        self._reader = RowReader(dataset, self._source, lambda count: counters.add(needed_bytes=count if remote else 0))
         self._fetchers = Fetchers("dali_stream fetch") if remote else None
         self._encoded = None
         if self._fetchers:
             pictures = batch_size * max((len(windows.get(camera, (0,))) for camera in dataset.videos), default=1)
             block = budget // 4 // pictures  # a batch of blocks has to fit whatever else is there
-            self._encoded = Encoded(dataset.data_store, self._fetchers, self._room, counters, block)
-        self.store: Store = self._encoded or dataset.data_store
+            self._encoded = Encoded(self._source, self._fetchers, self._room, counters, block)
+        self.store: Store = self._encoded or self._source
         self._fetching: dict[int, tuple[int, Future[_Fetched]]] = {}  # per episode, the epoch it is for
         self._arrived: dict[int, Columns] = {}  # rows that came along in a row group, and have not been asked for
         self._expected: dict[int, set[int]] = {}
@@ -141,27 +132,26 @@ class Residency:
             MemoryBudgetError: these episodes alone exceed the budget.
         """
         needed = set(episodes.tolist())
-        missing = [episode for episode in sorted(needed) if episode not in self._blocks]
+        missing = [episode for episode in sorted(needed) if episode not in self._arena]
         coming = {episode: self._fetched(episode) for episode in missing} if self._fetchers else {}
         for episode in missing:
             if episode in coming:
                 fetched = coming[episode].result()
                 self._admit(episode, fetched.rows, needed)
                 self._map_rows(episode, fetched.samples)
-            elif episode not in self._blocks:
+            elif episode not in self._arena:
                 for found, columns in self._reader.read(episode).items():
-                    if found not in self._blocks:
+                    if found not in self._arena:
                         self._admit(found, columns, needed)
         for episode in sorted(needed):
             self._map_rows(episode, {})
-            self._blocks.move_to_end(episode)
+            self._arena.touch(episode)
         if self._encoded:
             self._encoded.shrink()
 
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
         """Values of a feature: `episode` is (B,), `frame` (B,) or (B, T); the result has the shape of `frame` in front."""
-        start = self._start[episode]
-        return self._columns[key][(start if frame.ndim == 1 else start[:, None]) + frame]
+        return self._arena.gather(key, episode, frame)
 
     def samples(self, camera: str, episode: Int64, frame: Int64) -> Int64:
         """Samples that show these (B, T) frames in their episodes' files; `LACKING` where nothing is shown then."""
@@ -169,7 +159,7 @@ class Residency:
 
     def table(self, camera: str, episode: int) -> SampleTable:
         """The sample table of the file that holds an episode. Raises DecodeError where it has none."""
-        return self._tables.of(camera, episode)
+        return self._tables.of(camera, episode, self._source)
 
     def hold(self, camera: str, uses: Iterable[tuple[int, SampleTable, Int64]]) -> Callable[[], None]:
         """Has the encoded video of these (episode, table, samples) stay until the returned function is called."""
@@ -181,13 +171,14 @@ class Residency:
     def resident_bytes(self) -> int:
         """Memory that all of it takes."""
         encoded = self._encoded.nbytes if self._encoded else 0
-        return self._row_bytes + self._object_bytes + self._tables.nbytes + self._fetching_bytes() + encoded
+        return self._arena.nbytes + self._tables.nbytes + self._fetching_bytes() + encoded
 
     def stop(self) -> None:
         """Wakes whoever waits for what is fetched, with an error. Does not wait itself."""
         if self._fetchers and self._encoded:
-            self._encoded.stop()
             self._fetchers.stop()
+            self._encoded.stop()
+            self._source.close()
 
     def join(self) -> None:
         """Waits for the threads to end, after `stop`."""
@@ -207,15 +198,14 @@ class Residency:
     def _fetch(self, episode: int, number: int, epoch: int) -> None:
         assert self._fetchers is not None  # local data is read when it is needed
         for camera in self._dataset.videos:  # all at once; the job below shares what these are at
-            self._fetchers.submit((number, 0), self._tables.of, camera, episode)
+            self._fetchers.submit((number, 0), self._tables.of, camera, episode, self._source)
         self._fetching[episode] = epoch, self._fetchers.submit((number, 0), self._fetch_rows, episode)
 
     def _expect(self, episode: int, coming: Coming) -> None:
         assert self._fetchers is not None  # see `expect`
         known: Samples | Future[_Fetched]
-        if episode in self._blocks:
-            start, length, _ = self._blocks[episode]
-            known = {camera: self._columns[SAMPLE + camera][start : start + length].copy() for camera in self._dataset.videos}
+        if episode in self._arena:
+            known = {camera: self._arena.rows(SAMPLE + camera, episode).copy() for camera in self._dataset.videos}
         else:
             if episode not in self._fetching:
                 self._fetch(episode, coming.number, coming.epoch)
@@ -235,7 +225,7 @@ class Residency:
             rows = self._reader.read(episode)
             found = rows[episode]
             for other, columns in rows.items():
-                if other != episode and other not in self._blocks and self.room_ahead():
+                if other != episode and other not in self._arena and self.room_ahead():
                     self._arrived[other] = columns
         return found
 
@@ -244,7 +234,7 @@ class Residency:
         assert self._encoded is not None  # see `expect`
         for camera, shown in (known.result().samples if isinstance(known, Future) else known).items():
             with contextlib.suppress(DecodeError):  # reported when a frame of it is asked for
-                table = self._tables.of(camera, episode)
+                table = self._tables.of(camera, episode, self._source)
                 offsets = self._windows.get(camera, np.zeros(1, np.int64))
                 frames, _ = windows.window(offsets, coming.frames, np.full(len(coming.frames), len(shown)))
                 samples = shown[frames].astype(np.int64).reshape(-1)
@@ -261,81 +251,25 @@ class Residency:
         return cuts
 
     def _room(self) -> int:
-        return self._budget - self._row_bytes - self._object_bytes - self._tables.nbytes - self._fetching_bytes()
+        return self._budget - self._arena.nbytes - self._tables.nbytes - self._fetching_bytes()
 
     def _fetching_bytes(self) -> int:
         """An estimate, for rows that have come or will, and are not yet asked for."""
         rows = sum(int(self._dataset.lengths[episode]) for episode in {*list(self._fetching), *list(self._arrived)})
         return rows * self._dataset.row_bytes
 
-    # ---- the arrays
+    # ---- rows and samples
 
     def _admit(self, episode: int, columns: Columns, needed: set[int]) -> None:
-        length = int(self._dataset.lengths[episode])
-        unmapped = np.full(length, UNMAPPED, np.int32)
-        columns = columns | {SAMPLE + camera: unmapped for camera in self._dataset.videos}
-        row_bytes = sum(values.nbytes for values in columns.values()) // length + 1
-        object_bytes = sum(len(v) for values in columns.values() if values.dtype == object for v in values)
-        live = sum(block.length for block in self._blocks.values()) + length
-
-        def taken(rows: int) -> int:
-            return rows * row_bytes + self._object_bytes + object_bytes
-
-        for old in list(self._blocks):
-            if taken(live + live // 2) <= self._row_budget:  # the half is room to move in, see `_make_room`
-                break
-            if old not in needed:
-                live -= self._evict(old)
-        if taken(live) > self._row_budget:
-            if episode not in needed:
-                return  # came along in a row group; it is read again when its time comes
-            raise MemoryBudgetError(
-                f"memory_budget is {self._budget} bytes, of which {self._row_budget} are for rows, and the rows of the "
-                f"{len(needed)} episodes of one batch need {taken(live)}; give a larger memory_budget, or a smaller batch_size"
-            )
-        most = (self._row_budget - taken(0)) // row_bytes
-        self._make_room(length, min(live + live // 2, most), columns)
-        for key, values in columns.items():
-            self._columns[key][self._used : self._used + length] = values
-        self._blocks[episode] = _Block(self._used, length, object_bytes)
-        self._start[episode] = self._used
-        self._used += length
-        self._object_bytes += object_bytes
-
-    def _evict(self, episode: int) -> int:
-        block = self._blocks.pop(episode)
-        self._start[episode] = -1
-        self._object_bytes -= block.object_bytes
-        for values in self._columns.values():
-            if values.dtype == object:
-                values[block.start : block.start + block.length] = None
-        return block.length
-
-    def _make_room(self, length: int, capacity: int, columns: Columns) -> None:
-        """Has `length` free rows at the end of the arrays. Evicted episodes leave holes; when the end is reached, what is
-        left moves to new arrays of `capacity` rows."""
-        if self._columns and self._used + length <= len(next(iter(self._columns.values()))):
-            return
-        old, self._columns = self._columns, {}
-        for key, values in columns.items():
-            self._columns[key] = np.empty((capacity, *values.shape[1:]), values.dtype)
-        used = 0
-        for episode, block in self._blocks.items():
-            for key, values in old.items():
-                self._columns[key][used : used + block.length] = values[block.start : block.start + block.length]
-            self._blocks[episode] = block._replace(start=used)
-            self._start[episode] = used
-            used += block.length
-        self._used = used
-        self._row_bytes = sum(values.nbytes for values in self._columns.values())
+        unmapped = np.full(len(columns["timestamp"]), UNMAPPED, np.int32)
+        self._arena.admit(episode, columns | {SAMPLE + camera: unmapped for camera in self._dataset.videos}, needed)
 
     def _map_rows(self, episode: int, known: dict[str, npt.NDArray[np.int32]]) -> None:
         """Fills in the samples of an episode's rows, unless that has been done."""
-        start, length, _ = self._blocks[episode]
         for camera in self._dataset.videos:
-            column = self._columns[SAMPLE + camera][start : start + length]
+            column = self._arena.rows(SAMPLE + camera, episode)
             if column[0] == UNMAPPED:
-                timestamp = self._columns["timestamp"][start : start + length]
+                timestamp = self._arena.rows("timestamp", episode)
                 column[:] = known[camera] if camera in known else self._map(camera, episode, timestamp)
 
     def _map(self, camera: str, episode: int, timestamp: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
@@ -346,7 +280,7 @@ class Residency:
         """
         start = self._dataset.table.start[camera][self._dataset.rows[episode]]
         try:
-            table = self._tables.of(camera, episode)
+            table = self._tables.of(camera, episode, self._source)
         except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(timestamp), LACKING, np.int32)
         samples, away = table.nearest(start + timestamp.astype(np.float64))

@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dali_stream.arena import Columns
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.metadata import parquet_errors
 from dali_stream.once import Once
+from dali_stream.storage import Store
 from dali_stream.storage.store import Ranges
-
-Columns = dict[str, npt.NDArray[Any]]
 
 
 class RowReader:
@@ -30,13 +30,14 @@ class RowReader:
 
     Args:
         dataset: the selected part of a dataset.
+        store: where its rows are read; None: where the dataset lies.
         count: told how many bytes a row group has taken.
     """
 
     FOOTERS = 256  # Parquet footers kept, least recently used first to go
 
-    def __init__(self, dataset: Dataset, count: Callable[[int], None] = lambda _: None) -> None:
-        self._dataset, self._count = dataset, count
+    def __init__(self, dataset: Dataset, store: Store | None = None, count: Callable[[int], None] = lambda _: None) -> None:
+        self._dataset, self._store, self._count = dataset, store or dataset.data_store, count
         self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video"}
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
         self._lock = threading.Lock()
@@ -57,17 +58,17 @@ class RowReader:
         number = int(dataset.table.data.index[row])
         path = dataset.table.data.paths[number]
         first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
-        with parquet_errors(dataset.data_store, path):
+        with parquet_errors(self._store, path):
             footer = self._footer(path, number)
             table, found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
             if episode not in found:  # the file does not hold its episodes in their order
                 table, found = self._read(
-                    footer, path, footer.groups_of(_parquet(self._dataset.data_store.open(path, footer.size), footer), index)
+                    footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index)
                 )
         if episode not in found:
             rows = int((table["episode_index"].to_numpy() == dataset.episodes[episode]).sum())
             raise DatasetError(
-                f"{dataset.data_store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
+                f"{self._store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
                 f"{dataset.lengths[episode]} rows, and the file holds {rows}; copy the dataset again"
             )
         return found
@@ -76,7 +77,7 @@ class RowReader:
         columns = list(dict.fromkeys([*self.features, "episode_index"]))
 
         def read() -> tuple[pa.Table, dict[int, Columns]]:
-            file = self._dataset.data_store.open(path, footer.size)
+            file = self._store.open(path, footer.size)
             table = _parquet(file, footer).read_row_groups(groups, columns=columns, use_threads=False)
             self._count(file.bytes_read)
             return table, self._cut(path, table)
@@ -97,7 +98,7 @@ class RowReader:
         return footer
 
     def _read_footer(self, path: str, number: int) -> _Footer:
-        table, store = self._dataset.table, self._dataset.data_store
+        table, store = self._dataset.table, self._store
         first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
         with store.open(path) as file:
             return _Footer(pq.ParquetFile(file), list(self.features), first_row, promised, store.where(path), store.size(path))
@@ -116,7 +117,7 @@ class RowReader:
             known = episode < len(dataset.episodes) and dataset.episodes[episode] == index[start]
             if known and stop - start == dataset.lengths[episode]:
                 rows = table.slice(start, stop - start)
-                where = f"{dataset.data_store.where(path)}: episode {index[start]}"
+                where = f"{self._store.where(path)}: episode {index[start]}"
                 found[episode] = {key: to_numpy(rows[key], self.features[key], f"{where}: {key}") for key in self.features}
                 counted = found[episode].get("frame_index")
                 if counted is not None and (np.diff(counted) != 1).any():

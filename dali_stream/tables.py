@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
 from dali_stream.once import Once
+from dali_stream.storage import Store
 from dali_stream.video.table import SampleTable, read_table
 
 
@@ -31,8 +32,8 @@ class Tables:
         self._once = Once()
         self.nbytes = self.index_bytes = 0
 
-    def of(self, camera: str, episode: int) -> SampleTable:
-        """The sample table of the file that holds an episode. Raises DecodeError where it has none."""
+    def of(self, camera: str, episode: int, store: Store) -> SampleTable:
+        """The sample table of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""
         files = self._dataset.table.video[camera]
         path = files.paths[files.index[self._dataset.rows[episode]]]
         with self._lock:
@@ -41,11 +42,11 @@ class Tables:
                 return table
             if path in self._broken:
                 raise self._broken[path]
-        return self._once(path, lambda: self._read(path))
+        return self._once(path, lambda: self._read(path, store))
 
-    def _read(self, path: str) -> SampleTable:
+    def _read(self, path: str, store: Store) -> SampleTable:
         try:
-            table = read_table(self._dataset.data_store, path)
+            table = read_table(store, path)
         except (DecodeError, DatasetError) as error:  # DatasetError: there is no such file
             broken = DecodeError(str(error))
             with self._lock:

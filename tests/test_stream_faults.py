@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_data import SIDE, TOP, check_identities, read_lengths, samples
-from servers import Server
+from servers import Handler, Server
 
 from dali_stream import DaliStreamError, Dataset, Loader, StorageError
 from dali_stream.demo import write_demo
@@ -98,16 +99,20 @@ def test_a_server_that_goes_away_is_an_error_and_the_run_goes_on_later(small: Pa
     with Server(small) as server:
         loader = _loader(server.url, memory_budget=150_000)
         running = iter(loader)
-        found = samples(next(running) for _ in range(3))
+        found, states = samples(next(running) for _ in range(3)), [loader.state_dict()]
+
+    def rest() -> None:
+        for batch in running:
+            found.extend(samples([batch]))
+            states.append(loader.state_dict())
+
     started = time.monotonic()
     with loader, pytest.raises(StorageError, match=r"not read after \d+ tries? in .* 1.5 s are allowed") as failed:
-        for batch in running:
-            found += samples([batch])
-            state = loader.state_dict()
+        rest()
     assert time.monotonic() - started < PATIENCE_S
     assert server.url in str(failed.value)
     with Server(small) as other, _loader(other.url) as again:
-        again.load_state_dict(state)
+        again.load_state_dict(states[-1])
         assert found + samples(again) == whole
 
 
@@ -123,27 +128,39 @@ def test_a_file_that_changes_during_the_run_is_an_error(small: Path, tmp_path: P
 
 
 def test_close_does_not_wait_for_a_server_that_hangs(small: Path) -> None:
+    """Neither does the thread that waits for a batch, and other loaders of the same dataset go on."""
+    hanging = threading.Event()
+
+    def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        hanging.set()
+        handler.wait()
+
     with Server(small) as server:
-        loader = Loader(Dataset(server.url, give_up_after_s=3 * PATIENCE_S), batch_size=8)
-        next(iter(loader))
-        loader.close()
-        loader = Loader(Dataset(server.url, give_up_after_s=3 * PATIENCE_S, storage_options={"timeout": 3 * PATIENCE_S}), batch_size=8)
-        server.set_faults([faults.hang] * 1000)
-        running = iter(loader)
+        dataset = Dataset(server.url, give_up_after_s=3 * PATIENCE_S, storage_options={"timeout": 3 * PATIENCE_S})
+        other = iter(Loader(dataset, batch_size=8))
+        next(other)
+        loader = Loader(dataset, batch_size=8)
+        server.set_faults([hang] * 1000)
+        errors: list[BaseException] = []
+        waiting = threading.Thread(target=_take_one, args=(loader, errors))
+        waiting.start()
+        assert hanging.wait(PATIENCE_S)
         started = time.monotonic()
-        with pytest.raises(DaliStreamError, match="closed"):
-            _close_soon(loader)
-            next(running)
+        loader.close()
+        waiting.join(PATIENCE_S)
         assert time.monotonic() - started < PATIENCE_S
+        assert isinstance(errors[0], DaliStreamError)
+        server.set_faults([])
+        assert len(samples(other)) > 8
+
+
+def _take_one(loader: Loader, errors: list[BaseException]) -> None:
+    try:
+        next(iter(loader))
+    except Exception as error:
+        errors.append(error)
 
 
 def _loader(uri: Path | str, **arguments: Any) -> Loader:
     dataset = Dataset(uri, give_up_after_s=GIVE_UP_S)
     return Loader(dataset, **({"batch_size": 8, "consumers": 4} | arguments))
-
-
-def _close_soon(loader: Loader) -> None:
-    """Closes the loader from another thread when its requests hang."""
-    import threading
-
-    threading.Timer(0.5, loader.close).start()

@@ -1,0 +1,113 @@
+"""How near a dataset on a slow network comes to the same dataset on the local disk.
+
+    python benchmarks/remote.py ROOT [--latency-ms 50] [--megabytes-per-s 40] [--batch-size 64] [--rounds 5] [--json]
+
+Serves the folder ROOT over HTTP on loopback, from a process of its own, with a latency for each request and a bandwidth for
+all together. In each round four loaders take turns, with the same order: local; remote with nothing at hand (cold); remote
+in its second epoch, out of memory; remote with nothing but a filled `cache_dir`. Rates are of an epoch without its first
+batch, whose time is given by itself. The server takes its share of the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import dali_stream
+from dali_stream.process import cores, processor
+
+TESTS = Path(__file__).parents[1] / "tests"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset")
+    parser.add_argument("--latency-ms", type=float, default=50, help="of each request")
+    parser.add_argument("--megabytes-per-s", type=float, default=40, help="of all requests together")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; the medians are compared")
+    parser.add_argument("--memory-budget", default="4GiB")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    try:
+        result = measure(arguments)
+    except (dali_stream.DaliStreamError, ValueError) as error:
+        print(f"remote: {error}", file=sys.stderr)
+        return 1
+    for name, found in result["medians"].items():
+        print(
+            f"{name:7} {found['frames_per_s']:6.0f} frames/s, {found['ratio']:.3f} of local; first batch after "
+            f"{found['first_batch_s']:.2f} s; {found['requests']:.0f} requests, {found['fetched_bytes'] / 1e6:.1f} MB"
+        )
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Alternates the four sides."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    network = (arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
+    serving = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, arguments.root, *network), daemon=True)
+    serving.start()
+    url = ours.recv()
+    loader = {"batch_size": arguments.batch_size, "memory_budget": arguments.memory_budget}
+    rounds: dict[str, list[dict[str, float]]] = {"local": [], "cold": [], "memory": [], "cache": []}
+    with tempfile.TemporaryDirectory() as cache:
+        epochs(dali_stream.Dataset(url, cache_dir=cache), 1, loader)  # fills the cache, and warms up the process
+        for _ in range(arguments.rounds):
+            rounds["local"] += epochs(dali_stream.Dataset(arguments.root), 1, loader)
+            cold, memory = epochs(dali_stream.Dataset(url), 2, loader)
+            rounds["cold"].append(cold)
+            rounds["memory"].append(memory)
+            rounds["cache"] += epochs(dali_stream.Dataset(url, cache_dir=cache), 1, loader)
+    ours.send("end")
+    serving.join()
+    medians = {name: {key: statistics.median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()}
+    for found in medians.values():
+        found["ratio"] = found["frames_per_s"] / medians["local"]["frames_per_s"]
+    machine = {"processor": processor(), "cores": cores(), "python": platform.python_version()}
+    settings = {key: str(value) for key, value in vars(arguments).items()}
+    return {"machine": machine, "date": time.strftime("%Y-%m-%d"), "arguments": settings, "medians": medians, "rounds": rounds}
+
+
+def epochs(dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any]) -> list[dict[str, float]]:
+    """Streams some epochs with one loader, and tells what each took."""
+    found = []
+    with dali_stream.Loader(dataset, image_dtype="uint8", **arguments) as loader:
+        for _ in range(count):
+            before, began = loader.stats(), time.perf_counter()
+            frames, first = 0, 0.0
+            for batch in loader:
+                if not first:
+                    first, started = time.perf_counter() - began, time.perf_counter()
+                else:
+                    frames += len(batch["index"]) * len(dataset.cameras)
+            rate = frames / (time.perf_counter() - started)
+            after = loader.stats()
+            spent = {key: after[key] - before[key] for key in ("requests", "fetched_bytes", "needed_bytes", "cached_bytes")}
+            found.append({"frames_per_s": rate, "first_batch_s": first, **spent})
+    return found
+
+
+def serve(connection: Connection, root: Path, latency_s: float, bytes_per_s: float) -> None:
+    """The server's process."""
+    sys.path.insert(0, str(TESTS))
+    from servers import Server
+
+    with Server(root, latency_s=latency_s, bytes_per_s=bytes_per_s) as server:
+        connection.send(server.url)
+        connection.recv()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
