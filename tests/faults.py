@@ -88,6 +88,18 @@ def retry_at(seconds: float) -> Fault:
     return answer
 
 
+def long_length(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+    """More bytes than the range that it says it has."""
+    handler.reply(206, data[:7] + data, fields)
+
+
+def late(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+    """A range that starts later than was asked for, and says so."""
+    span, _, size = fields.pop("Content-Range").removeprefix("bytes ").partition("/")
+    first, _, last = span.partition("-")
+    handler.reply(206, data[3:], fields | {"Content-Range": f"bytes {int(first) + 3}-{last}/{size}"})
+
+
 def content_range(shift: int = 0, total: int = 0, *, missing: bool = False) -> Fault:
     """A Content-Range whose start or total is off, or none."""
 

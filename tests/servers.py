@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -57,7 +58,8 @@ class Network:
         """The wait until so many bytes are through."""
         if self.bytes_per_s:
             with self._lock:
-                self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_s
+                # A sleep that lasts too long costs no bandwidth, up to a twentieth of a second.
+                self._free_at = max(self._free_at, time.monotonic() - 0.05) + size / self.bytes_per_s
                 wait = self._free_at - time.monotonic()
             time.sleep(max(wait, 0.0))
 
@@ -71,7 +73,8 @@ class Server:
     Args:
         files: a folder, or {path: bytes}, which may be changed while the server runs.
         latency_s, bytes_per_s: see `Network`.
-        faults: what to do instead of answering well; see `fault_for`.
+        faults: what to do instead of answering well; see `set_faults`.
+        tls: for https.
     """
 
     def __init__(
@@ -81,11 +84,12 @@ class Server:
         latency_s: float = 0.0,
         bytes_per_s: float | None = None,
         faults: Iterable[Fault | None] | Mapping[str, Iterable[Fault | None]] = (),
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.files = files
+        self.files, self.tls = files, tls
         self.network = Network(latency_s, bytes_per_s)
         self.requests: list[Request] = []
-        self.busy, self.peak = 0, 0  # requests at a time, now and at most
+        self.busy, self.peak = 0, 0  # requests that wait out the latency, now and at most
         self.closing = threading.Event()
         self.lock = threading.Lock()
         self.set_faults(faults)
@@ -105,7 +109,9 @@ class Server:
     def __enter__(self) -> Server:
         self._http = _Threading(("127.0.0.1", 0), partial(self.handler(), self))
         self._http.owner = self
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        if self.tls is not None:
+            self._http.socket = self.tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
+        self.url = f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self._http.server_address[1]}"
         self._thread = threading.Thread(target=partial(self._http.serve_forever, poll_interval=0.02), name="test-server")
         self._thread.start()
         return self
@@ -198,10 +204,10 @@ class Handler(BaseHTTPRequestHandler):
             self.owner.peak = max(self.owner.peak, self.owner.busy)
         try:
             self.owner.network.delay()
-            self.answer(self.request_seen)
         finally:
             with self.owner.lock:
                 self.owner.busy -= 1
+        self.answer(self.request_seen)
 
     do_HEAD = do_GET
 

@@ -43,7 +43,8 @@ def open_store(
         StorageError: what is there cannot be reached.
         ValueError: an argument that does not fit the address.
     """
-    if isinstance(give_up_after_s, bool) or not (math.isfinite(give_up_after_s) and give_up_after_s > 0):
+    number = isinstance(give_up_after_s, (int, float)) and not isinstance(give_up_after_s, bool)
+    if not number or not 0 < give_up_after_s < math.inf:
         raise ValueError(f"give_up_after_s is {give_up_after_s!r}; it is a positive number of seconds")
     scheme, separator, rest = address.partition("://")
     if revision is not None and scheme != "hf":
@@ -54,8 +55,8 @@ def open_store(
         return LocalStore(rest)
     if scheme == "memory":
         return FilesystemStore(address, storage_options)
-    transport = _transport(scheme, address, storage_options, revision, give_up_after_s)
     cache = None if cache_dir is None else RangeCache(cache_dir, cache_bytes)
+    transport = _transport(scheme, address, storage_options, revision, give_up_after_s)
     return RemoteStore(transport, cache=cache, give_up_after_s=give_up_after_s)
 
 

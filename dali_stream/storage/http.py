@@ -7,6 +7,7 @@ import email.utils
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
@@ -75,9 +76,10 @@ class HttpTransport(Transport):
             except BaseException:
                 self._targets.pop(path, None)  # whatever it is, the original says where to go now
                 raise
+            if answer is None or answer.cut:
+                self._targets.pop(path, None)
             if answer is not None:
                 return answer
-            self._targets.pop(path, None)
         answer = self._follow(path, self._url(path), None, start, stop, deadline)
         assert answer is not None
         return answer
@@ -115,11 +117,13 @@ class HttpTransport(Transport):
         raise StorageError(f"{self._where(path)}: more than {_MAX_REDIRECTS} redirects; check the address")
 
     def _next(self, path: str, url: str, location: str) -> str:
-        there = urljoin(url, location)
-        parts = urlsplit(there)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        there, scheme, host = "", "", None
+        with suppress(ValueError):  # of a port that is no number, and the like
+            there = urljoin(url, location)
+            scheme, host, _ = origin(there)
+        if scheme not in ("http", "https") or not host:
             raise TransientError("a redirect to something that is no URL")
-        if parts.scheme == "http" and url.startswith("https:"):
+        if scheme == "http" and url.startswith("https:"):
             raise StorageError(f"{self._where(path)}: redirects from https to http, which is not followed; use its new address")
         return there
 
@@ -127,9 +131,8 @@ class HttpTransport(Transport):
         self, path: str, url: str, tag: str, start: int, stop: int, deadline: Deadline, *, remembered: bool
     ) -> Answer | _Redirect | None:
         """One request."""
-        headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
-        if origin(url) == origin(self._folder):
-            headers |= self._headers
+        given = self._headers if origin(url) == origin(self._folder) else {}
+        headers = {**given, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
 
         def use(response: urllib3.BaseHTTPResponse) -> Answer | _Redirect | None:
             if remembered and response.status in (401, 403, 404, 410):

@@ -26,7 +26,7 @@ _HINTS = {
 }
 _TIMEOUT_S = 10.0
 _CHUNK = 1 << 18
-_TAGS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_TAGS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
 # Mistakes, which no second try mends.
 _FINAL = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 

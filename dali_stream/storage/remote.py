@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import threading
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, TypeVar
@@ -107,10 +108,12 @@ class RemoteStore(Store):
 
     def size(self, path: str) -> int:
         """Bytes of a file. Costs a request only where no read and no listing has told it before."""
-        return self._sizes[path] if checked(path) in self._sizes else self._stat(path).size
+        size = self._known_size(checked(path))
+        return self._stat(path).size if size is None else size
 
     def exists(self, path: str) -> bool:
         """Whether there is a file of this name. A `StorageError` where that cannot be found out."""
+        checked(path)
         try:
             self.size(path)
         except DatasetError:
@@ -119,7 +122,8 @@ class RemoteStore(Store):
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file; fewer where the file ends before `stop`."""
-        stop = min(stop, self._sizes.get(checked(path), stop))
+        size = self._known_size(checked(path))
+        stop = stop if size is None else min(stop, size)
         if stop <= start:
             return b""
         key = self._cache_key(path)
@@ -136,8 +140,14 @@ class RemoteStore(Store):
             self._pin(path, version)
         return sorted(found)
 
+    def session(self) -> RemoteStore:
+        """The same files, versions, connections and counts for one user, whose `close` ends its own reads and no others."""
+        session = copy.copy(self)
+        session._stop = threading.Event()
+        return session
+
     def close(self) -> None:
-        """Gives back connections. What is being read then ends with a `StorageError`."""
+        """Gives back connections. What is being read through this very object then ends with a `StorageError`."""
         stop, self._stop = self._stop, threading.Event()
         stop.set()
         self._transport.close()
@@ -149,6 +159,8 @@ class RemoteStore(Store):
 
     def _pin(self, path: str, version: Version) -> None:
         """Holds a file to the version seen first. A source that gives a tag at times is held to it when it does."""
+        if path not in self._sizes and self._cache is not None and self._transport.frozen:
+            self._cache.write(self._size_key(path), 0, version.size.to_bytes(8, "little"))
         size = self._sizes.setdefault(path, version.size)
         tag = self._tags.setdefault(path, version.tag) if version.tag else version.tag
         if size != version.size:
@@ -192,6 +204,17 @@ class RemoteStore(Store):
         )
 
     # -- the cache
+
+    def _known_size(self, path: str) -> int | None:
+        """What a request has told, now or in the run that filled the cache."""
+        if path not in self._sizes and self._cache is not None and self._transport.frozen:
+            [*_, (_, _, data)] = self._cache.parts(self._size_key(path), 0, 8)
+            if data is not None and len(data) == 8:
+                self._sizes.setdefault(path, int.from_bytes(data, "little"))
+        return self._sizes.get(path)
+
+    def _size_key(self, path: str) -> str:
+        return f"size of {self._transport.source} {path}"
 
     def _cache_key(self, path: str) -> str | None:
         """What the file is called in the cache; None where nothing tells its versions apart."""

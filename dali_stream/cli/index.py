@@ -1,0 +1,69 @@
+"""`dali-stream index`: the index of a whole remote dataset, read into the cache ahead of time."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dali_stream.cli import arguments, console
+
+if TYPE_CHECKING:
+    from dali_stream.index import IndexReport
+
+_SHOWN = 20  # broken files in the text
+
+
+def index(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="A dataset on the Hub, in a bucket, or on a web server.")],
+    cache_dir: Annotated[Path, typer.Option(metavar="DIR", help="The cache, as in Dataset(cache_dir=...).")],
+    cache_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the cache may take, such as 200GiB. Without: as much as it needs.")
+    ] = None,
+    cameras: Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")] = None,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    storage_options: arguments.StorageOptions = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Read the index of every video and Parquet file into the cache, so that training starts without waiting for it.
+
+    May be interrupted: what is in the cache is not fetched again. Exit code 1 where a file is broken.
+    """
+    from dali_stream import Dataset
+    from dali_stream.index import build_index
+
+    dataset = Dataset(
+        uri,
+        revision=revision,
+        cameras=arguments.names(cameras),
+        data_files_root=data_files_root,
+        storage_options=arguments.storage_options("--storage-options", storage_options),
+        cache_dir=cache_dir,
+        cache_bytes=cache_bytes,
+    )
+    try:
+        with console.progress() as bar:
+            task = bar.add_task("reading indices", total=None)
+            report = build_index(dataset, lambda done, total: bar.update(task, completed=done, total=total))
+    finally:
+        dataset.close()
+    if as_json:
+        console.print_json(dataclasses.asdict(report))
+    else:
+        _say(report)
+    if report.broken:
+        raise typer.Exit(1)
+
+
+def _say(report: IndexReport) -> None:
+    typer.echo(
+        f"{report.files} files: {console.megabytes(report.fetched_bytes)} fetched, "
+        f"{console.megabytes(report.cached_bytes)} out of the cache"
+    )
+    for why in list(report.broken.values())[:_SHOWN]:
+        typer.echo(f"broken: {why}")
+    if len(report.broken) > _SHOWN:
+        typer.echo(f"and {len(report.broken) - _SHOWN} more broken files; --json names all")

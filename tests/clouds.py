@@ -1,0 +1,192 @@
+"""The Hub and S3 on loopback. See `servers` for plain files and faults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from servers import Handler, Request, Server
+
+SIGNATURE = "signed-for-the-cdn"
+
+
+class Hub(Server):
+    """The Hub's API as huggingface_hub calls it, its files, and at another origin the CDN that it redirects to.
+
+    Args:
+        repos: {"datasets/<owner>/<name>" or "buckets/<owner>/<name>": a folder, or {path: bytes}}.
+        token: without which nothing is answered.
+        gated: whose terms nobody accepted.
+        page: entries of a listing's page.
+    """
+
+    def __init__(
+        self,
+        repos: dict[str, Path | dict[str, bytes]],
+        *,
+        token: str | None = None,
+        gated: tuple[str, ...] = (),
+        page: int = 1000,
+        **network: Any,
+    ) -> None:
+        super().__init__({}, **network)
+        self.token, self.gated, self.page = token, gated, page
+        self.names = tuple(repos)
+        for name, files in repos.items():
+            self.put(name, files)
+        self.cdn = Cdn(self.files, **network)
+
+    def put(self, name: str, files: Path | dict[str, bytes]) -> None:
+        """Adds files to a repository, as a commit would."""
+        assert isinstance(self.files, dict)
+        if isinstance(files, Path):
+            files = {path.relative_to(files).as_posix(): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+        self.files.update({f"{name}/{path}": data for path, data in files.items()})
+
+    def commit(self, name: str) -> str:
+        """The commit of a repository's present files."""
+        assert isinstance(self.files, dict)
+        names = sorted((path, len(data)) for path, data in self.files.items() if path.startswith(f"{name}/"))
+        return hashlib.sha1(repr(names).encode()).hexdigest()
+
+    def __enter__(self) -> Hub:
+        self.cdn.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *arguments: object) -> None:
+        super().__exit__(*arguments)
+        self.cdn.__exit__(*arguments)
+
+    def handler(self) -> type[Handler]:
+        return _HubHandler
+
+
+class Cdn(Server):
+    """Answers signed URLs until `expired` is set."""
+
+    expired = False
+
+    def handler(self) -> type[Handler]:
+        return _CdnHandler
+
+
+class _CdnHandler(Handler):
+    def answer(self, request: Request) -> None:
+        assert isinstance(self.owner, Cdn)
+        if self.owner.expired or parse_qs(request.query).get("Signature") != [SIGNATURE]:
+            return self.reply(403, b"expired")
+        return self.send_file(request.path.lstrip("/"), {"ETag": f'"cdn-{self.owner.version(request.path.lstrip("/"))}"'})
+
+
+class _HubHandler(Handler):
+    owner: Hub
+
+    def answer(self, request: Request) -> None:
+        parts = [unquote(part) for part in urlsplit(self.path).path.lstrip("/").split("/")]
+        api = parts[0] == "api"
+        name, rest = "/".join(parts[api : api + 3]), parts[api + 3 :]
+        if self.owner.token and request.headers.get("authorization") != f"Bearer {self.owner.token}":
+            return self.reply(401, b"no", {"X-Error-Code": "RepoNotFound"})
+        if name not in self.owner.names:
+            return self.reply(404, b"no", {"X-Error-Code": "RepoNotFound"})
+        if name in self.owner.gated:
+            return self.reply(403, b"no", {"X-Error-Code": "GatedRepo"})
+        revision = rest.pop(1) if rest[:1] and rest[0] != "paths-info" and name.startswith("datasets/") else None
+        if revision not in (None, "main", "refs/pr/1", self.owner.commit(name)):
+            return self.reply(404, b"no", {"X-Error-Code": "RevisionNotFound"})
+        if api:
+            return self._api(request, name, rest)
+        return self._resolve(name, "/".join(rest[1:]))
+
+    def _api(self, request: Request, name: str, rest: list[str]) -> None:
+        fault = self.owner.fault_for(request.path.lstrip("/"))
+        fields, found = {"Content-Type": "application/json"}, {"id": name.partition("/")[2], "sha": self.owner.commit(name)}
+        answer: Any = found
+        if rest[:1] == ["tree"]:
+            answer = self._entries(name, "/".join(rest[1:]))
+            if not answer:
+                return self.reply(404, b"no", {"X-Error-Code": "EntryNotFound"})
+            first = int(parse_qs(request.query).get("cursor", ["0"])[0])
+            if first + self.owner.page < len(answer):
+                url = f"{self.owner.url}{quote(request.path)}?recursive=true&cursor={first + self.owner.page}"
+                fields["Link"] = f'<{url}>; rel="next"'
+            answer = answer[first : first + self.owner.page]
+        data = json.dumps(answer).encode()
+        return self.reply(200, data, fields) if fault is None else fault(self, data, fields)
+
+    def _entries(self, name: str, folder: str) -> list[dict[str, Any]]:
+        assert isinstance(self.owner.files, dict)
+        return [
+            {
+                "type": "file",
+                "path": path.removeprefix(f"{name}/"),
+                "size": len(data),
+                "oid": hashlib.sha1(data).hexdigest(),
+                "xetHash": hashlib.sha256(data).hexdigest(),
+            }
+            for path, data in sorted(self.owner.files.items())
+            if path.startswith(f"{name}/{folder}")
+        ]
+
+    def _resolve(self, name: str, path: str) -> None:
+        version = self.owner.version(f"{name}/{path}")
+        if version is None:
+            return self.reply(404, b"no", {"X-Error-Code": "EntryNotFound"})
+        if path.endswith(".json"):  # small text is answered at once
+            return self.send_file(f"{name}/{path}")
+        size, etag = version
+        url = f"{self.owner.cdn.url}/{quote(name)}/{quote(path)}?Signature={SIGNATURE}"
+        text = b"Found. Redirecting"
+        return self.reply(302, text, {"Location": url, "X-Linked-ETag": etag, "X-Linked-Size": str(size)})
+
+
+class S3:
+    """moto's S3 server with one bucket, and the storage options to reach it.
+
+    Args:
+        files: a folder, or {key: bytes}.
+    """
+
+    bucket = "robots"
+
+    def __init__(self, files: Path | dict[str, bytes]) -> None:
+        if isinstance(files, Path):
+            files = {path.relative_to(files).as_posix(): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+        self.files = files
+
+    def __enter__(self) -> S3:
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        self.endpoint = "http://{}:{}".format(*self._server.get_host_and_port())
+        self.options = {"key": "test-key", "secret": "test-secret", "endpoint_url": self.endpoint}
+        self._client().create_bucket(Bucket=self.bucket)
+        for key, data in self.files.items():
+            self.put(key, data)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes an object."""
+        self._client().put_object(Bucket=self.bucket, Key=key, Body=data)
+
+    def _client(self) -> Any:
+        import boto3
+
+        with mock.patch.dict(os.environ, {"AWS_EC2_METADATA_DISABLED": "true"}):
+            return boto3.client(
+                "s3",
+                endpoint_url=self.endpoint,
+                aws_access_key_id="test-key",
+                aws_secret_access_key="test-secret",
+                region_name="us-east-1",
+            )

@@ -1,0 +1,48 @@
+"""What the tests of remote storage share."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from dali_stream.errors import DaliStreamError
+from dali_stream.storage import Store, open_store
+
+CONTENT = random.Random(0).randbytes(3 << 20)  # more than a server without ranges may send whole
+SMALL = CONTENT[:1000]
+
+
+def quick(address: str, options: dict[str, object] | None = None, **arguments: object) -> Store:
+    """A store that loses patience soon."""
+    return open_store(address, {"timeout": 0.3, **(options or {})}, **{"give_up_after_s": 5.0, **arguments})  # type: ignore[arg-type]
+
+
+def failure(store: Store, path: str, start: int = 0, stop: int = 10) -> DaliStreamError:
+    """What reading raises."""
+    with pytest.raises(DaliStreamError) as caught:
+        store.read(path, start, stop)
+    return caught.value
+
+
+def chain(error: BaseException | None) -> Iterator[str]:
+    """All that an error and what it is chained to say, whether it would be printed or not."""
+    while error is not None:
+        yield f"{error!s} {error!r} {error.args!r} {vars(error)!r}"
+        yield from chain(error.__context__)
+        error = error.__cause__
+
+
+def said(caplog: pytest.LogCaptureFixture, *errors: BaseException) -> str:
+    """All that was logged and raised."""
+    records = [f"{record.getMessage()} {record.args!r} {record.exc_text}" for record in caplog.records]
+    return "\n".join([*records, caplog.text, *(text for error in errors for text in chain(error))])
+
+
+@pytest.fixture
+def everything_logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of all libraries, at DEBUG."""
+    caplog.set_level(logging.DEBUG)
+    return caplog

@@ -1,0 +1,228 @@
+"""The disk cache between processes: writers and readers at once, locks, and processes that are killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+from test_cache import cut, entries, keep, total, whole
+
+from dali_stream.storage.cache import RangeCache
+
+LIMIT = 300_000
+HANG = 120  # seconds; only a hang takes so long
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def processes(count: int, work: Callable[..., None], *arguments: Any) -> Iterator[list[tuple[Any, Connection]]]:
+    """Runs `work(pipe, number, *arguments)` in as many processes; each is dead afterwards."""
+    started = []
+    for number in range(count):
+        ours, theirs = SPAWN.Pipe()
+        process = SPAWN.Process(target=work, args=(theirs, number, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        yield started
+    finally:
+        for process, pipe in started:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def received(pipe: Connection) -> Any:
+    assert pipe.poll(HANG), "the process hangs"
+    return pipe.recv()
+
+
+def total_now(folder: Path) -> int:
+    """Bytes of the cache while nobody writes."""
+    with filelock.FileLock(folder / "locks/write", timeout=HANG):
+        return total(folder)
+
+
+def assert_in_order(folder: Path) -> None:
+    """No lock is held, the limit is kept, what is there is right, and the cache works."""
+    for path in (folder / "locks").iterdir():
+        with filelock.FileLock(path, timeout=0):
+            pass
+    assert total(folder) <= LIMIT
+    cache = RangeCache(folder, LIMIT)
+    for file in "abcdefgh":
+        for a, b, data in cache.parts(file, 0, 60_000):
+            assert data is None or data == cut(file, a, b)
+    new = os.urandom(4).hex()
+    keep(cache, new, 0, 20_000)
+    assert whole(cache, new, 0, 20_000)
+    assert not (folder / "incoming").exists()
+
+
+def use(folder: Path, rng: random.Random, rounds: int) -> tuple[int, int]:
+    """Asks for ranges and writes what is missing, as a store does; returns (hits, the highest total seen)."""
+    cache, hits, highest = RangeCache(folder, LIMIT), 0, 0
+    for number in range(rounds):
+        file, start = rng.choice("abcdefgh"), rng.randrange(0, 40_000, 500)
+        stop = start + rng.choice((300, 5000, 20_000))
+        with cache.fetching(file, start, stop):
+            for a, b, data in cache.parts(file, start, stop):
+                if data is None:
+                    keep(cache, file, a, b)
+                else:
+                    assert data == cut(file, a, b), f"{file} {a} {b}"
+                    hits += 1
+        if number % 5 == 0:
+            highest = max(highest, total_now(folder))
+    return hits, highest
+
+
+def user(pipe: Connection, number: int, folder: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        pipe.send(list(pool.map(lambda thread: use(folder, random.Random(10 * number + thread), 150), range(2))))
+
+
+def test_the_limit_holds_and_every_hit_is_right_with_several_processes(tmp_path: Path) -> None:
+    with processes(4, user, tmp_path) as users:
+        seen = [result for _, pipe in users for result in received(pipe)]
+    assert all(hits > 10 for hits, _ in seen)
+    assert 0.5 * LIMIT < max(highest for _, highest in seen) <= LIMIT
+    assert_in_order(tmp_path)
+
+
+def count_up(pipe: Connection, number: int, folder: Path) -> None:
+    cache, counter = RangeCache(folder / "cache", None), folder / "counter"
+
+    def add(_: int) -> None:
+        with cache.fetching("f", 0, 10):
+            counter.write_text(str(int(counter.read_text()) + 1))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(40)))
+    pipe.send("done")
+
+
+def test_one_thread_of_one_process_at_a_time_fetches_a_range(tmp_path: Path) -> None:
+    (tmp_path / "counter").write_text("0")
+    with processes(3, count_up, tmp_path) as workers:
+        assert [received(pipe) for _, pipe in workers] == ["done"] * 3
+    assert (tmp_path / "counter").read_text() == "120"
+
+
+def hold(pipe: Connection, number: int, folder: Path) -> None:
+    with RangeCache(folder, None).fetching("f", 0, 10):
+        pipe.send("held")
+        signal.pause()
+
+
+def test_a_killed_process_lets_go_of_a_range(tmp_path: Path) -> None:
+    with processes(1, hold, tmp_path) as [(process, pipe)]:
+        assert received(pipe) == "held"
+        taken = [path for path in (tmp_path / "locks").iterdir() if path.name != "write"]
+        with pytest.raises(filelock.Timeout):
+            filelock.FileLock(taken[0], timeout=0).acquire()
+        entered = threading.Event()
+
+        def fetch() -> None:
+            with RangeCache(tmp_path, None).fetching("f", 0, 10):
+                entered.set()
+
+        waiting = threading.Thread(target=fetch)
+        waiting.start()
+        process.kill()
+        process.join()
+        waiting.join(HANG)
+    assert entered.is_set()
+    assert_in_order(tmp_path)
+
+
+def test_other_ranges_do_not_wait(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path, None)
+    with cache.fetching("f", 0, 10), ThreadPoolExecutor(1) as pool:
+
+        def fetch() -> str:
+            with cache.fetching("f", 10, 20):
+                return "in"
+
+        assert pool.submit(fetch).result(HANG) == "in"
+
+
+def write_on(pipe: Connection, number: int, folder: Path) -> None:
+    rng, cache = random.Random(number), RangeCache(folder, LIMIT)
+    while True:
+        start = rng.randrange(0, 40_000)
+        keep(cache, rng.choice("abcdefgh"), start, start + rng.choice((300, 20_000)))
+        pipe.send("written")
+
+
+def test_writers_killed_at_random_moments_leave_the_cache_in_order(tmp_path: Path) -> None:
+    for number in range(4):
+        with processes(2, write_on, tmp_path) as writers:
+            for process, pipe in writers:
+                for _ in range(random.Random(number).randrange(1, 60)):
+                    received(pipe)
+                process.kill()
+        assert_in_order(tmp_path)
+
+
+def die_at(step: int) -> None:
+    """Kills this process right before its n-th change of the file system from now on."""
+    left = [step]
+
+    def watch(event: str, arguments: tuple) -> None:
+        if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def write_twice(folder: Path, step: int) -> None:
+    cache = RangeCache(folder, LIMIT)
+    die_at(step)
+    for number in range(2):
+        keep(cache, f"{step} {number}", 0, 60_000)
+
+
+def die_at_each_step(pipe: Connection, number: int, folder: Path) -> None:
+    """Lets a child die at the first change of the file system, one at the second, and so on, until one gets through."""
+    for step in range(1, 200):
+        child = os.fork()
+        if not child:
+            write_twice(folder, step)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        size = total(folder)
+        assert_in_order(folder)
+        pipe.send((step, os.WIFSIGNALED(status), size))
+        if not os.WIFSIGNALED(status):
+            return
+
+
+def test_a_writer_killed_at_any_step_leaves_the_cache_in_order(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path, LIMIT)
+    for file in "abcdefgh":
+        keep(cache, file, 0, 30_000)
+    with processes(1, die_at_each_step, tmp_path) as [(_, pipe)]:
+        steps, killed, deaths = 0, True, 0
+        while killed:
+            steps, killed, size = received(pipe)
+            deaths += killed
+            assert size <= LIMIT
+    assert deaths == steps - 1 > 10
+    assert_in_order(tmp_path)
+    assert len(entries(tmp_path)) > 2

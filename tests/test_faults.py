@@ -1,0 +1,172 @@
+"""Every way in which a network fails: the right bytes, or an error within the stated time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import faults
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import Server
+from storage_data import CONTENT, SMALL, failure, quick
+
+from dali_stream.errors import DatasetError, StorageError
+
+PATH = "data.bin"
+HANG_GUARD_S = 60.0
+
+PASSING = {
+    "reset": faults.reset,
+    "reset inside the body": faults.reset_inside,
+    "short body": faults.short,
+    "short body, short length": faults.short_length,
+    "no answer": faults.hang,
+    "half an answer": faults.hang_inside,
+    "408": faults.status(408),
+    "425": faults.status(425),
+    "429": faults.status(429),
+    "429 with a pause": faults.status(429, "0"),
+    "429 with nonsense": faults.status(429, "soon"),
+    "500": faults.status(500),
+    "502": faults.status(502),
+    "503": faults.status(503),
+    "504": faults.status(504),
+    "long body": faults.long_length,
+    "later start": faults.late,
+    "other range": faults.content_range(shift=3),
+    "no Content-Range": faults.content_range(missing=True),
+    "not HTTP": faults.garbage,
+    "200 for a moment": faults.status(204),
+}
+LASTING = {
+    "401": (faults.status(401), "access denied"),
+    "403": (faults.status(403), "access denied"),
+    "404": (faults.status(404), "no such file"),
+    "410": (faults.status(410), "no such file"),
+    "418": (faults.status(418), "HTTP 418"),
+    "no ranges": (faults.ignored_range, "no byte ranges"),
+    "gzip": (faults.gzipped, "Content-Encoding 'gzip'"),
+    "another ETag": (faults.changed_tag, "changed during the run"),
+    "another size": (faults.changed_size, "changed during the run"),
+    "another total": (faults.content_range(total=5), "changed during the run"),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING.keys())
+def test_a_fault_that_passes_costs_a_retry_and_no_bytes_are_wrong(fault: faults.Fault) -> None:
+    with Server({PATH: CONTENT}) as server:
+        store = quick(server.url)
+        server.set_faults([fault, fault])
+        assert store.read(PATH, 100, 90_000) == CONTENT[100:90_000]
+        assert store.traffic.retries == 2
+        assert store.read(PATH, 0, len(CONTENT)) == CONTENT
+
+
+@pytest.mark.parametrize(("fault", "words"), LASTING.values(), ids=LASTING.keys())
+def test_a_fault_that_stays_is_an_error_at_once(fault: faults.Fault, words: str) -> None:
+    with Server({PATH: CONTENT}) as server:
+        store = quick(server.url)
+        store.size(PATH)
+        server.set_faults([fault] * 50)
+        error = failure(store, PATH, 5, 20_000)
+        assert words in str(error)
+        assert f"{server.url}/{PATH}" in str(error)
+        assert isinstance(error, DatasetError if "no such file" in words else StorageError)
+        assert len(server.requests) == 2
+
+
+def test_what_arrived_before_a_cut_is_kept() -> None:
+    with Server({PATH: CONTENT}, faults=[faults.reset_inside, faults.short]) as server:
+        store = quick(server.url)
+        assert store.read(PATH, 0, 1000) == CONTENT[:1000]
+        starts = [int((request.range or "").removeprefix("bytes=").partition("-")[0]) for request in server.requests]
+        assert starts[0] == 0
+        assert starts[1] in (0, 500)  # a reset may overtake the bytes before it
+        assert starts[2] > starts[1]
+
+
+def test_the_error_says_what_failed_last_and_how_often_it_was_tried() -> None:
+    with Server({PATH: CONTENT}, faults=[*[faults.reset] * 2, *[faults.status(503)] * 100]) as server:
+        error = failure(quick(server.url, give_up_after_s=1.0), PATH, 7, 99)
+        assert f"{server.url}/{PATH}, bytes 7 to 99" in str(error)
+        assert f"{len(server.requests)} tries in" in str(error)
+        assert "HTTP 503" in str(error)
+
+
+@pytest.mark.parametrize("fault", [faults.hang, faults.hang_inside, faults.drip, faults.drip_headers, faults.reset])
+def test_the_stated_time_holds(fault: faults.Fault) -> None:
+    with Server({PATH: CONTENT}, faults=[fault] * 1000) as server:
+        store = quick(server.url, {"timeout": 20}, give_up_after_s=0.7)
+        begin = time.monotonic()
+        error = failure(store, PATH, 0, 100_000)
+        assert time.monotonic() - begin < 10  # far less than the timeout, and than 100000 bytes take at this pace
+        assert "0.7 s are allowed" in str(error)
+
+
+@pytest.mark.parametrize("fault", [faults.status(429, "1"), faults.retry_at(2), faults.status(503, "1")])
+def test_retry_after_is_kept(fault: faults.Fault) -> None:
+    with Server({PATH: SMALL}, faults=[fault]) as server:
+        begin = time.monotonic()
+        assert quick(server.url).read(PATH, 0, 1000) == SMALL
+        assert time.monotonic() - begin > 0.9
+
+
+def test_a_retry_after_beyond_the_stated_time_leaves_a_last_try() -> None:
+    with Server({PATH: SMALL}, faults=[faults.status(429, "3600")]) as server:
+        assert quick(server.url, give_up_after_s=1.0).read(PATH, 0, 1000) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://no-such-host.invalid", "could not be resolved"),
+        ("http://a..b/data", "broken"),
+        ("http://127.0.0.1:1", "refused"),
+    ],
+)
+def test_a_server_that_cannot_be_reached(url: str, words: str) -> None:
+    error = failure(quick(url, give_up_after_s=0.5), PATH)
+    assert isinstance(error, StorageError)
+    assert words in str(error)
+
+
+def test_closing_ends_a_read_that_waits() -> None:
+    started, errors = threading.Event(), []
+
+    def fault(*arguments: object) -> None:
+        started.set()
+        faults.hang(*arguments)  # type: ignore[arg-type]
+
+    with Server({PATH: CONTENT}, faults=[fault]) as server:
+        store = quick(server.url, {"timeout": 500}, give_up_after_s=1000)
+        reader = threading.Thread(target=lambda: errors.append(failure(store, PATH)))
+        reader.start()
+        assert started.wait(HANG_GUARD_S)
+        store.close()
+        reader.join(HANG_GUARD_S)
+        assert "closed" in str(errors[0])
+        assert store.read(PATH, 0, 10) == CONTENT[:10]
+
+
+ANY = st.sampled_from([*PASSING.values(), *(fault for fault, _ in LASTING.values()), faults.drip, faults.drip_headers])
+RANGES = st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20)).map(sorted)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(script=st.lists(st.one_of(ANY, st.none()), max_size=6), ranges=st.lists(RANGES, min_size=1, max_size=3))
+def test_under_any_faults_the_right_bytes_or_an_error_in_time(
+    script: list[Callable[..., None] | None], ranges: list[list[int]]
+) -> None:
+    with Server({PATH: CONTENT}) as server:
+        store = quick(server.url, {"timeout": 0.1}, give_up_after_s=0.5)
+        store.size(PATH)
+        server.set_faults(script)
+        for start, stop in ranges:
+            begin = time.monotonic()
+            with suppress(StorageError, DatasetError):
+                assert store.read(PATH, start, stop) == CONTENT[start:stop]
+            assert time.monotonic() - begin < 10

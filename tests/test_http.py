@@ -1,0 +1,281 @@
+"""Datasets on an HTTP server."""
+
+from __future__ import annotations
+
+import ipaddress
+import multiprocessing
+import os
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import faults
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+from servers import Server
+from storage_data import CONTENT, SMALL, everything_logged, failure, quick, said
+
+from dali_stream.errors import DatasetError, StorageError
+from dali_stream.storage import open_store
+
+__all__ = ["everything_logged"]
+
+FILES = {"data/a b#c%.bin": CONTENT, "small.bin": SMALL, "empty": b""}
+BIG = "data/a b#c%.bin"
+
+
+def test_any_range_of_any_file() -> None:
+    with Server(FILES) as server:
+        store = open_store(f"{server.url}/")
+        assert store.remote
+        assert store.read(BIG, 5, 70_000) == CONTENT[5:70_000]
+        assert store.read(BIG, 0, 2 * len(CONTENT)) == CONTENT
+        assert store.read(BIG, len(CONTENT), len(CONTENT) + 9) == b""
+        assert store.read("small.bin", 5000, 6000) == b""
+        assert store.read("empty", 0, 10) == b""
+        assert store.read(BIG, 9, 9) == b""
+        assert store.read_all("small.bin") == SMALL
+
+
+def test_the_size_of_a_file_that_was_read_costs_no_request() -> None:
+    with Server(FILES) as server:
+        store = open_store(server.url)
+        store.read(BIG, 0, 10)
+        assert store.size(BIG) == len(CONTENT)
+        assert len(server.requests) == 1
+        assert store.size("empty") == 0
+        assert [request.method for request in server.requests] == ["GET", "GET"]
+
+
+def test_traffic_counts_what_the_server_sent() -> None:
+    with Server(FILES, faults=[faults.short]) as server:
+        store = open_store(server.url)
+        store.read(BIG, 0, 1000)
+        assert store.traffic.fetched_bytes == server.sent == 1000
+        assert (store.traffic.requests, store.traffic.retries) == (2, 1)
+
+
+def test_a_missing_file_is_told_from_a_failing_server() -> None:
+    with Server(FILES) as server:
+        store = quick(server.url, give_up_after_s=0.3)
+        assert store.exists("small.bin")
+        assert not store.exists("nothing")
+        assert isinstance(failure(store, "nothing"), DatasetError)
+        server.set_faults([faults.status(503)] * 100)
+        with pytest.raises(StorageError, match="HTTP 503"):
+            store.exists(BIG)
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/../../b", "", "a\\b"])
+def test_a_path_that_leads_out_is_refused(path: str) -> None:
+    with Server(FILES) as server:
+        store = open_store(server.url)
+        for call in (lambda: store.read(path, 0, 1), lambda: store.size(path), lambda: store.files(path)):
+            with pytest.raises(DatasetError, match="leads out"):
+                call()
+        assert not server.requests
+
+
+def test_files_are_found_by_the_names_that_lerobot_gives() -> None:
+    episodes = ["chunk-000/file-000", "chunk-000/file-001", "chunk-001/file-000"]
+    names = ["meta/info.json", "meta/tasks.parquet", *(f"meta/episodes/{name}.parquet" for name in episodes)]
+    with Server(dict.fromkeys([*names, "meta/episodes/chunk-003/file-000.parquet"], b"x")) as server:
+        store = open_store(server.url)
+        assert store.files("meta/episodes") == names[2:]
+        assert store.files("meta") == sorted(names)
+        assert store.files("data") == []
+
+
+def test_a_small_file_may_come_whole_from_a_server_without_ranges() -> None:
+    with Server(FILES, faults=[faults.ignored_range] * 2) as server:
+        store = open_store(server.url)
+        assert store.read("small.bin", 10, 20) == SMALL[10:20]
+        assert store.size("small.bin") == 1000
+        assert store.read(BIG, 0, len(CONTENT)) == CONTENT  # a whole file was asked for
+
+
+def test_a_file_that_changes_on_the_server_is_an_error_and_not_a_mixture(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    with Server(tmp_path) as server:
+        store = open_store(server.url)
+        assert store.read("a", 0, 100) == CONTENT[:100]
+        (tmp_path / "new").write_bytes(CONTENT[::-1])
+        os.replace(tmp_path / "new", tmp_path / "a")
+        assert "changed during the run" in str(failure(store, "a", 100, 200))
+        assert len(server.requests) == 2
+        (tmp_path / "a").write_bytes(b"short")
+        assert "changed during the run" in str(failure(store, "a", 100, 200))
+
+
+def test_no_more_than_16_requests_at_a_time_to_a_host() -> None:
+    with Server(FILES, latency_s=0.03) as server, ThreadPoolExecutor(40) as pool:
+        stores = [open_store(server.url), open_store(server.url)]
+        parts = pool.map(lambda at: stores[at % 2].read(BIG, at * 1000, at * 1000 + 1000), range(100))
+        assert b"".join(parts) == CONTENT[:100_000]
+        assert 8 <= server.peak <= 16
+
+
+def test_a_forked_process_reads_over_connections_of_its_own() -> None:
+    with Server(FILES) as server:
+        store = open_store(server.url)
+        store.read(BIG, 0, 10)
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        children = [context.Process(target=_read_parts, args=(store, theirs, at)) for at in range(3)]
+        for child in children:
+            child.start()
+        assert all(store.read(BIG, at, at + 999) == CONTENT[at : at + 999] for at in range(0, 50_000, 1000))
+        assert sorted(ours.recv() for _ in children) == [(0, True, 0), (1, True, 0), (2, True, 0)]
+        for child in children:
+            child.join()
+
+
+def _read_parts(store, pipe, number) -> None:  # type: ignore[no-untyped-def]
+    right = all(store.read(BIG, at, at + 999) == CONTENT[at : at + 999] for at in range(number, 50_000, 1000))
+    pipe.send((number, right, store.traffic.retries))
+
+
+def test_a_redirect_is_followed_and_remembered() -> None:
+    with Server(FILES) as there, Server(FILES) as here:
+        here.set_faults([faults.redirect(f"{there.url}/{{path}}?sig=1")] * 9)
+        store = open_store(here.url)
+        for at in range(5):
+            assert store.read("small.bin", at, at + 5) == SMALL[at : at + 5]
+        assert len(here.requests) == 1
+        assert len(there.requests) == 5
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 410, 503])
+def test_a_redirect_that_holds_no_more_is_asked_for_again(code: int) -> None:
+    with Server(FILES) as there, Server(FILES) as here:
+        here.set_faults([faults.redirect(f"{there.url}/{{path}}?sig=1")] * 9)
+        there.set_faults([None, faults.status(code)])
+        store = open_store(here.url)
+        assert store.read("small.bin", 0, 5) == SMALL[:5]
+        assert store.read("small.bin", 5, 9) == SMALL[5:9]
+        assert len(here.requests) == 2
+
+
+@pytest.mark.parametrize("location", ["http://[::1", "http://host:port/", "ftp://host/a", "//", "http://a..b/"])
+def test_a_redirect_to_nonsense_is_an_error(location: str) -> None:
+    with Server(FILES) as server:
+        server.set_faults([faults.redirect(location)] * 100)
+        assert isinstance(failure(quick(server.url, give_up_after_s=0.2), "small.bin"), StorageError)
+
+
+def test_a_redirect_without_end_is_an_error() -> None:
+    with Server(FILES) as server:
+        server.set_faults([faults.redirect("/{path}")] * 100)
+        assert "redirects" in str(failure(open_store(server.url), "small.bin"))
+        assert len(server.requests) == 6
+
+
+def test_the_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server(FILES) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url.replace("http://", "http://me:pr0xy@"))
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert open_store("http://dataset.invalid").read("small.bin", 0, 10) == SMALL[:10]
+        assert "proxy-authorization" in proxy.requests[0].headers
+        assert open_store(proxy.url).read("small.bin", 0, 10) == SMALL[:10]
+        assert "proxy-authorization" not in proxy.requests[1].headers
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = datetime.now(timezone.utc)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(1), now + timedelta(1), [])
+    signed = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    form = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    path.write_bytes(form + signed.public_bytes(Encoding.PEM))
+    return path
+
+
+def _tls(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+def test_a_certificate_that_is_not_trusted_is_an_error_at_once(certificate: Path) -> None:
+    with Server(FILES, tls=_tls(certificate)) as server:
+        store = quick(server.url)
+        assert "SSL_CERT_FILE" in str(failure(store, "small.bin"))
+        assert store.traffic.retries == 0
+        assert not server.requests
+
+
+def test_https_and_its_faults(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with Server(FILES, tls=_tls(certificate), faults=[faults.reset, faults.hang_inside, faults.short]) as server:
+        assert quick(server.url).read(BIG, 5, 900_000) == CONTENT[5:900_000]
+        with Server(FILES) as plain:
+            server.set_faults([faults.redirect(f"{plain.url}/{{path}}")])
+            assert "from https to http" in str(failure(quick(server.url), BIG))
+            assert not plain.requests
+
+
+SECRETS = ("pa55word", "cGE1NXdvcmQ", "bWU6cGE1NXdvcmQ=", "s1gnature", "h3ader", "c1ient")
+
+
+def test_credentials_reach_their_server_and_nothing_else(everything_logged: pytest.LogCaptureFixture) -> None:
+    with Server(FILES) as there, Server(FILES) as here:
+        address = here.url.replace("http://", "http://me:pa55word@") + "/?sig=s1gnature"
+        options = {"headers": {"X-Key": "h3ader"}, "client_kwargs": {"headers": {"Cookie": "c1ient"}}}
+        store = quick(address, options, give_up_after_s=0.4)
+        assert store.read(BIG, 0, 10) == CONTENT[:10]
+        seen = here.requests[0]
+        assert seen.headers["authorization"] == "Basic bWU6cGE1NXdvcmQ="
+        assert (seen.headers["x-key"], seen.headers["cookie"], seen.query) == ("h3ader", "c1ient", "sig=s1gnature")
+        here.set_faults([faults.redirect(f"{there.url}/{{path}}?other=0ther")])
+        assert store.read("small.bin", 0, 10) == SMALL[:10]
+        elsewhere = f"{there.requests}"
+        errors = []
+        for fault in (faults.reset, faults.status(503), faults.status(403), faults.status(404), faults.garbage, faults.hang):
+            store.close()  # forgets the redirect
+            here.set_faults([fault] * 1000)
+            errors.append(failure(store, BIG))
+        errors.append(failure(quick("http://me:pa55word@no.invalid/?sig=s1gnature", options, give_up_after_s=0.2), BIG))
+        text = f"{elsewhere} {store.address} {store.where(BIG)} {store.traffic} {said(everything_logged, *errors)}"
+        assert [secret for secret in (*SECRETS, "0ther=") if secret in text] == []
+        assert "other=0ther" not in said(everything_logged, *errors)
+        assert "urllib3" in everything_logged.text  # it is not the level that keeps them out
+
+
+def test_the_cache_spares_what_an_earlier_run_has_read(tmp_path: Path) -> None:
+    with Server(FILES) as server:
+        for _ in range(2):
+            store = open_store(server.url, cache_dir=tmp_path)
+            assert store.read(BIG, 1000, 5000) == CONTENT[1000:5000]
+            store.close()
+        assert store.traffic.cached_bytes == 4000
+        assert store.traffic.fetched_bytes == 1  # the file is still what it was
+        assert open_store(server.url, cache_dir=tmp_path).read(BIG, 500, 5500) == CONTENT[500:5500]
+        assert server.requests[-1].range == "bytes=5000-5499"
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "arguments", "words"),
+    [
+        ("http://", {}, {}, "no URL of a folder"),
+        ("http://host/data", {"anon": True}, {}, "storage_options has anon"),
+        ("http://host/data", {"client_kwargs": {"auth": 1}}, {}, r"client_kwargs\['auth'\]"),
+        ("http://host/data", {"timeout": -1}, {}, "timeout=-1"),
+        ("http://host/data", {}, {"revision": "main"}, "only repositories on the Hub"),
+        ("http://host/data", {}, {"give_up_after_s": 0}, "give_up_after_s is 0"),
+        ("http://host/data", {}, {"give_up_after_s": float("inf")}, "give_up_after_s is inf"),
+        ("http://host/data", {}, {"give_up_after_s": "60"}, "give_up_after_s is '60'"),
+    ],
+)
+def test_an_argument_that_does_not_fit(address: str, options: dict, arguments: dict, words: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=words):
+        open_store(address, options, **arguments)

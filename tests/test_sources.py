@@ -1,0 +1,142 @@
+"""Where datasets are read from, through Dataset, Loader and the program: the Hub, its buckets, S3, LeRobot's cache, HTTP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clouds import S3, Hub
+from loader_data import SIDE, Batch, equal
+from servers import Server
+
+from dali_stream import Dataset, DatasetError, Loader
+from dali_stream.cli import main
+
+REPOSITORY = "someone/demo"
+TOKEN = "hf_aVerySecretToken"
+
+
+def batches_of(dataset: Dataset | Path) -> list[Batch]:
+    with Loader(dataset, batch_size=32, image_dtype="uint8", seed=2) as loader:
+        return list(loader)
+
+
+@pytest.fixture(scope="module")
+def local(demo: Path) -> list[Batch]:
+    return batches_of(demo)
+
+
+@pytest.fixture
+def hub(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The demo as a repository and as a bucket, which needs a token."""
+    with Hub({f"datasets/{REPOSITORY}": demo, "buckets/someone/bulk": demo}, token=TOKEN) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lerobot"))
+        yield running
+
+
+def same(found: list[Batch], expected: list[Batch]) -> bool:
+    return len(found) == len(expected) and all(equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("uri", [REPOSITORY, f"hf://datasets/{REPOSITORY}", f"hf://datasets/{REPOSITORY}@main"])
+def test_hub(hub: Hub, local: list[Batch], uri: str) -> None:
+    dataset = Dataset(uri)
+    assert dataset.revision == hub.commit(f"datasets/{REPOSITORY}")
+    assert same(batches_of(dataset), local)
+
+
+def test_the_revision_is_pinned_and_part_of_the_fingerprint(hub: Hub, demo: Path, local: list[Batch]) -> None:
+    dataset = Dataset(REPOSITORY, revision="main")
+    before = dataset.revision
+    hub.put(f"datasets/{REPOSITORY}", {"README.md": b"changed"})  # main moves on during the run
+    later = Dataset(REPOSITORY)
+    assert later.revision != before == dataset.revision
+    assert len({dataset.fingerprint, later.fingerprint, Dataset(demo).fingerprint}) == 3
+    assert all(f"/resolve/{later.revision}/" not in r.path for r in hub.requests if r.path.endswith(".mp4"))
+
+
+def test_metadata_from_the_repository_and_bulk_from_a_bucket(hub: Hub, local: list[Batch]) -> None:
+    dataset = Dataset(REPOSITORY, data_files_root="hf://buckets/someone/bulk")
+    hub.requests.clear()
+    hub.cdn.requests.clear()
+    assert same(batches_of(dataset), local)
+    bulk = {
+        request.path.split("/")[1] for request in hub.cdn.requests if "/videos/" in request.path or "/data/" in request.path
+    }
+    assert bulk == {"buckets"}
+
+
+def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, demo: Path, tmp_path: Path, local: list[Batch]) -> None:
+    shutil.copytree(demo, tmp_path / "lerobot" / REPOSITORY)
+    dataset = Dataset(REPOSITORY)
+    assert same(batches_of(dataset), local)
+    assert hub.requests == []
+    assert dataset.revision is None
+    assert Dataset(REPOSITORY, revision="main").revision is not None  # the cache does not say of which revision it is
+
+
+def test_a_repository_that_is_not_there(hub: Hub) -> None:
+    with pytest.raises(DatasetError, match="someone/else"):
+        Dataset("someone/else")
+
+
+def test_s3(demo: Path, local: list[Batch]) -> None:
+    with S3(demo) as s3:
+        dataset = Dataset(f"s3://{s3.bucket}", storage_options=s3.options)
+        assert same(batches_of(dataset), local)
+        assert dataset.store.traffic.requests > 0
+
+
+def test_cache_dir_serves_a_second_run(demo: Path, tmp_path: Path, local: list[Batch]) -> None:
+    with Server(demo) as server:
+        for _ in range(2):
+            server.requests.clear()
+            dataset = Dataset(server.url, cache_dir=tmp_path / "cache")
+            assert same(batches_of(dataset), local)
+        probes = [request for request in server.requests if request.sent > 9]  # one byte for the version; "not found"
+        assert probes == []
+        assert dataset.store.traffic.cached_bytes > 0
+
+
+def test_cache_of_the_hub_needs_the_commit_only(hub: Hub, tmp_path: Path, local: list[Batch]) -> None:
+    for _ in range(2):
+        hub.requests.clear()
+        hub.cdn.requests.clear()
+        assert same(batches_of(Dataset(REPOSITORY, cache_dir=tmp_path / "cache")), local)
+    assert hub.cdn.requests == []
+    asked = [request.path for request in hub.requests if "/resolve/" in request.path]
+    assert all(path.endswith("meta/subtasks.parquet") for path in asked)  # which there is not
+
+
+def test_info_and_preview_of_remote_datasets(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", REPOSITORY, "--revision", "main", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["frames"] == Dataset(REPOSITORY).num_frames
+    assert report["cameras"][SIDE]["codec"] == "av1"
+    out = tmp_path / "sheet.png"
+    assert main(["preview", f"hf://datasets/{REPOSITORY}", "--out", str(out), "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "cache").rglob("*"))
+
+
+def test_no_credentials_in_what_a_user_sees(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    with Server(demo) as server:
+        uri = server.url.replace("http://", "http://user:pa55word@") + "?signature=s1gned"
+        dataset = Dataset(uri, cache_dir=tmp_path / "cache")
+        with Loader(dataset, batch_size=8) as loader:
+            next(iter(loader))
+            seen = [repr(dataset), dataset.uri, json.dumps(loader.stats()), json.dumps(loader.state_dict()), str(loader.routes)]
+        assert main(["info", uri, "--json"]) == 0
+        assert main(["info", uri.replace("?", "/missing?")]) == 1
+        assert {request.query for request in server.requests} == {"signature=s1gned"}
+    output = capsys.readouterr()
+    seen += [output.out, output.err, caplog.text, *(str(path) for path in (tmp_path / "cache").rglob("*"))]
+    assert not [text for text in seen if "pa55word" in text or "s1gned" in text]
