@@ -16,8 +16,10 @@ import typer
 
 import dali_stream
 from dali_stream.cli.demo import demo
+from dali_stream.cli.index import index
 from dali_stream.cli.info import info
 from dali_stream.cli.preview import preview
+from dali_stream.cli.reshard import reshard
 
 __all__ = ["main"]
 
@@ -33,8 +35,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(short_help="Make a small dataset, stream it, measure it.")(demo)
+app.command(short_help="Read a remote dataset's indices into a cache.")(index)
 app.command(short_help="Say what a dataset is.")(info)
 app.command(short_help="Draw a batch as the model would see it.")(preview)
+app.command(short_help="Write a dataset anew, laid out for streaming.")(reshard)
 
 
 def _print_version(asked: bool) -> None:
@@ -52,8 +56,8 @@ def _program(
 ) -> None:
     """Stream LeRobot v3 robot datasets into training through NVIDIA DALI.
 
-    A dataset (URI) is a local folder, a file:// address, or the id of a Hub repository that is in LeRobot's cache. To
-    begin without one: dali-stream demo.
+    A dataset (URI) is a local folder, the id of a Hub repository, or an address such as hf://, s3://, gs:// or https://.
+    To begin without one: dali-stream demo.
     """
 
 

@@ -1,0 +1,176 @@
+"""The folder that is written: which job it is of, which of its files are finished, and that nothing lands outside.
+
+    OUT/.reshard/plan.json     which dataset with which options this is the unfinished copy of
+    OUT/.reshard/incoming/     files that are being written
+    OUT/.reshard/done/<path>   what is known of a finished file: digests of its source, as JSON
+    OUT/.reshard/meta/         the metadata, until all is verified; then it becomes OUT/meta, and .reshard goes
+
+So OUT is no dataset before it is a verified one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import filelock
+
+from dali_stream.errors import DatasetError
+from dali_stream.storage.store import checked
+
+STAGE = ".reshard"
+AGAIN = "run the same command again to write it anew, and look at the disk if that does not help"
+
+
+class Folder:
+    """OUT, for one process at a time; to be closed.
+
+    Args:
+        out: made if it is not there.
+        job: what an unfinished copy has to be of in order to be gone on with.
+
+    Raises:
+        ValueError: something else is there, or another process is at it.
+    """
+
+    def __init__(self, out: str | os.PathLike[str], job: dict[str, Any]) -> None:
+        self.root = Path(os.path.abspath(os.path.expanduser(os.fspath(out))))
+        self.stage = self.root / STAGE
+        self._check_ours()
+        self.stage.mkdir(parents=True, exist_ok=True)
+        self._lock = filelock.FileLock(self.stage / "lock", timeout=0, fallback_to_soft=False)
+        try:
+            self._lock.acquire()
+        except filelock.Timeout:
+            raise ValueError(f"{self.root} is being written by another process; wait for it, or name another folder") from None
+        try:
+            self._begin(job)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets another process go on with it."""
+        self._lock.release()
+
+    def finished(self, path: str) -> Any:
+        """What `writing` was told of a file that is finished; None where it is not."""
+        note = self._place(f"{STAGE}/done/{path}")
+        if not note.is_file() or not self._place(path).is_file():
+            return None
+        return json.loads(note.read_bytes())
+
+    @contextmanager
+    def writing(self, path: str, note: dict[str, Any] | None = None) -> Iterator[Written]:
+        """A new file, which is there under its name when all of it is. `note` may be filled until then; it gets `bytes`,
+        a digest of the whole file."""
+        incoming = self._place(f"{STAGE}/incoming/{path}")
+        with self._opened(incoming) as file:
+            yield file
+        if note is not None:
+            note["bytes"] = file.digest.hexdigest()
+            with self.writing(f"{STAGE}/done/{path}") as file:
+                file.write(json.dumps(note).encode())
+        os.replace(incoming, self._place(path))
+
+    def discard(self, path: str) -> None:
+        """Has a file written anew by the next run."""
+        for name in (path, f"{STAGE}/done/{path}"):
+            self._place(name).unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Makes it a dataset."""
+        if (self.stage / "meta").is_dir():
+            os.rename(self.stage / "meta", self.root / "meta")
+        _sync(self.root)
+        self.close()
+        shutil.rmtree(self.stage)
+
+    def fresh_meta(self) -> None:
+        """Removes metadata that an earlier run has left unfinished."""
+        shutil.rmtree(self.stage / "meta", ignore_errors=True)
+
+    def _check_ours(self) -> None:
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"{self.root} is a file; name a folder that is empty or not there yet")
+        there = os.listdir(self.root) if self.root.is_dir() else []
+        if self.stage.is_symlink() or (there and not self.stage.is_dir()):
+            raise ValueError(
+                f"{self.root} is not empty, and what is in it was not begun by this command; it is left as it is. Name a "
+                "folder that is empty or not there yet"
+            )
+
+    def _begin(self, job: dict[str, Any]) -> None:
+        plan = self.stage / "plan.json"
+        if plan.is_file():
+            try:
+                found = json.loads(plan.read_bytes())
+            except ValueError:
+                found = None
+            if found != job:
+                differs = [name for name in job if not isinstance(found, dict) or found.get(name) != job[name]]
+                raise ValueError(
+                    f"{self.root} holds an unfinished copy that was begun with another {' and another '.join(differs)}; "
+                    "give the same as then to go on with it, remove it, or name another folder"
+                )
+        elif set(os.listdir(self.root)) != {STAGE}:
+            raise ValueError(f"{self.root} holds files, and {plan}, which would say of what, is gone; name another folder")
+        else:
+            with self.writing(f"{STAGE}/plan.json") as file:
+                file.write(json.dumps(job).encode())
+
+    def _place(self, path: str) -> Path:
+        """Where a file goes, with its folders made. No link is followed on the way there."""
+        place = self.root
+        for part in PurePosixPath(checked(path)).parts:
+            if place != self.root:
+                place.mkdir(exist_ok=True)
+            place = place / part
+            if place.is_symlink():
+                raise DatasetError(f"{place} is a link, and nothing is written through links; remove it")
+        return place
+
+    @contextmanager
+    def _opened(self, place: Path) -> Iterator[Written]:
+        place.unlink(missing_ok=True)
+        try:
+            with open(place, "xb") as file:
+                yield Written(file)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            place.unlink(missing_ok=True)
+            raise
+
+
+class Written(io.BufferedIOBase):
+    """A file that is written from its beginning to its end. `digest` is of all its bytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]  # io's own type is private
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,52 @@
+"""What resharding has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+Reads = set[tuple[str, int, int]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two datasets. Requests and bytes are those that a Loader's own code has read, each range once.
+
+    Attributes:
+        address: where it lies.
+        data_files, video_files: how many there are.
+        bytes: of all its files below `meta/`, `data/` and `videos/`.
+        index_requests, index_bytes: reading the index of every video file.
+        row_requests, row_bytes: reading the rows of an epoch, footers included.
+    """
+
+    address: str
+    data_files: int
+    video_files: int
+    bytes: int
+    index_requests: int
+    index_bytes: int
+    row_requests: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The source and what was written, and how much of it was verified."""
+
+    episodes: int
+    frames: int
+    cameras: tuple[str, ...]
+    source: Side
+    out: Side
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain dicts and lists, which JSON can hold."""
+        return dataclasses.asdict(self)
+
+
+def side(address: str, files: tuple[int, int], nbytes: int, indices: Reads, rows: Reads) -> Side:
+    """Counts reads. `files` are those of rows and of video."""
+    size = [sum(stop - start for _, start, stop in reads) for reads in (indices, rows)]
+    return Side(address, *files, nbytes, len(indices), size[0], len(rows), size[1])

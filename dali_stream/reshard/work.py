@@ -1,0 +1,62 @@
+"""Several things at a time, and how far they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+THREADS = 4
+T = TypeVar("T")
+R = TypeVar("R")
+Progress = Callable[[str, int, int], None]
+
+
+class Work:
+    """Runs jobs in a few threads.
+
+    Args:
+        progress: called as (stage, done, total), by one thread at a time.
+        interrupt: ends what jobs may be waiting for.
+    """
+
+    def __init__(self, progress: Progress | None, interrupt: Callable[[], None]) -> None:
+        self._progress, self._interrupt = progress, interrupt
+        self._lock = threading.Lock()
+        self._stage, self._done, self._total = "", 0, 0
+        self._stopping = False
+
+    def each(self, stage: str, items: Sequence[T], call: Callable[[T], R], total: int | None = None) -> list[R]:
+        """`call` of each item. The calls tell how far they are (`advance`), or each counts as 1 of as many as there are.
+
+        The first failure stops the others at their next `advance`, and is raised.
+        """
+        counted = total is None
+        self._stage, self._done, self._total = stage, 0, len(items) if total is None else total
+        self.advance(0)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream reshard") as pool:
+            jobs = [pool.submit(call, item) for item in items]
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+                    self.advance(int(counted))
+            except BaseException:
+                self._stopping = True
+                self._interrupt()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return [job.result() for job in jobs]
+
+    def advance(self, by: int) -> None:
+        """Counts, from within a job."""
+        if self._stopping:
+            raise _Stopped
+        with self._lock:
+            self._done += by
+            if self._progress is not None:
+                self._progress(self._stage, min(self._done, self._total), self._total)
+
+
+class _Stopped(Exception):
+    """Another job has failed; nobody sees this."""

@@ -1,0 +1,311 @@
+"""`dali-stream reshard`: the same dataset comes out, and it is laid out as promised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import video_data
+from conftest import copied
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_data import SIDE, TOP
+from reshard_data import (
+    DEPTH,
+    SMALL,
+    assert_same_stream,
+    enrich,
+    episode_table,
+    frames_by_ffmpeg,
+    top_boxes,
+    videos,
+    write_wide,
+    written,
+)  # fmt: skip
+from servers import Server
+
+from dali_stream import Dataset
+from dali_stream.demo import write_demo
+from dali_stream.reshard.mp4 import Track, head
+from dali_stream.storage import LocalStore
+from dali_stream.video.boxes import UPRIGHT, box
+from dali_stream.video.table import read_table
+
+
+@pytest.fixture(scope="module")
+def h264_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four episodes of H.264 with B-frames and GOP 12, in whose middle episodes begin. Read only."""
+    return write_demo(tmp_path_factory.mktemp("demo") / "h264", episodes=4, size=(120, 128), codec="h264", gop=12)
+
+
+@pytest.fixture(scope="module")
+def rich(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with what a Loader does not read. Read only."""
+    root = copied(demo, tmp_path_factory.mktemp("rich"))
+    enrich(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def rich_out(rich: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in several files of each kind. Read only."""
+    out = tmp_path_factory.mktemp("rich") / "out"
+    written(rich, out, **SMALL)
+    return out
+
+
+# ---- the same dataset
+
+
+@pytest.mark.parametrize("source", ["demo", "h264_demo", "vp9_demo"])
+def test_the_same_batches_come_out_of_small_files(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    root = request.getfixturevalue(source)
+    report = written(root, tmp_path / "out", **SMALL)
+    assert assert_same_stream(root, tmp_path / "out") == report.frames == Dataset(root).num_frames
+    assert report.out.video_files == len(videos(tmp_path / "out")) > len(videos(root)) / 2
+    assert len(list((tmp_path / "out").glob("data/*/*.parquet"))) == report.out.data_files > 1
+
+
+def test_the_same_batches_come_out_of_few_files(demo: Path, tmp_path: Path) -> None:
+    report = written(demo, tmp_path / "out")
+    assert (report.source.data_files, report.source.video_files) == (2, 6)
+    assert (report.out.data_files, report.out.video_files) == (1, 2)
+    assert_same_stream(demo, tmp_path / "out")
+    table = episode_table(tmp_path / "out")
+    assert table[f"videos/{TOP}/from_timestamp"][0] == 0
+    assert table[f"videos/{TOP}/from_timestamp"][1:] == table[f"videos/{TOP}/to_timestamp"][:-1]
+
+
+def test_images_text_and_every_dtype_in_rows(odd: Path, tmp_path: Path) -> None:
+    report = written(odd, tmp_path / "out", data_file_size=400_000)
+    assert 1 < report.out.data_files < report.episodes
+    assert assert_same_stream(odd, tmp_path / "out") == 21
+
+
+_CODECS = {
+    "h264": video_data.h264(12),
+    "h264 open": video_data.h264(12, open_gop=True),
+    "hevc open": video_data.hevc(12, open_gop=True),
+    "mpeg4": video_data.mpeg4(12),  # its description has bit rates in it, which differ from file to file
+    "av1 hidden": video_data.av1(30),
+}
+
+
+@pytest.fixture(scope="module", params=_CODECS)
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four episodes in two files, their index at the end; in each, the second episode begins in the middle of a GOP."""
+    folder = tmp_path_factory.mktemp("recorded")
+    arguments = _CODECS[request.param]
+    files = [video_data.encode(video_data.draw(first=n), folder / f"{n}.mp4", arguments) for n in (0, 2)]
+    assert all(top_boxes(path).index(b"moov") > top_boxes(path).index(b"mdat") for path in files)
+    return video_data.write_dataset(folder / "data", files, [video_data.EPISODES] * 2)
+
+
+@pytest.mark.parametrize("size", [1, 200 << 20])
+def test_episodes_that_begin_within_a_gop(recorded: Path, tmp_path: Path, size: int) -> None:
+    written(recorded, tmp_path / "out", video_file_size=size)
+    assert assert_same_stream(recorded, tmp_path / "out") == 2 * video_data.FRAMES
+    frames = sum(map(frames_by_ffmpeg, videos(tmp_path / "out")))
+    # In small files, pictures of the GOP that two episodes share are in both.
+    assert frames == 2 * video_data.FRAMES if size > 1 else frames >= 2 * video_data.FRAMES
+    assert all(top_boxes(path) == [b"ftyp", b"moov", b"mdat"] for path in videos(tmp_path / "out"))
+
+
+def test_several_sample_descriptions(tmp_path: Path) -> None:
+    arguments = video_data.mpeg4(12), (*video_data.mpeg4(12), "-q:v", "9")
+    parts = [video_data.encode(video_data.draw(first=2 * n), tmp_path / f"{n}.mp4", a) for n, a in enumerate(arguments)]
+    (tmp_path / "joined.mp4").write_bytes(video_data.joined(*parts))
+    root = video_data.write_dataset(tmp_path / "data", [tmp_path / "joined.mp4"], [video_data.EPISODES * 2])
+    written(root, tmp_path / "out")
+    (path,) = videos(tmp_path / "out")
+    table = read_table(LocalStore(str(path.parent)), path.name)
+    assert len(table.configs) == 2
+    assert np.unique(table.config).tolist() == [0, 1]
+    assert_same_stream(root, tmp_path / "out")
+
+
+def test_an_edit_list_and_a_late_start_go(tmp_path: Path) -> None:
+    path = video_data.encode(video_data.draw(), tmp_path / "a.mp4", (*video_data.h264(12), "-output_ts_offset", "0.5"))
+    assert b"elst" in path.read_bytes()
+    root = video_data.write_dataset(tmp_path / "data", [path], delay=0.5)
+    written(root, tmp_path / "out")
+    (new,) = videos(tmp_path / "out")
+    assert b"elst" not in new.read_bytes()
+    assert frames_by_ffmpeg(new) == video_data.FRAMES
+    starts = [0, video_data.EPISODES[0] / video_data.FPS]
+    assert episode_table(tmp_path / "out")[f"videos/{video_data.CAMERA}/from_timestamp"] == pytest.approx(starts, abs=1e-12)
+    assert_same_stream(root, tmp_path / "out")
+
+
+def test_whole_files_decode_to_the_same_pictures(h264_demo: Path, tmp_path: Path) -> None:
+    written(h264_demo, tmp_path / "out")
+    for camera in (TOP, SIDE):
+        old = [video_data.whole_file(path) for path in sorted((h264_demo / "videos" / camera).rglob("*.mp4"))]
+        (new,) = (tmp_path / "out/videos" / camera).rglob("*.mp4")
+        data = new.read_bytes()
+        assert data[data.index(b"ctts") + 4] == 1  # the version in which pictures may be shown before their turn
+        assert torch.equal(video_data.whole_file(new), torch.cat(old))
+        assert frames_by_ffmpeg(new) == sum(map(len, old))
+
+
+def test_what_a_loader_does_not_read_is_copied_too(rich: Path, rich_out: Path) -> None:
+    assert_same_stream(rich, rich_out)
+    assert len(list((rich_out / "videos" / DEPTH).rglob("*.mp4"))) > 1
+    old, new = (pa.concat_tables([pq.read_table(p) for p in sorted(r.glob("data/*/*.parquet"))]) for r in (rich, rich_out))
+    assert new.schema.equals(old.schema, check_metadata=True)
+    assert b"huggingface" in new.schema.metadata
+    assert b"Array2DExtensionType" in new.schema.field("matrix").metadata[b"ARROW:extension:name"]
+    assert repr(new.to_pydict()) == repr(old.to_pydict())  # as text, since there are NaNs
+    for name in ("README.md", "LICENSE", "meta/stats.json", "meta/tasks.parquet", "meta/more/notes.bin"):
+        assert (rich_out / name).read_bytes() == (rich / name).read_bytes()
+
+
+# ---- as promised
+
+
+def test_metadata_fits_the_files(rich: Path, rich_out: Path) -> None:
+    old, new = (json.loads((root / "meta/info.json").read_text()) for root in (rich, rich_out))
+    assert (new["data_files_size_in_mb"], new["video_files_size_in_mb"], new["mine"]) == (1, 1, {"kept": [1, None]})
+    changed = ("data_files_size_in_mb", "video_files_size_in_mb")
+    assert {k: v for k, v in new.items() if k not in changed} == {k: v for k, v in old.items() if k not in changed}
+    table = episode_table(rich_out)
+    assert table["dataset_from_index"] == [0, *table["dataset_to_index"][:-1]]
+    assert table["dataset_to_index"][-1] == new["total_frames"]
+    for episode in range(new["total_episodes"]):
+        row = {key: values[episode] for key, values in table.items()}
+        data = pq.read_table(rich_out / new["data_path"].format(**_place(row, "data/")))
+        frames = data.filter(pa.compute.equal(data["episode_index"], episode))
+        assert frames["index"].to_pylist() == list(range(row["dataset_from_index"], row["dataset_to_index"]))
+        for camera in (TOP, SIDE, DEPTH):
+            place = _place(row, f"videos/{camera}/")
+            assert place["file_index"] < 2  # chunks_size of the source
+            video = rich_out / new["video_path"].format(video_key=camera, **place)
+            shown = read_table(LocalStore(str(rich_out)), str(video.relative_to(rich_out)))
+            start, stop = row[f"videos/{camera}/from_timestamp"], row[f"videos/{camera}/to_timestamp"]
+            assert stop - start == pytest.approx(row["length"] / new["fps"])
+            assert shown.nearest(np.array([start, stop - 1 / new["fps"]]))[1] == pytest.approx([0, 0], abs=1e-4)
+    old_table = episode_table(rich)
+    kept = [key for key in table if "index" not in key and "timestamp" not in key]
+    assert any(key.startswith("stats/") for key in kept)
+    assert {key: table[key] for key in kept} == {key: old_table[key] for key in kept}
+
+
+def _place(row: dict[str, int], prefix: str) -> dict[str, int]:
+    return {name: row[f"{prefix}{name}"] for name in ("chunk_index", "file_index")}
+
+
+def test_several_files_of_the_episode_table(demo_copy: Path, tmp_path: Path) -> None:
+    path = demo_copy / "meta/episodes/chunk-000/file-000.parquet"
+    whole = pq.read_table(path)
+    for number in range(3):
+        part = whole.slice(2 * number, 2)
+        at = part.column_names.index("meta/episodes/file_index")
+        part = part.set_column(at, "meta/episodes/file_index", pa.array([number] * 2))
+        pq.write_table(part, path.with_name(f"file-{number:03d}.parquet"))
+    written(demo_copy, tmp_path / "one")
+    written(demo_copy, tmp_path / "three", data_file_size=1)
+    assert episode_table(tmp_path / "one")["meta/episodes/file_index"] == [0] * 6
+    assert episode_table(tmp_path / "three")["meta/episodes/file_index"] == [0, 0, 1, 1, 2, 2]
+    assert len(list((tmp_path / "three/meta/episodes").rglob("*.parquet"))) == 3
+    assert_same_stream(demo_copy, tmp_path / "three")
+
+
+def test_row_groups_of_32_mb_hold_whole_episodes(tmp_path: Path) -> None:
+    lengths = [400, 300, 500, 2300, 100]  # of 32 kB a row: 13, 10, 16, 75 and 3 MB
+    root = write_wide(tmp_path / "wide", lengths, 8192)
+    written(root, tmp_path / "out", data_file_size=1 << 30)
+    (path,) = (tmp_path / "out").glob("data/*/*.parquet")
+    file = pq.ParquetFile(path)
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    assert [group.num_rows for group in groups] == [700, 500, 1150, 1150, 100]
+    assert all(group.column(i).has_offset_index for group in groups for i in range(group.num_columns))
+    assert all(group.column(i).has_column_index for group in groups for i in range(1, group.num_columns))
+    old, new = (pq.read_table(f, use_threads=False) for f in (next(root.glob("data/*/*.parquet")), path))
+    assert new.equals(old)
+
+
+def test_the_report_counts_what_streaming_takes(demo: Path, tmp_path: Path) -> None:
+    report = written(demo, tmp_path / "out")
+    assert report.source.row_requests == 2 + 6  # a footer per file, a row group per episode
+    assert report.out.row_requests == 1 + 1
+    assert report.out.index_requests < report.source.index_requests
+    for side, root in ((report.source, demo), (report.out, tmp_path / "out")):
+        assert side.bytes == sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        rows = sum(path.stat().st_size for path in root.glob("data/*/*.parquet"))
+        assert 0.5 * rows < side.row_bytes < rows + 65536 * side.data_files
+
+
+def test_a_remote_source_is_read_once_and_in_large_ranges(demo: Path, tmp_path: Path) -> None:
+    with Server(demo) as server:
+        written(server.url, tmp_path / "out", **SMALL)
+        sent = sum(r.sent for r in server.requests if "/videos/" in r.path or "/data/" in r.path)
+        asked = [r for r in server.requests if r.method == "GET" and "/videos/" in r.path]
+    held = sum(path.stat().st_size for kind in ("data", "videos") for path in (demo / kind).rglob("*.*"))
+    assert sent < 1.5 * held  # small files: their indices are a good part of them, and are read anew for each use
+    assert len(asked) < 12 * len(videos(demo))
+    assert_same_stream(demo, tmp_path / "out")
+
+
+# ---- the head of an MP4
+
+
+@st.composite
+def tracks(draw: st.DrawFn) -> Track:
+    n = draw(st.integers(1, 40))
+    numbers = st.integers(0, 2000)
+    stay = draw(st.lists(st.integers(1, 5000), min_size=n, max_size=n))
+    order = draw(st.permutations(range(n)))
+    times = np.cumsum(stay) - stay[0]
+    configs = tuple(box(b"vp08", bytes(78), box(b"note", bytes([i]))) for i in range(draw(st.integers(1, 3))))
+    # Descriptions change at sync samples only.
+    sync = np.array([True, *draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))])
+    config = np.array(draw(st.lists(st.integers(0, len(configs) - 1), min_size=n, max_size=n)))[np.cumsum(sync) - 1]
+    size = np.array(draw(st.lists(st.one_of(numbers, st.just(CHUNK)), min_size=n, max_size=n)))
+    header = UPRIGHT + bytes([0, 160, 0, 0, 0, 128, 0, 0])
+    return Track(draw(st.integers(1, 1 << 31)), header, configs, size, times[np.array(order)], sync, config, stay[-1])
+
+
+CHUNK = 700_000
+
+
+@given(tracks())
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_the_head_of_an_mp4_reads_back(tmp_path_factory: pytest.TempPathFactory, track: Track) -> None:
+    _check_head(track, tmp_path_factory.getbasetemp())
+
+
+def test_more_than_four_gigabytes(tmp_path: Path) -> None:
+    n, big = 5, 1 << 30
+    header = UPRIGHT + bytes([0, 160, 0, 0, 0, 128, 0, 0])
+    track = Track(
+        30, header, (box(b"vp08", bytes(78)),), np.full(n, big), np.arange(n), np.ones(n, bool), np.zeros(n, np.int64), 1
+    )
+    _check_head(track, tmp_path)
+
+
+def _check_head(track: Track, folder: Path) -> None:
+    """The reader finds in a file what it was told of it. The file is a sparse one, without samples."""
+    before = head(track)
+    with open(folder / "a.mp4", "wb") as file:
+        file.write(before)
+        file.truncate(len(before) + int(track.size.sum()))
+    table = read_table(LocalStore(str(folder)), "a.mp4")
+    assert (table.timescale, table.track_header, table.configs) == (track.timescale, track.header, track.configs)
+    np.testing.assert_array_equal(table.offset, len(before) + np.cumsum(track.size) - track.size)
+    np.testing.assert_array_equal(table.size, track.size)
+    np.testing.assert_array_equal(table.pts, track.pts)
+    np.testing.assert_array_equal(table.sync, np.flatnonzero(track.sync))
+    np.testing.assert_array_equal(table.config, track.config)
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers(tmp_path: Path) -> Iterator[None]:
+    """A finished folder holds a dataset and nothing else."""
+    yield
+    assert not list(tmp_path.glob("*/.reshard"))
