@@ -19,14 +19,14 @@ from dali_stream.buffers import Buffers
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.residency import LACKING, Residency
+from dali_stream.residency import Residency
 from dali_stream.storage import Store
 from dali_stream.tables import Tables
 from dali_stream.video import decode, image
 from dali_stream.video.clip import config, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.route import Route, refusal
-from dali_stream.video.table import SampleTable
+from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
 CLIP_FRAMES = 16  # frames decoded by one decoder: opening it costs less than one frame of them

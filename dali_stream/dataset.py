@@ -47,7 +47,8 @@ class Dataset:
         cameras: the selected camera keys.
         episodes: (E,) int64, the selected episode indices, rising.
         lengths: (E,) int64, their frames.
-        fingerprint: a hash of what is read, equal wherever the same dataset lies; of a Hub repository also of its commit.
+        fingerprint: a hash of what is read, equal wherever and in whatever files the same dataset lies; of a Hub repository
+            also of its commit.
         revision: the commit that is read, of a Hub repository; else None.
 
     Raises:
@@ -111,7 +112,7 @@ class Dataset:
         self.rows = _selected_rows(self.table.index, episodes)
         self.episodes, self.lengths = self.table.index[self.rows], self.table.length[self.rows]
         self.num_episodes, self.num_frames = len(self.rows), int(self.lengths.sum())
-        self._fingerprint_head = json.dumps([info.fps, info.features, info.data_path, info.video_path], sort_keys=True)
+        self._fingerprint_head = json.dumps([info.fps, info.features], sort_keys=True)
 
     @functools.cached_property
     def tasks(self) -> dict[int, str]:
@@ -130,10 +131,10 @@ class Dataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the metadata and the selected episodes. Cameras and the place do not count."""
+        """32 hexadecimal digits over the metadata and the selected episodes. Cameras, the place and the files do not count."""
         table = self.table
         digest = hashlib.blake2b((self._fingerprint_head + (self.revision or "")).encode(), digest_size=16)
-        for values in (table.index, table.length, table.first_row, table.data.index, self.rows):
+        for values in (table.index, table.length, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
         return digest.hexdigest()

@@ -25,11 +25,10 @@ from dali_stream.fetchers import Fetchers
 from dali_stream.rows import RowReader
 from dali_stream.storage import Store
 from dali_stream.tables import Tables
-from dali_stream.video.table import SampleTable
+from dali_stream.video.table import LACKING, SampleTable
 
 Int64 = npt.NDArray[np.int64]
 SAMPLE = "sample in the video of "  # prefix of the columns that map rows to samples
-LACKING = -1  # the video shows nothing at that row's time
 UNMAPPED = -2  # nobody has looked yet
 
 
@@ -273,15 +272,10 @@ class Residency:
                 column[:] = known[camera] if camera in known else self._map(camera, episode, timestamp)
 
     def _map(self, camera: str, episode: int, timestamp: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-        """Per row, the sample shown at the row's time. Time in the file is the episode's start there plus the timestamp.
-
-        A picture counts as shown at a time within a quarter of a frame of it: no other can be meant, and files whose
-        clock is coarse (milliseconds) still fit.
-        """
+        """Per row, the sample shown at the row's time. Time in the file is the episode's start there plus the timestamp."""
         start = self._dataset.table.start[camera][self._dataset.rows[episode]]
         try:
             table = self._tables.of(camera, episode, self._source)
         except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(timestamp), LACKING, np.int32)
-        samples, away = table.nearest(start + timestamp.astype(np.float64))
-        return np.where(away <= 0.25 / self._dataset.fps, samples, LACKING).astype(np.int32)
+        return table.shown_at(start + timestamp.astype(np.float64), self._dataset.fps).astype(np.int32)

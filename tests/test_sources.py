@@ -6,14 +6,16 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clouds import S3, Hub
-from loader_data import SIDE, Batch, equal
+from loader_data import SIDE, Batch, equal, samples
 from servers import Server
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.cli import main
+from dali_stream.reshard import reshard
 
 REPOSITORY = "someone/demo"
 TOKEN = "hf_aVerySecretToken"
@@ -140,3 +142,16 @@ def test_no_credentials_in_what_a_user_sees(
     output = capsys.readouterr()
     seen += [output.out, output.err, caplog.text, *(str(path) for path in (tmp_path / "cache").rglob("*"))]
     assert not [text for text in seen if "pa55word" in text or "s1gned" in text]
+
+
+def test_a_run_goes_on_over_the_same_dataset_in_other_files(demo: Path, tmp_path: Path) -> None:
+    reshard(Dataset(demo), tmp_path / "out")
+    arguments: dict[str, Any] = {"batch_size": 16, "consumers": 4}
+    with Loader(demo, **arguments) as loader:
+        epoch = iter(loader)
+        found = samples(next(epoch) for _ in range(4))
+        state, expected = loader.state_dict(), samples(epoch)
+    with Server(tmp_path / "out") as server, Loader(server.url, **arguments) as loader:
+        loader.load_state_dict(state)
+        assert samples(loader) == expected
+    assert len(found) == 64

@@ -23,7 +23,7 @@ from dali_stream.reshard.video import Source, VideoFile
 from dali_stream.reshard.work import Progress, Work
 from dali_stream.rows import RowReader
 from dali_stream.storage import LocalStore
-from dali_stream.video.table import Int64, SampleTable, read_table
+from dali_stream.video.table import LACKING, Int64, SampleTable, read_table
 
 _LAYOUT = 1  # counts up when the same dataset and options come to be written in another way
 _TABLES = 16  # indices of source files that are kept
@@ -172,10 +172,10 @@ class Job:
         return files, recorder.reads
 
     def shown(self, camera: str, episode: int, start: float, table: SampleTable) -> Int64:
-        """The samples that show an episode's rows, in a file where it starts at these seconds. As `Residency` has it."""
-        samples, away = table.nearest(start + self.timestamps[episode].astype(np.float64))
-        if (away > 0.25 / self.dataset.fps).any():
-            frame = int(np.argmax(away > 0.25 / self.dataset.fps))
+        """The samples that show an episode's rows, in a file where it starts at these seconds."""
+        samples = table.shown_at(start + self.timestamps[episode].astype(np.float64), self.dataset.fps)
+        if (samples == LACKING).any():
+            frame = int(np.argmax(samples == LACKING))
             raise DecodeError(
                 f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}, frame {frame}: "
                 "the video shows no picture at that frame's time, though the metadata promises one; record, convert or "
