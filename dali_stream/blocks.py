@@ -64,6 +64,16 @@ class BlockedFile:
             groups[-1].append(block)
         return groups
 
+    def grown(self, group: list[int], most: int) -> list[int]:
+        """The group, and the blocks behind it that are wanted too, as far as they lie end to end in up to `most` bytes."""
+        group = list(group)
+        for block in range(group[-1] + 1, len(self.first)):
+            apart = self.start[block] != self.stop[block - 1] or self.stop[block] - self.start[group[0]] > most
+            if apart or block in self.held or not self.wanted(block):
+                break
+            group.append(block)
+        return group
+
 
 def decoded(table: SampleTable, samples: Int64) -> Int64:
     """Samples whose blocks hold what decoding these needs: themselves, and after an open GOP's start the GOP before."""

@@ -262,7 +262,7 @@ class Encoded(Store):
             missing = [block for block in blocks if block not in file.held and file.wanted(block)]
             if not missing or self._stopping:
                 return
-            group = file.ranges(missing, RANGE)[0]
+            group = file.grown(file.ranges(missing, RANGE)[0], RANGE)
             while not self._make_room(need := int(file.stop[group[-1]] - file.start[group[0]]), early=False):
                 if len(group) == 1:
                     self._postponed.append((priority, file, missing))
@@ -272,8 +272,8 @@ class Encoded(Store):
             self._under_way += 1
             done: Future[None] = Future()
             file.held |= dict.fromkeys(group, done)
-            if len(missing) > len(group):
-                self._fetchers.submit(priority, self._get_ahead, priority, file, missing[len(group) :], ahead=True)
+            if left := [block for block in missing if block not in file.held]:
+                self._fetchers.submit(priority, self._get_ahead, priority, file, left, ahead=True)
         self._get(file, group, done)
 
     def _bytes(self, file: BlockedFile, block: int) -> bytes | None:

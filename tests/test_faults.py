@@ -89,12 +89,13 @@ def test_what_arrived_before_a_cut_is_kept() -> None:
         assert starts[2] > starts[1]
 
 
-def test_the_error_says_what_failed_last_and_how_often_it_was_tried() -> None:
+def test_the_error_says_what_failed_and_how_often_it_was_tried() -> None:
     with Server({PATH: CONTENT}, faults=[*[faults.reset] * 2, *[faults.status(503)] * 100]) as server:
         error = failure(quick(server.url, give_up_after_s=1.0), PATH, 7, 99)
         assert f"{server.url}/{PATH}, bytes 7 to 99" in str(error)
         assert f"{len(server.requests)} tries in" in str(error)
         assert "HTTP 503" in str(error)
+        assert "(2 times), HTTP 503" in str(error)
 
 
 @pytest.mark.parametrize("fault", [faults.hang, faults.hang_inside, faults.drip, faults.drip_headers, faults.reset])

@@ -83,12 +83,17 @@ def retried(
         StorageError: the time is over.
     """
     deadline: Deadline | None = None
+    failures: dict[str, int] = {}  # how often for which reason
 
     def once() -> _T:
         nonlocal deadline
-        with _place(host, deadline):
-            deadline = deadline or Deadline(total_s, stop)
-            return attempt(deadline)
+        try:
+            with _place(host, deadline):
+                deadline = deadline or Deadline(total_s, stop)
+                return attempt(deadline)
+        except TransientError as error:
+            failures[str(error)] = failures.get(str(error), 0) + 1
+            raise
 
     def pause(state: tenacity.RetryCallState) -> float:
         assert deadline is not None
@@ -103,7 +108,7 @@ def retried(
 
     def give_up(state: tenacity.RetryCallState) -> NoReturn:
         assert deadline is not None
-        _give_up(what, state, deadline)
+        _give_up(what, failures, deadline)
 
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(TransientError),
@@ -131,13 +136,14 @@ def _pause(state: tenacity.RetryCallState, deadline: Deadline) -> float:
     return max(backoff, min(wanted, deadline.left() - min(5.0, deadline.total_s / 4)))
 
 
-def _give_up(what: str, state: tenacity.RetryCallState, deadline: Deadline) -> NoReturn:
+def _give_up(what: str, failures: dict[str, int], deadline: Deadline) -> NoReturn:
     if deadline.stopped:
         raise StorageError(f"{what}: not read, as the store was closed meanwhile")
-    tries = f"{state.attempt_number} {'try' if state.attempt_number == 1 else 'tries'} in {deadline.elapsed():.1f} s"
-    last = state.outcome.exception() if state.outcome else None
+    count = sum(failures.values())
+    tries = f"{count} {'try' if count == 1 else 'tries'} in {deadline.elapsed():.1f} s"
+    reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in failures.items())
     raise StorageError(
-        f"{what}: not read after {tries}, where {deadline.total_s:g} s are allowed. What failed last: {last}. Check the "
+        f"{what}: not read after {tries}, where {deadline.total_s:g} s are allowed. What failed: {reasons}. Check the "
         "network and the server, then start again from the last saved state"
     )
 
