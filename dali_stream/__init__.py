@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, ResumeError, StorageError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, ResumeError, StorageError
 from dali_stream.order import Order
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "DatasetError",
     "DecodeError",
     "Loader",
+    "MemoryBudgetError",
     "Order",
     "ResumeError",
     "Route",

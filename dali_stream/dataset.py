@@ -49,6 +49,7 @@ class Dataset:
         lengths: (E,) int64, their frames.
         fingerprint: a hash of what is read, equal wherever and in whatever files the same dataset lies; of a Hub repository
             also of its commit.
+        skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
 
     Raises:
@@ -105,6 +106,7 @@ class Dataset:
         for key in ("timestamp", "frame_index", "episode_index", "index", "task_index"):
             if key not in info.features:
                 raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which v3.0 always has")
+        self.skips_images = any(f["dtype"] == "image" and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key]["dtype"] == "video")
         if self.videos and info.video_path is None:
             raise DatasetError(f"{self.store.where(metadata.INFO)}: has video features, and video_path is null")
@@ -137,6 +139,8 @@ class Dataset:
         for values in (table.index, table.length, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
+        if self.store.exists(metadata.STATS):  # episodes of equal lengths are common, equal statistics are not
+            digest.update(self.store.read_all(metadata.STATS))
         return digest.hexdigest()
 
     @property

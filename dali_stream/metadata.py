@@ -23,6 +23,7 @@ from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import Store
 
 INFO = "meta/info.json"
+STATS = "meta/stats.json"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
@@ -169,14 +170,13 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
 
 def read_stats(store: Store) -> dict[str, dict[str, npt.NDArray[Any]]]:
     """`meta/stats.json` as arrays per key and statistic; empty where there is no such file."""
-    path = "meta/stats.json"
-    if not store.exists(path):
+    if not store.exists(STATS):
         return {}
-    stats = _object(read_json(store, path), store, "it", path)
+    stats = _object(read_json(store, STATS), store, "it", STATS)
     try:
         return {key: {name: np.asarray(v) for name, v in values.items()} for key, values in stats.items()}
     except (AttributeError, ValueError) as error:
-        raise DatasetError(f"{store.where(path)}: not a table of numbers per key and statistic: {error}") from error
+        raise DatasetError(f"{store.where(STATS)}: not a table of numbers per key and statistic: {error}") from error
 
 
 def read_json(store: Store, path: str) -> Any:

@@ -78,7 +78,10 @@ class RowReader:
 
         def read() -> tuple[pa.Table, dict[int, Columns]]:
             file = self._store.open(path, footer.size)
-            table = _parquet(file, footer).read_row_groups(groups, columns=columns, use_threads=False)
+            parquet = _parquet(file, footer)
+            runs = footer.runs(columns) if self._dataset.skips_images else [columns]
+            parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
+            table = pa.table({name: part[name] for part in parts for name in part.column_names})
             self._count(file.bytes_read)
             return table, self._cut(path, table)
 
@@ -100,8 +103,11 @@ class RowReader:
     def _read_footer(self, path: str, number: int) -> _Footer:
         table, store = self._dataset.table, self._store
         first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
-        with store.open(path) as file:
-            return _Footer(pq.ParquetFile(file), list(self.features), first_row, promised, store.where(path), store.size(path))
+        size = store.size(path)
+        with store.open(path, size) as file:
+            # pyarrow reads 64 KiB from the end, where an image may lie that nobody asked for.
+            parquet = pq.ParquetFile(_footer_alone(file, size) if self._dataset.skips_images else file)
+            return _Footer(parquet, list(self.features), first_row, promised, store.where(path), size)
 
     def _cut(self, path: str, table: pa.Table) -> dict[int, Columns]:
         """The selected episodes that are whole in `table`."""
@@ -125,6 +131,17 @@ class RowReader:
         return found
 
 
+def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:
+    """A file that has the footer and nothing else; the file itself where it has none, for pyarrow to say so."""
+    file.seek(max(size - 8, 0))
+    end = file.read(8)
+    length = int.from_bytes(end[:4], "little")
+    if end[4:] != b"PAR1" or length > size - 12:
+        return file
+    file.seek(size - 8 - length)
+    return pa.BufferReader(b"PAR1" + file.read(length) + end)
+
+
 def _parquet(file: Ranges, footer: _Footer) -> pq.ParquetFile:
     """A Parquet file whose neighbouring columns are read together."""
     return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True)
@@ -139,6 +156,7 @@ class _Footer:
 
     def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str, size: int) -> None:
         self.metadata, self.size = parquet.metadata, size
+        self._names = parquet.schema_arrow.names
         missing = [key for key in [*keys, "episode_index"] if key not in parquet.schema_arrow.names]
         if missing:
             raise DatasetError(f"{where}: lacks the column {missing[0]}, which meta/info.json has as a feature")
@@ -153,6 +171,17 @@ class _Footer:
     def groups_at(self, start: int, stop: int) -> list[int]:
         """Row groups of the rows [start, stop), counted over the dataset, if the file holds its episodes in their order."""
         return np.flatnonzero((self._start < stop) & (start < self._stop)).tolist()
+
+    def runs(self, columns: list[str]) -> list[list[str]]:
+        """These columns, split where others lie between them: pyarrow reads over small gaps."""
+        runs: list[list[str]] = []
+        before = -2
+        for place in sorted(self._names.index(name) for name in columns):
+            if place != before + 1:
+                runs.append([])
+            runs[-1].append(self._names[place])
+            before = place
+        return runs
 
     def groups_of(self, parquet: pq.ParquetFile, episode: int) -> list[int]:
         """Row groups that may hold rows of an episode, by its index, in a file of any order: all are looked into once."""

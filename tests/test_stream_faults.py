@@ -57,7 +57,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def epoch(url: str, root: Path, **arguments: Any) -> list[int]:
     """The samples of one epoch, whose pictures are the right ones."""
     lengths = read_lengths(root)
-    dataset = Dataset(url, give_up_after_s=GIVE_UP_S, storage_options={"timeout": 0.5})
+    options = {"timeout": 0.5} if url.startswith("http") else None
+    dataset = Dataset(url, give_up_after_s=GIVE_UP_S, storage_options=options)
     with Loader(dataset, batch_size=16, last_batch="partial", consumers=4, **arguments) as loader:
         found = []
         for batch in loader:
@@ -73,7 +74,7 @@ def test_an_epoch_survives_what_a_second_try_mends(small: Path, script: list[str
     good = [None] * 10  # several faults in a row may take all the time that a read has
     spaced = [fault for name in script for fault in (HELPED[name] if name else None, *good)]
     with Server(small, faults=spaced) as server:
-        assert sorted(epoch(server.url, small)) == list(range(sum(read_lengths(small).values())))
+        assert epoch(server.url, small) == epoch(str(small), small)  # in the very order
 
 
 @settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))

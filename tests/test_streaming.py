@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from loader_data import SIDE, TOP, Batch, check_identities, equal, read_lengths, samples, write_odd
+from loader_data import ODD_CAMERA, SIDE, TOP, Batch, check_identities, equal, read_lengths, samples, write_odd
 from servers import Request, Server
 
 from dali_stream import DaliStreamError, Dataset, Loader
@@ -32,7 +33,7 @@ def _forget(server: Server) -> None:
     server.requests.clear()
 
 
-def batches_of(uri: Path | str, **arguments: Any) -> list[Batch]:
+def batches_of(uri: Path | str | Dataset, **arguments: Any) -> list[Batch]:
     """One epoch. A batch may live in the loader's memory no longer than the loader, so it is copied."""
     with Loader(uri, **arguments) as loader:
         return list(loader)
@@ -143,6 +144,25 @@ def test_no_byte_of_a_camera_that_is_not_selected(server: Server) -> None:
     assert samples(Loader(Dataset(server.url, cameras=[SIDE]), batch_size=32))
     assert any(SIDE in request.path for request in server.requests)
     assert not any(TOP in request.path for request in server.requests)
+
+
+def test_no_byte_of_images_in_rows_that_are_not_selected(tmp_path: Path) -> None:
+    """Images lie between the columns that are read, and before the footer."""
+    root = write_odd(tmp_path / "odd", lengths=(6, 6), rows_per_group=6)
+    [data] = root.glob("data/*/*.parquet")
+    parquet = pq.ParquetFile(data)
+    images = []
+    for group in range(parquet.metadata.num_row_groups):
+        for column in map(parquet.metadata.row_group(group).column, range(parquet.metadata.num_columns)):
+            if column.path_in_schema == f"{ODD_CAMERA}.bytes":
+                start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+                images.append((start, start + column.total_compressed_size))
+    with Server(root) as odd:
+        expected = batches_of(Dataset(root, cameras=[]), batch_size=4)
+        assert all(equal(a, b) for a, b in zip(batches_of(Dataset(odd.url, cameras=[]), batch_size=4), expected, strict=True))
+        read = spans(odd.requests, "data/chunk-000/file-000.parquet")
+    assert read
+    assert not [(r, i) for r in read for i in images if r[1] < i[1] and i[0] < r[2]]
 
 
 def test_only_the_episodes_that_are_selected(demo: Path, server: Server) -> None:
