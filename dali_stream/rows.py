@@ -143,8 +143,8 @@ def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:
 
 
 def _parquet(file: Ranges, footer: _Footer) -> pq.ParquetFile:
-    """A Parquet file whose neighbouring columns are read together."""
-    return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True)
+    """A Parquet file whose neighbouring columns are read together, and whose checksums are held against it if it has any."""
+    return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True)
 
 
 class _Footer:

@@ -30,8 +30,9 @@ from reshard_data import (
 )  # fmt: skip
 from servers import Server
 
-from dali_stream import Dataset
+from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.demo import write_demo
+from dali_stream.reshard import reshard
 from dali_stream.reshard.mp4 import Track, head
 from dali_stream.storage import LocalStore
 from dali_stream.video.boxes import UPRIGHT, box
@@ -309,3 +310,16 @@ def _no_leftovers(tmp_path: Path) -> Iterator[None]:
     """A finished folder holds a dataset and nothing else."""
     yield
     assert not list(tmp_path.glob("*/.reshard"))
+
+
+def test_a_number_that_became_another_is_found(demo: Path, tmp_path: Path) -> None:
+    """The pages of the rows have checksums, and the loader holds them against what it reads."""
+    reshard(Dataset(demo), tmp_path / "out")
+    [path] = tmp_path.glob("out/data/*/*.parquet")
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema.startswith("action"))
+    data = bytearray(path.read_bytes())
+    data[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    path.write_bytes(data)
+    with Loader(Dataset(tmp_path / "out", cameras=[]), batch_size=8) as loader, pytest.raises(DatasetError, match=path.name):
+        list(loader)

@@ -197,7 +197,8 @@ class SourceRows:
 def write(out: Written, file: DataFile, read: Callable[[int], pa.Table]) -> dict[int, str]:
     """Writes a file; `read` gives the rows of the episode at a place of the table. Returns a digest of each."""
     digests: dict[int, str] = {}
-    with pq.ParquetWriter(out, file.schema, compression=file.codec, write_page_index=True) as writer:
+    layout = {"write_page_index": True, "write_page_checksum": True}
+    with pq.ParquetWriter(out, file.schema, compression=file.codec, **layout) as writer:
         for group in file.groups:
             tables = [read(episode) for episode in group.episodes]
             digests |= {e: Rows().add(table).hexdigest() for e, table in zip(group.episodes, tables, strict=True)}
