@@ -44,3 +44,20 @@ def test_order_scale_prints_its_measurements() -> None:
     result = json.loads(out.splitlines()[-1])
     assert result["frames"] == 100_000
     assert set(result["forward_s"]) == {"1", "8"}
+
+
+def test_damage_counts_every_trial(demo: Path) -> None:
+    file = next(demo.rglob("*.mp4"))
+    result = json.loads(run("benchmarks/damage.py", file, "--trials", 5, "--json").splitlines()[-1])
+    found = result["files"][file.name]
+    assert found["codec"] == "av1"
+    assert [sum(counts.values()) for counts in found["damage"].values()] == [5, 5, 5]
+
+
+def test_remote_compares_the_network_with_the_disk(demo: Path) -> None:
+    out = run("benchmarks/remote.py", demo, "--latency-ms", 1, "--rounds", 1, "--batch-size", 16, "--json")
+    medians = json.loads(out.splitlines()[-1])["medians"]
+    assert medians["local"]["requests"] == medians["memory"]["requests"] == medians["cache"]["fetched_bytes"] // 10_000 == 0
+    videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
+    assert medians["cold"]["fetched_bytes"] > 0.9 * videos
+    assert medians["cache"]["cached_bytes"] > 0.9 * videos

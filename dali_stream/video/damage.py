@@ -14,9 +14,9 @@ cannot contain shows damage all the same:
 
 So blocks of zeros are found in all of them but VP8 and MJPEG, blocks of ff where coding is arithmetic, and in all bytes
 that were lost or inserted and other bytes in place of a sample's beginning. What is not found is damage that leaves a
-possible bitstream: flipped bits, and blocks of other bytes inside the payload. With random bytes in a third of one sample,
-decoders report three quarters of the damage in AV1, a third in VP9, one in twenty in H.264 and hardly any in HEVC and
-MPEG-4; the rest comes out as wrong pixels. FFmpeg logs most of it for H.264 and MPEG-4, but a log callback needs the
+possible bitstream: flipped bits, and blocks of other bytes inside the payload. Decoders report part of that in AV1 and VP9
+and hardly any in H.264, HEVC and MPEG-4; the rest comes out as wrong pixels (`benchmarks/damage.py` counts it for a file).
+FFmpeg logs most of it for H.264 and MPEG-4, but a log callback needs the
 interpreter's lock for each of some ten messages a picture, which made decoding four times slower beside a busy main thread.
 
 Sources: ISO/IEC 14496-10 and 23008-2, 7.4.1 (emulation prevention); the AV1 bitstream, 5.3 and annex B of the ISO binding;

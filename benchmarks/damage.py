@@ -1,0 +1,122 @@
+"""How much damage in an MP4 comes out as a wrong picture without an error.
+
+    python benchmarks/damage.py FILE.mp4 [FILE.mp4 ...] [--trials 60] [--json]
+
+Damages one encoded picture of a file at a time, decodes its GOP the way the loader does, and holds the pictures against those
+of the whole file: an error, pictures that are right all the same, or wrong ones. MP4 has no checksums, so what leaves a
+possible bitstream cannot be found for certain; the numbers depend on the codec, the encoder and the content.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import dali_stream
+from dali_stream.process import processor
+from dali_stream.storage import LocalStore
+from dali_stream.video import decode
+from dali_stream.video.format import describe
+from dali_stream.video.table import SampleTable, read_table
+
+
+def all_of_it(picture: bytes, chance: random.Random) -> bytes:
+    """Other bytes from one end to the other."""
+    return chance.randbytes(len(picture))
+
+
+def a_third(picture: bytes, chance: random.Random) -> bytes:
+    """Other bytes in a third of it."""
+    length = max(len(picture) // 3, 1)
+    at = chance.randrange(len(picture) - length + 1)
+    return picture[:at] + chance.randbytes(length) + picture[at + length :]
+
+
+def one_bit(picture: bytes, chance: random.Random) -> bytes:
+    """One bit the other way round."""
+    at = chance.randrange(len(picture))
+    return picture[:at] + bytes([picture[at] ^ 1 << chance.randrange(8)]) + picture[at + 1 :]
+
+
+KINDS: tuple[Callable[[bytes, random.Random], bytes], ...] = (all_of_it, a_third, one_bit)
+
+
+class Damaged(LocalStore):
+    """A folder whose files are read with some bytes put over them."""
+
+    patch: tuple[int, bytes] = (0, b"")
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        data = bytearray(super().read(path, start, stop))
+        at, over = self.patch
+        first, last = max(at, start), min(at + len(over), start + len(data))
+        if first < last:
+            data[first - start : last - start] = over[first - at : last - at]
+        return bytes(data)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.mp4")
+    parser.add_argument("--trials", type=int, default=60, help="of each kind of damage")
+    parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    machine = {"processor": processor(), "python": platform.python_version()}
+    result: dict[str, Any] = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "trials": arguments.trials, "files": {}}
+    try:
+        for file in arguments.files:
+            result["files"][file.name] = found = measure(file, arguments.trials, arguments.seed)
+            print(f"{file.name}: {found['codec']}, GOPs of up to {found['longest_gop']}")
+            for kind, counts in found["damage"].items():
+                print(f"  {kind.replace('_', ' '):10} " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    except dali_stream.DaliStreamError as error:
+        print(f"damage: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
+    """Counts of what became of each kind of damage."""
+    store = Damaged(str(file.parent))
+    table = read_table(store, file.name)
+    video = describe(table.configs[0])
+    damage = {}
+    for kind in KINDS:
+        chance = random.Random(seed)
+        counts = {"error": 0, "right": 0, "wrong": 0}
+        for _ in range(trials):
+            sample = chance.randrange(len(table))
+            at, size = int(table.offset[sample]), int(table.size[sample])
+            store.patch = (0, b"")
+            good = _gop(store, table, sample, video)
+            store.patch = (at, kind(store.read(file.name, at, at + size), chance))
+            try:
+                counts["right" if np.array_equal(_gop(store, table, sample, video), good) else "wrong"] += 1
+            except dali_stream.DecodeError:
+                counts["error"] += 1
+        damage[kind.__name__] = counts
+    store.close()
+    return {"codec": video.codec, "longest_gop": table.longest_gop, "samples": len(table), "damage": damage}
+
+
+def _gop(store: LocalStore, table: SampleTable, sample: int, video: Any) -> np.ndarray:
+    """The pictures of a sample's GOP."""
+    samples = np.flatnonzero(table.head == table.head[sample]).tolist()
+    pictures, _ = decode.decode(store, [table] * len(samples), samples, video)
+    return pictures.copy()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
