@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError, MemoryBudgetError
+from dali_stream.residency import block_bytes, row_share
 from dali_stream.stage import Plan
 from dali_stream.video.table import SampleTable
 
@@ -15,20 +17,62 @@ from dali_stream.video.table import SampleTable
 def check(plan: Plan) -> None:
     """Holds a batch of the longest episodes, and of the largest GOPs in the first video files, against the budget.
 
+    Images and text in rows do not count: how large they are is known when they are read.
+
     Raises:
         MemoryBudgetError: it does not fit.
     """
-    dataset, size, remote = plan.dataset, plan.batches.batch_size, plan.dataset.data_store.remote
-    longest = np.sort(dataset.lengths)[-min(_episodes(plan), size) :]
-    rows = int(longest.sum()) * dataset.row_bytes
-    encoded = size * max((_window_bytes(plan, camera) for camera in dataset.videos), default=0) if remote else 0
-    least = max(rows * 4, rows + encoded) if remote else rows * 4 // 3  # the shares of `Residency`
-    if plan.memory_budget < least:
-        video = f", {encoded} for encoded video" if encoded else ""
+    least = next(bound for bound in _bounds() if _fits(plan, bound))
+    if plan.memory_budget < least and not _fits(plan, plan.memory_budget):
+        size = plan.batches.batch_size
         raise MemoryBudgetError(
-            f"memory_budget is {plan.memory_budget} bytes, and a batch of {size} samples can need {least}: {rows} for the rows "
-            f"of its episodes{video}; give a larger memory_budget, or a smaller batch_size"
+            f"memory_budget is {plan.memory_budget} bytes, and a batch of {size} samples can need about {least} for the rows, "
+            "indices and encoded video of its episodes; give a larger memory_budget, or a smaller batch_size"
         )
+
+
+def _bounds() -> Iterator[int]:
+    """Budgets in steps of a tenth."""
+    bound = 4096.0
+    while True:
+        yield int(bound)
+        bound *= 1.1
+
+
+def _fits(plan: Plan, budget: int) -> bool:
+    """Whether a batch fits beside all that `Residency` may hold then."""
+    dataset, size = plan.dataset, plan.batches.batch_size
+    longest = np.sort(dataset.lengths)[-min(_episodes(plan), size) :]
+    row_bytes = dataset.row_bytes_without_objects + 1
+    rows, all_rows = int(longest.sum() * row_bytes * 1.02), dataset.num_frames * row_bytes * 2
+    share = row_share(dataset, budget)
+    if rows > share:
+        return False
+    if not (dataset.data_store.remote and dataset.videos):
+        return True
+    first, every = _indices(plan)
+    indices = max(first, min(budget // 4, every))
+    ahead = min(share // 4 + rows, all_rows) + min(share // 4, all_rows)
+    room = budget - min(share, all_rows) - indices - ahead
+    return room >= max(_pictures_bytes(plan, camera, budget) for camera in dataset.videos)
+
+
+def _indices(plan: Plan) -> tuple[int, int]:
+    """Bytes of the index of a camera's first file, and about those of all files."""
+    first, each = 0, 0.0
+    for camera in plan.dataset.videos:
+        if table := _table(plan, camera):
+            first, each = max(first, table.nbytes), each + table.nbytes / len(table)
+    return first, int(each * plan.dataset.table.length.sum())
+
+
+def _pictures_bytes(plan: Plan, camera: str, budget: int) -> int:
+    """Bytes of the blocks that one batch of a camera may need."""
+    window = plan.windows.get(camera, np.zeros(1, np.int64))
+    if (table := _table(plan, camera)) is None:
+        return 0
+    pictures = plan.batches.batch_size * len(window)
+    return plan.batches.batch_size * window_bytes(table, window) + pictures * block_bytes(budget, pictures)
 
 
 def _episodes(plan: Plan) -> int:
@@ -42,11 +86,10 @@ def _episodes(plan: Plan) -> int:
     return batches.batch_size
 
 
-def _window_bytes(plan: Plan, camera: str) -> int:
+def _table(plan: Plan, camera: str) -> SampleTable | None:
     with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
-        table = plan.tables.of(camera, 0, plan.dataset.data_store)
-        return window_bytes(table, plan.windows.get(camera, np.zeros(1, np.int64)))
-    return 0
+        return plan.tables.of(camera, 0, plan.dataset.data_store)
+    return None
 
 
 def window_bytes(table: SampleTable, offsets: npt.NDArray[np.int64]) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,14 @@ class RouteChange(DaliStreamError):
     def __init__(self, cameras: Sequence[str], reason: str) -> None:
         super().__init__(f"{', '.join(cameras)}: {reason}")
         self.cameras, self.reason = cameras, reason
+
+
+class Pool(Protocol):
+    """What does the work: `Workers`, or an executor of the standard library."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Has a call done."""
+        ...
 
 
 class Request(NamedTuple):
@@ -103,7 +111,7 @@ class VideoCamera:
         self._gpu, self._counters = gpu, counters
         self._formats: dict[bytes, VideoFormat] = {}
 
-    def submit(self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
+    def submit(self, pool: Pool, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
         """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
         pending = Pending(None)
         requests = []
@@ -242,7 +250,7 @@ class ImageCamera:
     def __init__(self, dataset: Dataset, key: str, counters: Counters) -> None:
         self.key, self._dataset, self._counters = key, dataset, counters
 
-    def submit(self, pool: Executor, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
+    def submit(self, pool: Pool, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
         """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
         out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
         encoded = residency.gather(self.key, episode, frames)

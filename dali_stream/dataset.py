@@ -151,10 +151,17 @@ class Dataset:
     @functools.cached_property
     def row_bytes(self) -> int:
         """About how many bytes a row takes in memory. Encoded images are taken for half of their pixels, text for 64."""
+        objects = {"image": lambda shape: math.prod(shape) // 2, "string": lambda _: 64}
+        features = [f for f in self.features.values() if f["dtype"] in objects]
+        return self.row_bytes_without_objects + sum(objects[f["dtype"]](f["shape"]) for f in features)
+
+    @functools.cached_property
+    def row_bytes_without_objects(self) -> int:
+        """How many bytes a row takes in memory, beside images and text."""
         total = 0
         for feature in self.features.values():
             kind, size = feature["dtype"], math.prod(feature["shape"])
-            each = {"video": 4, "string": 64, "image": size // 2, "bool": size}
+            each = {"video": 4, "string": 8, "image": 8, "bool": size}
             total += each.get(kind, size * (4 if kind.startswith("float") else 8))
         return total
 

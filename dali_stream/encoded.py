@@ -10,9 +10,11 @@ needed (`expect`), so what is used up goes first when room is wanted, and nothin
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
@@ -22,9 +24,9 @@ import numpy.typing as npt
 from dali_stream.blocks import BLOCK, BlockedFile, decoded
 from dali_stream.counters import Counters
 from dali_stream.errors import MemoryBudgetError
-from dali_stream.fetchers import Fetchers, Priority
 from dali_stream.storage import Store
 from dali_stream.video.table import SampleTable
+from dali_stream.workers import Priority, Workers
 
 Int64 = npt.NDArray[np.int64]
 Cuts = Callable[[], Int64]
@@ -49,18 +51,22 @@ class Encoded(Store):
     remote = True
 
     def __init__(
-        self, store: Store, fetchers: Fetchers, room: Callable[[], int], counters: Counters, block: int = BLOCK
+        self, store: Store, fetchers: Workers, room: Callable[[], int], counters: Counters, block: int = BLOCK
     ) -> None:
         self.address = store.address
         self._store, self._fetchers, self._room, self._counters = store, fetchers, room, counters
         self._block = min(block, BLOCK)
+        self._range = max(min(RANGE, room() // 64), self._block)  # what is on its way comes on top of what is held
         self._files: dict[str, BlockedFile] = {}
         self._idle: OrderedDict[_Block, None] = OrderedDict()  # held, and nobody is going to ask; least recently used first
         self._waiting: OrderedDict[_Block, None] = OrderedDict()  # held, and a later batch asks
-        self._postponed: deque[tuple[Priority, BlockedFile, list[int]]] = deque()
+        self._postponed: list[tuple[Priority, int, BlockedFile, list[int]]] = []  # a heap, the soonest first
+        self._number = itertools.count()
         self._changed = threading.Condition()
         self._under_way = self._pinned = 0  # requests, batches
         self._begun = self._stopping = self._warned = False
+        self._first: Priority | None = None  # the first batch, and how many cameras of it are not done
+        self._first_left = 0
         self.nbytes = 0
 
     # ---- the planner
@@ -101,6 +107,9 @@ class Encoded(Store):
             MemoryBudgetError: the budget has no room for these alone.
         """
         with self._changed:
+            self._first = priority if self._first is None else self._first
+            first = priority == self._first
+            self._first_left += first
             held = self._pin(epoch, uses)
             try:
                 missing = self._wait_for_room(held)
@@ -108,9 +117,9 @@ class Encoded(Store):
                 self._unpin(held)
                 raise
             for file, blocks in _by_file(missing).items():
-                for group in file.ranges(sorted(blocks), RANGE):
+                for group in file.ranges(sorted(blocks), self._range):
                     self._fetch(priority, file, group)
-        return lambda: self._release(held)
+        return lambda: self._release(held, first)
 
     def shrink(self) -> None:
         """Lets go of what does not fit any more, since `room` has become less."""
@@ -164,8 +173,7 @@ class Encoded(Store):
             fresh = blocks[~used[blocks]]
             used[fresh] = True
             self._counters.add(needed_bytes=int((file.stop[fresh] - file.start[fresh]).sum()))
-            if epoch in file.left:
-                np.subtract.at(file.left[epoch], blocks, count)
+            np.subtract.at(file.left.setdefault(epoch, np.zeros(len(file.first), np.int64)), blocks, count)
             held |= {(file, block): None for block in blocks.tolist()}
         self._pinned += 1
         for key in held:
@@ -194,14 +202,17 @@ class Encoded(Store):
                 (self._waiting if file.wanted(block) else self._idle)[file, block] = None
         self._changed.notify_all()
 
-    def _release(self, held: list[_Block]) -> None:
+    def _release(self, held: list[_Block], first: bool) -> None:
         with self._changed:
             self._unpin(held)
+            self._first_left -= first
+            if self._first_left:
+                return
             # What is fetched ahead waits for the first batch, so that this has all of the network for itself.
             again = len(self._postponed) if not self._begun else 1
             self._begun = True
             for _ in range(min(again, len(self._postponed))):
-                self._fetchers.submit(self._postponed[0][0], self._get_ahead, *self._postponed.popleft(), ahead=True)
+                self._fetchers.submit(self._get_ahead, ahead=True)
 
     def _make_room(self, need: int, early: bool) -> bool:
         """Whether `need` bytes fit, after letting go of what nobody asks for; `early`, also of what a later batch will."""
@@ -221,7 +232,7 @@ class Encoded(Store):
         self._under_way += 1
         done: Future[None] = Future()
         file.held |= dict.fromkeys(blocks, done)
-        job = self._fetchers.submit(priority, self._get, file, blocks, done)
+        job = self._fetchers.submit(self._get, file, blocks, done, priority=priority)
         job.add_done_callback(lambda job: done.cancel() if job.cancelled() else None)
 
     def _get(self, file: BlockedFile, blocks: list[int], done: Future[None]) -> None:
@@ -251,21 +262,23 @@ class Encoded(Store):
             self._changed.notify_all()
 
     def _fetch_ahead(self, priority: Priority, file: BlockedFile, blocks: list[int]) -> None:
-        if not self._begun:
-            self._postponed.append((priority, file, blocks))
-        else:
-            self._fetchers.submit(priority, self._get_ahead, priority, file, blocks, ahead=True)
+        heapq.heappush(self._postponed, (priority, next(self._number), file, blocks))
+        if self._begun:
+            self._fetchers.submit(self._get_ahead, ahead=True)
 
-    def _get_ahead(self, priority: Priority, file: BlockedFile, blocks: list[int]) -> None:
-        """Fetchers: the next range of what an episode will need, as far as there is room; then what is left, in its turn."""
+    def _get_ahead(self) -> None:
+        """Fetchers: the next range of what is needed soonest, as far as there is room; then what is left, in its turn."""
         with self._changed:
-            missing = [block for block in blocks if block not in file.held and file.wanted(block)]
-            if not missing or self._stopping:
-                return
-            group = file.grown(file.ranges(missing, RANGE)[0], RANGE)
+            missing: list[int] = []
+            while not missing:
+                if not self._postponed or self._stopping:
+                    return
+                priority, _, file, blocks = heapq.heappop(self._postponed)
+                missing = [block for block in blocks if block not in file.held and file.wanted(block)]
+            group = file.grown(file.ranges(missing, self._range)[0], self._range)
             while not self._make_room(need := int(file.stop[group[-1]] - file.start[group[0]]), early=False):
                 if len(group) == 1:
-                    self._postponed.append((priority, file, missing))
+                    heapq.heappush(self._postponed, (priority, next(self._number), file, missing))
                     return
                 group = group[: len(group) // 2]
             self.nbytes += need
@@ -273,7 +286,7 @@ class Encoded(Store):
             done: Future[None] = Future()
             file.held |= dict.fromkeys(group, done)
             if left := [block for block in missing if block not in file.held]:
-                self._fetchers.submit(priority, self._get_ahead, priority, file, left, ahead=True)
+                self._fetch_ahead(priority, file, left)
         self._get(file, group, done)
 
     def _bytes(self, file: BlockedFile, block: int) -> bytes | None:

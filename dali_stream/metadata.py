@@ -181,11 +181,11 @@ def read_stats(store: Store) -> dict[str, dict[str, npt.NDArray[Any]]]:
 
 def read_json(store: Store, path: str) -> Any:
     """A JSON file of up to 64 MiB. Raises DatasetError where it is none."""
-    size = store.size(path)
-    if size > _LARGEST_JSON:
-        raise DatasetError(f"{store.where(path)}: {size} bytes of JSON; up to {_LARGEST_JSON} are read")
+    data = store.read(path, 0, _LARGEST_JSON + 1)
+    if len(data) > _LARGEST_JSON:
+        raise DatasetError(f"{store.where(path)}: {store.size(path)} bytes of JSON; up to {_LARGEST_JSON} are read")
     try:
-        return json.loads(store.read(path, 0, size))
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{store.where(path)}: not JSON: {error}; fetch it again") from error
 

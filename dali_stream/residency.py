@@ -8,6 +8,9 @@ time (see `encoded`), and so do rows and indices: `expect` has them fetched, `lo
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -17,19 +20,22 @@ import numpy.typing as npt
 
 from dali_stream import windows
 from dali_stream.arena import Arena, Columns
+from dali_stream.blocks import BLOCK
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.encoded import Encoded
 from dali_stream.errors import DecodeError
-from dali_stream.fetchers import Fetchers
 from dali_stream.rows import RowReader
 from dali_stream.storage import Store
 from dali_stream.tables import Tables
 from dali_stream.video.table import LACKING, SampleTable
+from dali_stream.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
 SAMPLE = "sample in the video of "  # prefix of the columns that map rows to samples
 UNMAPPED = -2  # nobody has looked yet
+FETCHERS = 16  # threads; as many requests go to one host at a time
+FETCHERS_AHEAD = 10
 
 
 Samples = dict[str, npt.NDArray[np.int32]]  # per camera, of one episode
@@ -48,13 +54,23 @@ class Coming(NamedTuple):
     frames: Int64
 
 
+def row_share(dataset: Dataset, budget: int) -> int:
+    """Bytes for rows: a quarter beside encoded video in memory, and else all but a quarter for indices."""
+    return budget // 4 if dataset.data_store.remote and dataset.videos else budget - budget // 4
+
+
+def block_bytes(budget: int, pictures: int) -> int:
+    """Bytes of a block of encoded video: small, where a batch of them would fill the budget."""
+    return min(BLOCK, budget // 32 // pictures)
+
+
 class Residency:
     """What is at hand. Used by one thread, the planner, but for `store`, which is for all.
 
     Args:
         dataset: the selected part of a dataset.
-        budget: bytes that all of it may take. Rows of local data get three quarters and indices one; of remote data
-            they get one quarter each at most, and encoded video all that they leave.
+        budget: bytes that all of it may take. Rows of local data, and of data without video, get three quarters
+            and indices one; else they get one quarter each at most, and encoded video all that they leave.
         tables: the indices, which outlive this.
         windows: per camera, the frames shown for a sample, relative to it.
         batch_size: samples of a batch.
@@ -76,21 +92,23 @@ class Residency:
         self._dataset, self._budget, self._tables, self._windows = dataset, budget, tables, windows
         self._counters = counters
         remote = dataset.data_store.remote
-        self._row_budget = budget // 4 if remote else budget - budget // 4
+        self._row_budget = row_share(dataset, budget)
         self._arena = Arena(dataset.lengths, self._row_budget)
         self._source = dataset.data_store.session()
-        self._reader = RowReader(dataset, self._source, lambda count: counters.add(needed_bytes=count if remote else 0))
-        self._fetchers = Fetchers("dali_stream fetch") if remote else None
+        self._reader = RowReader(dataset, self._source, self._count_needed if remote else None, self._row_budget)
+        self._fetchers = Workers("dali_stream fetch", FETCHERS, FETCHERS_AHEAD) if remote else None
+        self._fetching: dict[int, tuple[int, Future[_Fetched]]] = {}  # per episode, the epoch it is for
+        self._arrived: OrderedDict[int, Columns] = OrderedDict()  # rows that came along in a row group; the oldest go
+        self._lock = threading.Lock()
+        self._counted: set[object] = set()  # what has been needed in this epoch
+        self._expected: dict[int, set[int]] = {}
+        self._missing_tables: dict[tuple[str, int], Future[SampleTable]] = {}
+        self._epoch = self._number = 0
         self._encoded = None
         if self._fetchers:
             pictures = batch_size * max((len(windows.get(camera, (0,))) for camera in dataset.videos), default=1)
-            block = budget // 4 // pictures  # a batch of blocks has to fit whatever else is there
-            self._encoded = Encoded(self._source, self._fetchers, self._room, counters, block)
+            self._encoded = Encoded(self._source, self._fetchers, self._room, counters, block_bytes(budget, pictures))
         self.store: Store = self._encoded or self._source
-        self._fetching: dict[int, tuple[int, Future[_Fetched]]] = {}  # per episode, the epoch it is for
-        self._arrived: dict[int, Columns] = {}  # rows that came along in a row group, and have not been asked for
-        self._expected: dict[int, set[int]] = {}
-        self._epoch = self._number = 0
 
     # ---- ahead of time
 
@@ -109,13 +127,15 @@ class Residency:
 
     def room_ahead(self) -> bool:
         """Whether more may be fetched that `load` has not asked for yet."""
-        return self._fetchers is not None and self._fetching_bytes() < self._row_budget // 2
+        return self._fetchers is not None and self._bytes_of(self._fetching) < self._row_budget // 4
 
     def turn(self, epoch: int, number: int) -> None:
         """The batches from here on are of this epoch; `number` counts batches over all epochs."""
         self._number = number
         if epoch != self._epoch and self._encoded:
             self._encoded.turn(epoch)
+            with self._lock:
+                self._counted.clear()
             self._expected = {e: episodes for e, episodes in self._expected.items() if e >= epoch}
             self._fetching = {e: fetching for e, fetching in self._fetching.items() if fetching[0] >= epoch}
         self._epoch = epoch
@@ -142,6 +162,7 @@ class Residency:
                 for found, columns in self._reader.read(episode).items():
                     if found not in self._arena:
                         self._admit(found, columns, needed)
+        self._have_tables(needed)
         for episode in sorted(needed):
             self._map_rows(episode, {})
             self._arena.touch(episode)
@@ -158,7 +179,8 @@ class Residency:
 
     def table(self, camera: str, episode: int) -> SampleTable:
         """The sample table of the file that holds an episode. Raises DecodeError where it has none."""
-        return self._tables.of(camera, episode, self._source)
+        future = self._missing_tables.get((camera, episode))
+        return self._tables.of(camera, episode, self._source) if future is None else future.result()
 
     def hold(self, camera: str, uses: Iterable[tuple[int, SampleTable, Int64]]) -> Callable[[], None]:
         """Has the encoded video of these (episode, table, samples) stay until the returned function is called."""
@@ -170,7 +192,7 @@ class Residency:
     def resident_bytes(self) -> int:
         """Memory that all of it takes."""
         encoded = self._encoded.nbytes if self._encoded else 0
-        return self._arena.nbytes + self._tables.nbytes + self._fetching_bytes() + encoded
+        return self._arena.nbytes + self._tables.nbytes + self._ahead_bytes() + encoded
 
     def stop(self) -> None:
         """Wakes whoever waits for what is fetched, with an error. Does not wait itself."""
@@ -186,6 +208,15 @@ class Residency:
 
     # ---- fetching
 
+    def _have_tables(self, episodes: set[int]) -> None:
+        """Has the indices that the budget did not keep read again, all at once, and kept for this batch."""
+        self._missing_tables = {}
+        if self._fetchers:
+            for camera, episode in itertools.product(self._dataset.videos, episodes):
+                if not self._tables.has(camera, episode):
+                    job = self._fetchers.submit(self._tables.of, camera, episode, self._source, priority=(self._number, 0))
+                    self._missing_tables[camera, episode] = job
+
     def _fetched(self, episode: int) -> Future[_Fetched]:
         """The rows of an episode that is needed now."""
         _, future = self._fetching.pop(episode, (0, None))
@@ -197,8 +228,8 @@ class Residency:
     def _fetch(self, episode: int, number: int, epoch: int) -> None:
         assert self._fetchers is not None  # local data is read when it is needed
         for camera in self._dataset.videos:  # all at once; the job below shares what these are at
-            self._fetchers.submit((number, 0), self._tables.of, camera, episode, self._source)
-        self._fetching[episode] = epoch, self._fetchers.submit((number, 0), self._fetch_rows, episode)
+            self._fetchers.submit(self._tables.of, camera, episode, self._source, priority=(number, 0))
+        self._fetching[episode] = epoch, self._fetchers.submit(self._fetch_rows, episode, priority=(number, 0))
 
     def _expect(self, episode: int, coming: Coming) -> None:
         assert self._fetchers is not None  # see `expect`
@@ -210,7 +241,7 @@ class Residency:
                 self._fetch(episode, coming.number, coming.epoch)
             known = self._fetching[episode][1]
             self._fetching[episode] = coming.epoch, known
-        self._fetchers.submit((coming.number, 0), self._order_video, episode, known, coming)
+        self._fetchers.submit(self._order_video, episode, known, coming, priority=(coming.number, 0))
 
     def _fetch_rows(self, episode: int) -> _Fetched:
         """Fetchers: rows of an episode, and the samples that show them."""
@@ -219,14 +250,31 @@ class Residency:
 
     def _read_rows(self, episode: int) -> Columns:
         """Fetchers: the rows of one episode. Others of its row group are kept, as far as there is room for them."""
-        found = self._arrived.pop(episode, None)
+        with self._lock:
+            found = self._arrived.pop(episode, None)
         if found is None:
             rows = self._reader.read(episode)
             found = rows[episode]
-            for other, columns in rows.items():
-                if other != episode and other not in self._arena and self.room_ahead():
-                    self._arrived[other] = columns
+            self._keep({other: columns for other, columns in rows.items() if other != episode and other not in self._arena})
         return found
+
+    def _keep(self, rows: dict[int, Columns]) -> None:
+        """Rows that came along, in arrays of their own: views would hold on to the whole row group."""
+        most = self._row_budget // 4
+        with self._lock:
+            for episode, columns in rows.items():
+                if int(self._dataset.lengths[episode]) * self._dataset.row_bytes <= most:
+                    self._arrived[episode] = {key: np.array(values) for key, values in columns.items()}
+            while self._bytes_of(self._arrived) > most:
+                self._arrived.popitem(last=False)
+
+    def _count_needed(self, key: object, count: int) -> None:
+        """Counts what an epoch needs once, however often it is read."""
+        with self._lock:
+            fresh = key not in self._counted
+            self._counted.add(key)
+        if fresh:
+            self._counters.add(needed_bytes=count)
 
     def _order_video(self, episode: int, known: Samples | Future[_Fetched], coming: Coming) -> None:
         """Fetchers: has the encoded video fetched that an episode will need. Its rows were asked for before this."""
@@ -250,17 +298,22 @@ class Residency:
         return cuts
 
     def _room(self) -> int:
-        return self._budget - self._arena.nbytes - self._tables.nbytes - self._fetching_bytes()
+        return self._budget - self._arena.nbytes - self._tables.nbytes - self._ahead_bytes()
 
-    def _fetching_bytes(self) -> int:
-        """An estimate, for rows that have come or will, and are not yet asked for."""
-        rows = sum(int(self._dataset.lengths[episode]) for episode in {*list(self._fetching), *list(self._arrived)})
-        return rows * self._dataset.row_bytes
+    def _bytes_of(self, episodes: Iterable[int]) -> int:
+        """An estimate of what the rows of these episodes take."""
+        return sum(int(self._dataset.lengths[episode]) for episode in list(episodes)) * self._dataset.row_bytes
+
+    def _ahead_bytes(self) -> int:
+        """Rows that have come or will, and are not yet asked for."""
+        return self._bytes_of(self._fetching) + self._bytes_of(self._arrived)
 
     # ---- rows and samples
 
     def _admit(self, episode: int, columns: Columns, needed: set[int]) -> None:
         unmapped = np.full(len(columns["timestamp"]), UNMAPPED, np.int32)
+        with self._lock:
+            self._arrived.pop(episode, None)
         self._arena.admit(episode, columns | {SAMPLE + camera: unmapped for camera in self._dataset.videos}, needed)
 
     def _map_rows(self, episode: int, known: dict[str, npt.NDArray[np.int32]]) -> None:

@@ -5,9 +5,11 @@ Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from dali_stream.once import Once
 from dali_stream.storage import Store
 from dali_stream.storage.store import Ranges
 
+_log = logging.getLogger("dali_stream")
+
 
 class RowReader:
     """Reads the rows of episodes, and only the features that `dataset` selects. Safe to use from several threads.
@@ -31,13 +35,22 @@ class RowReader:
     Args:
         dataset: the selected part of a dataset.
         store: where its rows are read; None: where the dataset lies.
-        count: told how many bytes a row group has taken.
+        count: told how many bytes row groups have taken, with what names them.
+        at_once: bytes of row groups that are read at the same time, unless a single one has more.
     """
 
     FOOTERS = 256  # Parquet footers kept, least recently used first to go
 
-    def __init__(self, dataset: Dataset, store: Store | None = None, count: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        store: Store | None = None,
+        count: Callable[[object, int], None] | None = None,
+        at_once: int = 1 << 62,
+    ) -> None:
         self._dataset, self._store, self._count = dataset, store or dataset.data_store, count
+        self._at_once, self._reading, self._warned = at_once, 0, False
+        self._room = threading.Condition()
         self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video"}
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
         self._lock = threading.Lock()
@@ -82,10 +95,34 @@ class RowReader:
             runs = footer.runs(columns) if self._dataset.skips_images else [columns]
             parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
             table = pa.table({name: part[name] for part in parts for name in part.column_names})
-            self._count(file.bytes_read)
+            if self._count:
+                self._count((path, *groups), file.bytes_read)
             return table, self._cut(path, table)
 
-        return self._once((path, *groups), read)
+        def read_in_turn() -> tuple[pa.Table, dict[int, Columns]]:
+            with self._turn(path, sum(footer.metadata.row_group(group).total_byte_size for group in groups)):
+                return read()
+
+        return self._once((path, *groups), read_in_turn)
+
+    @contextmanager
+    def _turn(self, path: str, size: int) -> Iterator[None]:
+        """Waits until row groups of `size` bytes may be read beside those that are."""
+        if size > self._at_once and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
+                "episodes. `dali-stream reshard` writes smaller ones", self._store.where(path), size, self._at_once,
+            )  # fmt: skip
+        with self._room:
+            self._room.wait_for(lambda: not self._reading or self._reading + size <= self._at_once)
+            self._reading += size
+        try:
+            yield
+        finally:
+            with self._room:
+                self._reading -= size
+                self._room.notify_all()
 
     def _footer(self, path: str, number: int) -> _Footer:
         """The footer of the dataset's data file of that number."""

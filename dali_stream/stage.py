@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,11 +28,12 @@ from dali_stream.buffers import Buffers
 from dali_stream.cameras import CLIP_FRAMES, ImageCamera, Pending, VideoCamera
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.errors import DaliStreamError, DatasetError, StorageError
 from dali_stream.order import Order, Shuffle
 from dali_stream.residency import Residency
 from dali_stream.tables import Tables
 from dali_stream.video.route import Route
+from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
@@ -127,7 +128,7 @@ class Stage:
         self._stopping = False
         self._pid = os.getpid()
         self.delivered: deque[dict[str, list[str]]] = deque()  # strings of the batches that DALI has taken
-        self._pool = ThreadPoolExecutor(plan.threads, "dali_stream decode")
+        self._pool = Workers("dali_stream decode", plan.threads)
         self._planner = threading.Thread(target=self._run, args=(epoch, position), name="dali_stream planner", daemon=True)
         self._planner.start()
 
@@ -146,7 +147,9 @@ class Stage:
             raise batch
         try:
             frames = self._finish(batch)
-        except CancelledError as error:
+        except (CancelledError, StorageError) as error:
+            if isinstance(error, StorageError) and not self._stopping:
+                raise
             raise closed() from error
         self._room.release()
         for array in self._lent:  # DALI has copied the batch before this one by now
@@ -180,6 +183,7 @@ class Stage:
             return
         self._stopping = True
         self._residency.stop()
+        self._pool.stop()
         self._room.release()
         # A loader that nobody holds is closed by the garbage collector, which may run in a thread of its own.
         own = threading.current_thread().name.startswith("dali_stream ")
@@ -190,7 +194,7 @@ class Stage:
 
     def _join(self) -> None:
         self._planner.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.join()
         self._residency.join()
         self._put(closed())  # for a thread that waits in `source`
 
@@ -206,7 +210,7 @@ class Stage:
             for batch in self._batches(epoch, position):
                 self._put(batch)
         except BaseException as error:
-            self._put(error)
+            self._put(closed() if self._stopping else error)
 
     def _put(self, made: Batch | BaseException) -> None:
         with self._more:

@@ -21,13 +21,14 @@ class Tables:
 
     Attributes:
         nbytes: that they take.
-        index_bytes: of the `moov` boxes that have been read.
+        index_bytes: of the `moov` boxes that have been read, each counted once.
     """
 
     def __init__(self, dataset: Dataset, budget: int) -> None:
         self._dataset, self._budget = dataset, budget
         self._tables: OrderedDict[str, SampleTable] = OrderedDict()  # least recently used first
         self._broken: dict[str, DecodeError] = {}
+        self._seen: set[str] = set()
         self._lock = threading.Lock()
         self._once = Once()
         self.nbytes = self.index_bytes = 0
@@ -44,6 +45,12 @@ class Tables:
                 raise self._broken[path]
         return self._once(path, lambda: self._read(path, store))
 
+    def has(self, camera: str, episode: int) -> bool:
+        """Whether `of` would have nothing to read."""
+        files = self._dataset.table.video[camera]
+        path = files.paths[files.index[self._dataset.rows[episode]]]
+        return path in self._tables or path in self._broken
+
     def _read(self, path: str, store: Store) -> SampleTable:
         try:
             table = read_table(store, path)
@@ -53,7 +60,8 @@ class Tables:
                 self._broken[path] = broken
             raise broken from error
         with self._lock:
-            self.index_bytes += table.index_bytes
+            self.index_bytes += 0 if path in self._seen else table.index_bytes
+            self._seen.add(path)
             if path not in self._tables:
                 self.nbytes += table.nbytes
             self._tables[path] = table

@@ -62,7 +62,7 @@ class Pool:
             TransientError: no answer came, or none that can be understood.
             StorageError: the server is not to be trusted; `where` names what is read.
         """
-        token = _under_way.set(_Limits(deadline, self.timeout_s))
+        token = _under_way.set(_Limits(deadline, self._silence_s(deadline)))
         try:
             with private():
                 response = self._sent(url, headers, deadline)
@@ -79,7 +79,7 @@ class Pool:
         raise TransientError(problem)
 
     def _sent(self, url: str, headers: dict[str, str], deadline: Deadline) -> urllib3.BaseHTTPResponse:
-        limit = max(min(self.timeout_s, deadline.left()), 0.001)
+        limit = max(min(self._silence_s(deadline), deadline.left()), 0.001)
         return self._manager(url).request(
             "GET",
             url,
@@ -90,6 +90,10 @@ class Pool:
             decode_content=False,
             timeout=Timeout(connect=limit, read=limit),
         )
+
+    def _silence_s(self, deadline: Deadline) -> float:
+        """So short that there is time for other attempts."""
+        return min(self.timeout_s, deadline.total_s / 3)
 
     def close(self) -> None:
         """Closes the connections that are not in use."""

@@ -1,4 +1,4 @@
-"""Threads that wait for the network, so that nobody else does."""
+"""Threads for decoding and for waiting for the network."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-THREADS = 16
-AHEAD = 10  # of the threads may work on what nobody waits for yet; so somebody who waits finds one free
-
 Priority = tuple[int, ...]
 _Job = tuple[Priority, int, "Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
-class Fetchers:
+class Workers:
     """A pool of threads that takes the job with the lowest priority first.
 
-    A job submitted with `ahead=True` is done when nothing else is, by some of the threads only.
+    Daemon threads: an interpreter that ends does not wait for a server that hangs, as it does with the standard library's pool.
+
+    Args:
+        name: of the threads.
+        threads: how many.
+        ahead: how many of them may do jobs that nobody waits for yet, submitted with `ahead=True`. Those are done when there
+            is nothing else, and the other threads stay free for whom somebody waits.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int, ahead: int = 0) -> None:
+        self._ahead = ahead
         self._jobs: dict[bool, list[_Job]] = {False: [], True: []}
         self._changed = threading.Condition()
         self._number = itertools.count()
         self._working_ahead = 0
         self._stopping = False
-        self._threads = [threading.Thread(target=self._work, name=f"{name} {i}", daemon=True) for i in range(THREADS)]
+        self._threads = [threading.Thread(target=self._work, name=f"{name} {i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, priority: Priority, call: Callable[..., Any], *args: Any, ahead: bool = False) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
         """Has `call(*args)` done. After `stop` the future comes back cancelled."""
         future: Future[Any] = Future()
         with self._changed:
@@ -79,7 +83,7 @@ class Fetchers:
                     return None
                 if self._jobs[False]:
                     return False, heapq.heappop(self._jobs[False])
-                if self._jobs[True] and self._working_ahead < AHEAD:
+                if self._jobs[True] and self._working_ahead < self._ahead:
                     self._working_ahead += 1
                     return True, heapq.heappop(self._jobs[True])
                 self._changed.wait()
