@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError, MemoryBudgetError
-from dali_stream.residency import block_bytes, row_share
+from dali_stream.residency import HEADROOM, block_bytes, row_share
 from dali_stream.stage import Plan
 from dali_stream.video.table import SampleTable
 
@@ -53,7 +53,7 @@ def _fits(plan: Plan, budget: int) -> bool:
     first, every = _indices(plan)
     indices = max(first, min(budget // 4, every))
     ahead = min(share // 4 + rows, all_rows) + min(share // 4, all_rows)
-    room = budget - min(share, all_rows) - indices - ahead
+    room = budget - budget // HEADROOM - min(share, all_rows) - indices - ahead
     return room >= max(_pictures_bytes(plan, camera, budget) for camera in dataset.videos)
 
 

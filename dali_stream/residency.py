@@ -36,6 +36,7 @@ SAMPLE = "sample in the video of "  # prefix of the columns that map rows to sam
 UNMAPPED = -2  # nobody has looked yet
 FETCHERS = 16  # threads; as many requests go to one host at a time
 FETCHERS_AHEAD = 10
+HEADROOM = 16  # the share of the budget that nothing is planned for
 
 
 Samples = dict[str, npt.NDArray[np.int32]]  # per camera, of one episode
@@ -246,7 +247,10 @@ class Residency:
     def _fetch_rows(self, episode: int) -> _Fetched:
         """Fetchers: rows of an episode, and the samples that show them."""
         rows = self._read_rows(episode)
-        return _Fetched(rows, {camera: self._map(camera, episode, rows["timestamp"]) for camera in self._dataset.videos})
+        samples = {camera: self._map(camera, episode, rows["timestamp"]) for camera in self._dataset.videos}
+        if self._encoded:
+            self._encoded.shrink()  # the room that rows and indices have taken
+        return _Fetched(rows, samples)
 
     def _read_rows(self, episode: int) -> Columns:
         """Fetchers: the rows of one episode. Others of its row group are kept, as far as there is room for them."""
@@ -260,13 +264,15 @@ class Residency:
 
     def _keep(self, rows: dict[int, Columns]) -> None:
         """Rows that came along, in arrays of their own: views would hold on to the whole row group."""
-        most = self._row_budget // 4
+        most, kept = self._row_budget // 4, 0
         with self._lock:
             for episode, columns in rows.items():
-                if int(self._dataset.lengths[episode]) * self._dataset.row_bytes <= most:
-                    self._arrived[episode] = {key: np.array(values) for key, values in columns.items()}
-            while self._bytes_of(self._arrived) > most:
-                self._arrived.popitem(last=False)
+                size = self._bytes_of([episode])
+                if (kept := kept + size) > most:
+                    break
+                while self._arrived and self._bytes_of(self._arrived) + size > most:
+                    self._arrived.popitem(last=False)
+                self._arrived[episode] = {key: np.array(values) for key, values in columns.items()}
 
     def _count_needed(self, key: object, count: int) -> None:
         """Counts what an epoch needs once, however often it is read."""
@@ -298,7 +304,9 @@ class Residency:
         return cuts
 
     def _room(self) -> int:
-        return self._budget - self._arena.nbytes - self._tables.nbytes - self._ahead_bytes()
+        """Bytes for encoded video. A part of the budget stays free for rows and indices that are about to come."""
+        taken = self._arena.nbytes + self._tables.nbytes + self._ahead_bytes()
+        return self._budget - self._budget // HEADROOM - taken
 
     def _bytes_of(self, episodes: Iterable[int]) -> int:
         """An estimate of what the rows of these episodes take."""
