@@ -19,6 +19,7 @@ class BlockedFile:
     Attributes:
         first: (n,) the first sample of each block.
         start, stop: (n,) its bytes in the file.
+        joined: (n,) whether it begins where the block before ends.
         left: per epoch, (n,) how often samples of it are still to be asked for.
         used: per epoch, (n,) whether a batch has asked for any.
         pins: (n,) batches under way that need it.
@@ -33,6 +34,7 @@ class BlockedFile:
         self.first = table.sync[full | np.isin(table.sync, cuts)]
         self.start = np.minimum.reduceat(table.offset, self.first)
         self.stop = np.maximum.reduceat(table.offset + table.size, self.first)
+        self.joined = np.append(False, self.start[1:] == self.stop[:-1])
         self.left: dict[int, Int64] = {}
         self.used: dict[int, npt.NDArray[np.bool_]] = {}
         self.pins = np.zeros(len(self.first), np.int32)
@@ -47,7 +49,7 @@ class BlockedFile:
 
     def end_to_end(self, first: int, last: int) -> range:
         """The blocks from `first` to `last`, as far as each begins where the one before ends."""
-        apart = np.flatnonzero(self.start[first + 1 : last + 1] != self.stop[first:last])
+        apart = np.flatnonzero(~self.joined[first + 1 : last + 1])
         return range(first, first + 1 + int(apart[0]) if len(apart) else last + 1)
 
     def wanted(self, block: int) -> bool:
@@ -58,7 +60,7 @@ class BlockedFile:
         """Blocks that lie end to end, in groups of up to `most` bytes."""
         groups: list[list[int]] = []
         for block in blocks:
-            end_to_end = groups and groups[-1][-1] == block - 1 and self.start[block] == self.stop[block - 1]
+            end_to_end = groups and groups[-1][-1] == block - 1 and self.joined[block]
             if not end_to_end or self.stop[block] - self.start[groups[-1][0]] > most:
                 groups.append([])
             groups[-1].append(block)
@@ -68,7 +70,7 @@ class BlockedFile:
         """The group, and the blocks behind it that are wanted too, as far as they lie end to end in up to `most` bytes."""
         group = list(group)
         for block in range(group[-1] + 1, len(self.first)):
-            apart = self.start[block] != self.stop[block - 1] or self.stop[block] - self.start[group[0]] > most
+            apart = not self.joined[block] or self.stop[block] - self.start[group[0]] > most
             if apart or block in self.held or not self.wanted(block):
                 break
             group.append(block)

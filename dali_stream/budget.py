@@ -22,8 +22,8 @@ def check(plan: Plan) -> None:
     Raises:
         MemoryBudgetError: it does not fit.
     """
-    least = next(bound for bound in _bounds() if _fits(plan, bound))
-    if plan.memory_budget < least and not _fits(plan, plan.memory_budget):
+    if not _fits(plan, plan.memory_budget):
+        least = next(bound for bound in _bounds(plan.memory_budget) if _fits(plan, bound))
         size = plan.batches.batch_size
         raise MemoryBudgetError(
             f"memory_budget is {plan.memory_budget} bytes, and a batch of {size} samples can need about {least} for the rows, "
@@ -31,9 +31,9 @@ def check(plan: Plan) -> None:
         )
 
 
-def _bounds() -> Iterator[int]:
-    """Budgets in steps of a tenth."""
-    bound = 4096.0
+def _bounds(refused: float) -> Iterator[int]:
+    """Larger budgets than one that was refused, in steps of a tenth."""
+    bound = max(refused, 4096.0)
     while True:
         yield int(bound)
         bound *= 1.1

@@ -163,7 +163,8 @@ class Residency:
                 for found, columns in self._reader.read(episode).items():
                     if found not in self._arena:
                         self._admit(found, columns, needed)
-        self._have_tables(needed)
+        # Indices that the budget did not keep come again, for this batch alone.
+        self._missing_tables = self._read_tables(needed, self._number) if self._fetchers else {}
         for episode in sorted(needed):
             self._map_rows(episode, {})
             self._arena.touch(episode)
@@ -209,14 +210,11 @@ class Residency:
 
     # ---- fetching
 
-    def _have_tables(self, episodes: set[int]) -> None:
-        """Has the indices that the budget did not keep read again, all at once, and kept for this batch."""
-        self._missing_tables = {}
-        if self._fetchers:
-            for camera, episode in itertools.product(self._dataset.videos, episodes):
-                if not self._tables.has(camera, episode):
-                    job = self._fetchers.submit(self._tables.of, camera, episode, self._source, priority=(self._number, 0))
-                    self._missing_tables[camera, episode] = job
+    def _read_tables(self, episodes: Iterable[int], number: int) -> dict[tuple[str, int], Future[SampleTable]]:
+        """Has the indices of these episodes' files read that are not at hand, all at once."""
+        assert self._fetchers is not None  # local data is read when it is needed
+        missing = (key for key in itertools.product(self._dataset.videos, episodes) if not self._tables.has(*key))
+        return {key: self._fetchers.submit(self._tables.of, *key, self._source, priority=(number, 0)) for key in missing}
 
     def _fetched(self, episode: int) -> Future[_Fetched]:
         """The rows of an episode that is needed now."""
@@ -228,8 +226,7 @@ class Residency:
 
     def _fetch(self, episode: int, number: int, epoch: int) -> None:
         assert self._fetchers is not None  # local data is read when it is needed
-        for camera in self._dataset.videos:  # all at once; the job below shares what these are at
-            self._fetchers.submit(self._tables.of, camera, episode, self._source, priority=(number, 0))
+        self._read_tables([episode], number)  # the job below shares what this is at
         self._fetching[episode] = epoch, self._fetchers.submit(self._fetch_rows, episode, priority=(number, 0))
 
     def _expect(self, episode: int, coming: Coming) -> None:

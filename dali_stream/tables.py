@@ -35,8 +35,7 @@ class Tables:
 
     def of(self, camera: str, episode: int, store: Store) -> SampleTable:
         """The sample table of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""
-        files = self._dataset.table.video[camera]
-        path = files.paths[files.index[self._dataset.rows[episode]]]
+        path = self._path(camera, episode)
         with self._lock:
             if table := self._tables.get(path):
                 self._tables.move_to_end(path)
@@ -47,9 +46,12 @@ class Tables:
 
     def has(self, camera: str, episode: int) -> bool:
         """Whether `of` would have nothing to read."""
-        files = self._dataset.table.video[camera]
-        path = files.paths[files.index[self._dataset.rows[episode]]]
+        path = self._path(camera, episode)
         return path in self._tables or path in self._broken
+
+    def _path(self, camera: str, episode: int) -> str:
+        files = self._dataset.table.video[camera]
+        return files.paths[files.index[self._dataset.rows[episode]]]
 
     def _read(self, path: str, store: Store) -> SampleTable:
         try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from dali_stream import Dataset
 
 # Where a dataset is read from: the same options for each command that reads one.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
@@ -20,7 +23,14 @@ StorageOptions = Annotated[
 ]
 
 
-def storage_options(option: str, text: str | None) -> dict[str, Any] | None:
+def dataset(uri: str, *, storage_options: str | None, **arguments: Any) -> Dataset:
+    """The dataset that a command line names; the other arguments are those of `Dataset`."""
+    from dali_stream import Dataset
+
+    return Dataset(uri, storage_options=_object("--storage-options", storage_options), **arguments)
+
+
+def _object(option: str, text: str | None) -> dict[str, Any] | None:
     """A JSON object. What was given is not in the error, since it may hold credentials."""
     if text is None:
         return None

@@ -32,15 +32,14 @@ def index(
 
     May be interrupted: what is in the cache is not fetched again. Exit code 1 where a file is broken.
     """
-    from dali_stream import Dataset
     from dali_stream.index import build_index
 
-    dataset = Dataset(
+    dataset = arguments.dataset(
         uri,
         revision=revision,
         cameras=arguments.names(cameras),
         data_files_root=data_files_root,
-        storage_options=arguments.storage_options("--storage-options", storage_options),
+        storage_options=storage_options,
         cache_dir=cache_dir,
         cache_bytes=cache_bytes,
     )

@@ -28,14 +28,13 @@ def info(
 
     Reads metadata and the index of up to 32 video files per camera. Decodes nothing.
     """
-    from dali_stream import Dataset
     from dali_stream.inspect import describe
 
-    dataset = Dataset(
+    dataset = arguments.dataset(
         uri,
         revision=revision,
         data_files_root=data_files_root,
-        storage_options=arguments.storage_options("--storage-options", storage_options),
+        storage_options=storage_options,
         cache_dir=cache_dir,
     )
     report = describe(dataset)

@@ -36,17 +36,15 @@ def preview(
     storage_options: arguments.StorageOptions = None,
 ) -> None:
     """Draw the first batch of an epoch as the model would see it, with tasks and indices below the pictures."""
-    from dali_stream import Dataset
-
     arguments.png("--out", out)
     size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
-    dataset = Dataset(
+    dataset = arguments.dataset(
         uri,
         revision=revision,
         cameras=arguments.names(cameras),
         episodes=arguments.numbers("--episodes", episodes),
         data_files_root=data_files_root,
-        storage_options=arguments.storage_options("--storage-options", storage_options),
+        storage_options=storage_options,
         cache_dir=cache_dir,
     )
     if not dataset.cameras:

@@ -39,14 +39,13 @@ def reshard(
     interrupted: the same command goes on where it was. OUT is a dataset when it is done, and not before.
     """
     sizes = byte_count(data_file_size, "--data-file-size"), byte_count(video_file_size, "--video-file-size")
-    from dali_stream import Dataset
     from dali_stream.reshard import reshard as write
 
-    dataset = Dataset(
+    dataset = arguments.dataset(
         uri,
         revision=revision,
         data_files_root=data_files_root,
-        storage_options=arguments.storage_options("--storage-options", storage_options),
+        storage_options=storage_options,
         cache_dir=cache_dir,
     )
     try:
