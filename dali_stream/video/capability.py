@@ -1,26 +1,52 @@
 """What NVDEC decodes, asked of the driver (`cuvidGetDecoderCaps` in libnvcuvid) and never guessed from a GPU's name.
 
-Structure and constants: NVIDIA Video Codec SDK, cuviddec.h (CUVIDDECODECAPS, cudaVideoCodec, cudaVideoChromaFormat).
+Structure and constants: NVIDIA Video Codec SDK, cuviddec.h (CUVIDDECODECAPS, cudaVideoCodec, cudaVideoChromaFormat,
+cudaVideoSurfaceFormat); CUDA driver API, cuda.h. GPUs are numbered as torch numbers them: both see CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from dali_stream.errors import DaliStreamError
 
 _CODECS = {"mpeg4": 2, "h264": 4, "mjpeg": 5, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
 _CHROMA = {"gray": 0, "420": 1, "422": 2, "444": 3}
+CODECS, CHROMA, DEPTHS = tuple(_CODECS), tuple(_CHROMA), (8, 10, 12)
+_NV12, _P016 = 1 << 0, 1 << 1  # bits of the output mask: 4:2:0 of 8 bit, and of more; DALI asks for these and no others
+_REMEDIES = {  # by CUDA error: what its own words do not say
+    2: "free memory on this GPU",
+    34: "what was loaded is the CUDA toolkit's stub and not the driver; take its folder out of LD_LIBRARY_PATH",
+    46: "another process holds this GPU for itself; end it, or set the GPU's compute mode back to Default",
+    100: "start the container with --gpus all, ask the scheduler for a GPU, or look at CUDA_VISIBLE_DEVICES",
+    101: "look at CUDA_VISIBLE_DEVICES",
+    800: "this user may not use the GPU; look at the rights of /dev/nvidia*",
+    802: "the machine's fabric manager is not running or not of the driver's version; start nvidia-fabricmanager",
+    803: "the driver's libraries and its kernel module differ; restart the machine, or the container after a driver update",
+    804: "remove the CUDA compatibility libraries (cuda-compat) from LD_LIBRARY_PATH, or use a data centre GPU",
+}
 
 
-class _Caps(ctypes.Structure):
-    _fields_ = [
-        ("codec", ctypes.c_int), ("chroma", ctypes.c_int), ("depth_minus_8", ctypes.c_uint), ("_1", ctypes.c_uint * 3),
-        ("supported", ctypes.c_ubyte), ("engines", ctypes.c_ubyte), ("outputs", ctypes.c_ushort),
-        ("max_width", ctypes.c_uint), ("max_height", ctypes.c_uint), ("max_macroblocks", ctypes.c_uint),
-        ("min_width", ctypes.c_ushort), ("min_height", ctypes.c_ushort), ("histogram", ctypes.c_ubyte),
-        ("counter_bits", ctypes.c_ubyte), ("max_bins", ctypes.c_ushort), ("_2", ctypes.c_uint * 10),
-    ]  # fmt: skip
+class DriverError(DaliStreamError):
+    """The driver, or the part of it that decodes video, is not there or failed. `remedy` says what to do."""
+
+    def __init__(self, said: str, remedy: str) -> None:
+        super().__init__(said)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver has it. `memory` in bytes, `compute` its compute capability."""
+
+    index: int
+    name: str
+    memory: int
+    compute: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -47,32 +73,132 @@ class Capability:
         return ""
 
 
+def cuda_version() -> tuple[int, int]:
+    """The newest CUDA that the driver serves, (major, minor).
+
+    Raises:
+        DriverError: there is no driver, or it does not work.
+    """
+    version = ctypes.c_int()
+    _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was asked for")
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process sees.
+
+    Raises:
+        DriverError: there is no driver, or it does not work.
+    """
+    count = ctypes.c_int()
+    _check(_cuda().cuDeviceGetCount(ctypes.byref(count)), "GPUs were counted")
+    return tuple(map(_gpu, range(count.value)))
+
+
+def capability(gpu: int, codec: str, chroma: str, depth: int) -> Capability:
+    """Asks the driver whether a GPU decodes this codec with this chroma (gray, 420, 422, 444) and bit depth."""
+    try:
+        found = capabilities(gpu).get((codec, chroma, depth))
+    except DriverError as error:
+        return Capability(False, f"{error}; {error.remedy}")
+    return found or Capability(False, f"NVDEC has no decoder for {codec} {chroma} {depth} bit")
+
+
 @functools.cache
-def capability(device: int, codec: str, chroma: str, depth: int) -> Capability:
-    """Asks the driver whether GPU `device` decodes this codec with this chroma (gray, 420, 422, 444) and bit depth."""
-    if codec not in _CODECS or chroma not in _CHROMA:
-        return Capability(False, f"NVDEC has no decoder for {codec} with chroma {chroma}")
-    try:
-        cuda, nvcuvid = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libnvcuvid.so.1")
-    except OSError as error:
-        return Capability(False, f"{error}; in a container, set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility")
+def capabilities(gpu: int) -> Mapping[tuple[str, str, int], Capability]:
+    """The driver's answers for all of CODECS × CHROMA × DEPTHS on one GPU. Asked once: it takes a context on the GPU.
+
+    Raises:
+        DriverError: there is no driver, it has no part for video, or it does not work.
+    """
+    cuda = _cuda()
+    nvcuvid = _load("libnvcuvid.so.1", "in a container, set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility")
+    with _context(cuda, gpu):
+        return {
+            (codec, chroma, depth): _ask(nvcuvid, codec, chroma, depth)
+            for codec in CODECS
+            for chroma in CHROMA
+            for depth in DEPTHS
+        }
+
+
+class _Caps(ctypes.Structure):
+    _fields_ = [
+        ("codec", ctypes.c_int), ("chroma", ctypes.c_int), ("depth_minus_8", ctypes.c_uint), ("_1", ctypes.c_uint * 3),
+        ("supported", ctypes.c_ubyte), ("engines", ctypes.c_ubyte), ("outputs", ctypes.c_ushort),
+        ("max_width", ctypes.c_uint), ("max_height", ctypes.c_uint), ("max_macroblocks", ctypes.c_uint),
+        ("min_width", ctypes.c_ushort), ("min_height", ctypes.c_ushort), ("histogram", ctypes.c_ubyte),
+        ("counter_bits", ctypes.c_ubyte), ("max_bins", ctypes.c_ushort), ("_2", ctypes.c_uint * 10),
+    ]  # fmt: skip
+
+
+def _ask(nvcuvid: ctypes.CDLL, codec: str, chroma: str, depth: int) -> Capability:
+    caps, what = _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8), f"{codec} {chroma} {depth} bit"
+    if failed := nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps)):
+        return Capability(False, f"the driver answers {_error_name(failed)} when asked whether NVDEC decodes {what}")
+    if not caps.supported:
+        return Capability(False, f"this GPU has no NVDEC decoder for {what}")
+    if not caps.engines:
+        return Capability(False, "this GPU has no NVDEC engine; a MIG slice may have none")
+    if not caps.outputs & (_NV12 if depth == 8 else _P016):
+        return Capability(False, f"NVDEC decodes {what} to a format that DALI does not take (mask {caps.outputs:#x})")
+    smallest, largest = (caps.min_height, caps.min_width), (caps.max_height, caps.max_width)
+    return Capability(True, "", caps.engines, smallest, largest, caps.max_macroblocks)
+
+
+def _gpu(index: int) -> Gpu:
+    cuda, doing = _cuda(), f"GPU {index} was opened"
+    handle, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    _check(cuda.cuDeviceGet(ctypes.byref(handle), index), doing)
+    _check(cuda.cuDeviceGetName(name, len(name), handle), doing)
+    _check(cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), handle), doing)
+    compute = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+        value = ctypes.c_int()
+        _check(cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle), doing)
+        compute.append(value.value)
+    return Gpu(index, name.value.decode(errors="replace"), memory.value, (compute[0], compute[1]))
+
+
+@contextlib.contextmanager
+def _context(cuda: ctypes.CDLL, gpu: int) -> Iterator[None]:
+    """cuvidGetDecoderCaps answers for the GPU of the calling thread's context. That which torch uses is shared."""
     handle, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-    caps = _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8)
-    if failed := cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device):
-        return Capability(False, f"CUDA error {failed} when GPU {device} was opened")
-    if failed := cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle):
-        return Capability(False, f"CUDA error {failed} when a context on GPU {device} was asked for")
+    _check(cuda.cuDeviceGet(ctypes.byref(handle), gpu), f"GPU {gpu} was opened")
+    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"a context on GPU {gpu} was asked for")
     try:
-        failed = cuda.cuCtxPushCurrent_v2(context)
-        if not failed:
-            failed = nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps))
+        _check(cuda.cuCtxPushCurrent_v2(context), f"the context on GPU {gpu} was made current")
+        try:
+            yield
+        finally:
             cuda.cuCtxPopCurrent_v2(ctypes.byref(popped))
     finally:
         cuda.cuDevicePrimaryCtxRelease_v2(handle)
-    if failed:
-        return Capability(False, f"CUDA error {failed} when the driver was asked for NVDEC's {codec} capabilities")
-    if not caps.supported or not caps.engines:
-        return Capability(False, f"this GPU has no NVDEC decoder for {codec} {chroma} {depth} bit")
-    return Capability(
-        True, "", caps.engines, (caps.min_height, caps.min_width), (caps.max_height, caps.max_width), caps.max_macroblocks
+
+
+def _cuda() -> ctypes.CDLL:
+    cuda = _load(
+        "libcuda.so.1", "install NVIDIA's driver; in a container, start it with --gpus all and NVIDIA's container toolkit"
     )
+    _check(cuda.cuInit(0), "CUDA was initialised")
+    return cuda
+
+
+def _load(library: str, remedy: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(library)
+    except OSError as error:
+        raise DriverError(f"the driver's {library} cannot be loaded ({error})", remedy) from None
+
+
+def _check(result: int, doing: str) -> None:
+    if result:
+        remedy = _REMEDIES.get(result, "look at nvidia-smi and the kernel's log (dmesg) of this machine")
+        raise DriverError(f"the driver answered {_error_name(result)} when {doing}", remedy)
+
+
+def _error_name(result: int) -> str:
+    name = ctypes.c_char_p()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuGetErrorName(result, ctypes.byref(name))
+    return f"{name.value.decode()} ({result})" if name.value else f"error {result}"
