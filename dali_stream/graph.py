@@ -12,17 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dali_stream.errors import DaliStreamError
+from dali_stream.video import dali  # before DALI itself: it says what to do where that is missing
 
-try:
-    from nvidia.dali import fn, types
-    from nvidia.dali.pipeline import Pipeline
-    from nvidia.dali.plugin.pytorch import DALIGenericIterator
-except ImportError as error:
-    raise DaliStreamError(
-        f"NVIDIA DALI cannot be imported ({error}); install it with `pip install 'dali-stream[cuda12]'` (driver 525 or later) "
-        "or `pip install 'dali-stream[cuda13]'` (driver 580 or later), never both"
-    ) from error
+# isort: split
+from nvidia.dali import fn, types
+from nvidia.dali.pipeline import Pipeline
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
@@ -137,7 +132,7 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataN
     nodes = {}
     for key, parts in grouped.items():
         if len(parts) > 1:
-            nodes[key] = _decoded(parts, "cpu" if plan.gpu is None else "mixed")
+            nodes[key] = _decoded(parts, plan.gpu)
         else:
             nodes[key] = parts[0] if plan.gpu is None else parts[0].gpu()
     return nodes
@@ -152,12 +147,9 @@ def _column(plan: Plan, key: str) -> tuple[Any, int, str]:
     return _TYPES[np.dtype(kind)], ndim + (key in plan.windows), ""
 
 
-def _decoded(parts: list[DataNode], device: str) -> DataNode:
-    """The pictures of a window out of its clip, HWC without an order of steps, else FHWC.
-
-    DALI would decode a repeated frame from the clip's beginning again, so each comes once and is repeated afterwards.
-    """
-    video = fn.decoders.video(parts[0], device=device, frames=parts[1], pad_mode="none")
+def _decoded(parts: list[DataNode], gpu: int | None) -> DataNode:
+    """The pictures of a window out of its clip, HWC without an order of steps, else FHWC."""
+    video = dali.operator(parts[0], parts[1], gpu)
     return fn.squeeze(video, axes=[0]) if len(parts) == 2 else fn.sequence_rearrange(video, new_order=parts[2])
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from dali_stream import graph
 from dali_stream.cameras import RouteChange
 from dali_stream.counters import Counters
-from dali_stream.errors import DaliStreamError
+from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.stage import Plan, Stage, closed
+from dali_stream.video import dali
 from dali_stream.video.route import Route
 
 Batch = dict[str, Any]
@@ -37,7 +38,7 @@ class Run:
     def __init__(
         self, plan: Plan, routes: dict[str, Route], pictures: tuple[Any, ...], epoch: int, position: int, counters: Counters
     ) -> None:
-        self._routes = routes
+        self._routes, self._gpu = routes, plan.gpu
         self.stage = Stage(plan, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.
         self._finalizer = weakref.finalize(self, self.stage.close)
@@ -60,18 +61,26 @@ class Run:
         except RuntimeError as error:
             if "error in pipeline" not in str(error):  # of the stage, not of a DALI operator
                 raise
-            text = str(error).partition("encountered:")[2] or str(error)
-            said = " ".join(text.partition("C++ context")[0].split())[:300]
             if "fn.decoders.video" in str(error):
-                on_dali = [camera for camera, route in self._routes.items() if route.decoder == "dali"]
-                raise RouteChange(on_dali, f"DALI's video decoder failed: {said}") from error
+                raise self._route_change(dali.explanation(error)) from error
             raise DaliStreamError(
-                f"an operator of the DALI pipeline failed: {said}; see the error it was raised from"
+                f"an operator of the DALI pipeline failed: {dali.explanation(error)}; see the error it was raised from"
             ) from error
         for key, layout in iterator.layouts.items():
             if layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)
         return self.stage.delivered.popleft() | batch
+
+    def _route_change(self, said: str) -> RouteChange:
+        """Which cameras leave DALI. Its error names none, so each one's clips of the last batches are tried by themselves."""
+        failed = {}
+        for camera, clips in self.stage.clips().items():
+            try:
+                dali.decode([(clip.clip, clip.frames) for clip in clips], self._gpu, 1)
+            except DecodeError as error:
+                failed[camera] = str(error)
+        on_dali = [camera for camera, route in self._routes.items() if route.decoder == "dali"]
+        return RouteChange(list(failed) or on_dali, next(iter(failed.values()), f"DALI's video decoder failed: {said}"))
 
     def close(self) -> None:
         self._finalizer()

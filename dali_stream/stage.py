@@ -25,7 +25,7 @@ import numpy.typing as npt
 from dali_stream import windows
 from dali_stream.batches import Batches
 from dali_stream.buffers import Buffers
-from dali_stream.cameras import CLIP_FRAMES, ImageCamera, Pending, VideoCamera
+from dali_stream.cameras import CLIP_FRAMES, ImageCamera, Packed, Pending, VideoCamera
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError
@@ -122,6 +122,7 @@ class Stage:
         self._on_dali = [key for key in plan.dataset.cameras if routes[key].decoder == "dali"]
         self._buffers = Buffers()
         self._lent: list[Array] = []
+        self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that DALI may be at
         self._made: deque[Batch | BaseException] = deque()
         self._more = threading.Condition()
         self._room = threading.Semaphore(self._depth())
@@ -155,6 +156,7 @@ class Stage:
         for array in self._lent:  # DALI has copied the batch before this one by now
             self._buffers.give(array)
         self._lent = [out for out in frames.values() if isinstance(out, np.ndarray)]
+        self._clips.append({key: frames[key] for key in self._on_dali})
         self._counters.starved_s += time.perf_counter() - started
         self._counters.padded += batch.padded
         self.delivered.append(batch.strings)
@@ -172,6 +174,10 @@ class Stage:
         with self._more:
             batch = self._made[0] if self._made else None
         return isinstance(batch, Batch) and all(pending.succeeded() for pending in batch.cameras.values())
+
+    def clips(self) -> dict[str, list[Packed]]:
+        """Per camera on the DALI route, the clips of the batches that DALI may be at."""
+        return {key: [clip for batch in self._clips for clip in batch[key]] for key in self._on_dali}
 
     def resident_bytes(self) -> int:
         """Memory of rows, indices and encoded video."""

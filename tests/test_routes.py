@@ -133,6 +133,42 @@ def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
     assert [record.message.partition(":")[0] for record in caplog.records] == ["torchcodec decodes from here on"]
 
 
+def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One key frame that looks whole and that DALI's decoder fails at. Its error names no camera, and breaks the pipeline."""
+    monkeypatch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
+    root = write_demo(tmp_path / "vp9", episodes=4, size=(128, 160), codec="vp9", gop=12)
+    *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
+    table = read_table(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
+    data, sync = bytearray(last.read_bytes()), int(table.sync[3])
+    start = int(table.offset[sync]) + 12
+    data[start : start + 28] = bytes(range(100, 128))
+    last.write_bytes(data)
+    lengths, seen = read_lengths(root), []
+    arguments = {"batch_size": 8, "shuffle": False, "last_batch": "partial", "image_dtype": "uint8"}
+    with dali_stream.Loader(root, **arguments, on_error="substitute") as loader:
+        with caplog.at_level(logging.WARNING, "dali_stream"):
+            for batch in loader:
+                for camera in loader.dataset.cameras:
+                    check_identities(batch, camera, None, lengths)
+                seen += batch["index"].tolist()
+        decoders = {camera: found.decoder for camera, found in loader.routes.items()}
+        assert decoders == {camera: "torchcodec" if camera == TOP else "dali" for camera in decoders}
+        assert "DALI's video decoder failed" in loader.routes[TOP].reason
+        stats = loader.stats()
+    assert stats["route_changes"] == 1
+    assert stats["substituted"] == 12  # the damaged GOP, by FFmpeg's word
+    assert len(seen) == sum(lengths.values())
+    assert sum(index != position for position, index in enumerate(seen)) == 12
+    assert caplog.records[0].message.startswith(f"torchcodec decodes from here on: {TOP}: DALI's video decoder failed")
+    with (
+        dali_stream.Loader(root, **arguments, decode="dali") as loader,
+        pytest.raises(dali_stream.DecodeError, match=f'decode="dali": {TOP}: DALI\'s video decoder failed'),
+    ):
+        list(loader)
+
+
 def test_dali_alone_refuses_such_a_file(mixed: Path) -> None:
     message = r"file-\d+\.mp4: DALI decodes vp8, vp9, mjpeg on a CPU, and this is h264"
     with (
