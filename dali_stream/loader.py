@@ -51,7 +51,8 @@ class Loader:
         device: "auto", "cpu", "cuda" or "cuda:1". "auto" is this process's GPU where there is one.
         decode: "auto", NVDEC where the driver says that it decodes the camera's video and torchcodec otherwise; "dali";
             "torchcodec".
-        threads: that decode on the CPU; None: the cores of this process.
+        threads: of the decoders, on the CPU and of DALI's for NVDEC; None: the cores of this process.
+        prefetch: batches that are made ahead of the one being trained on; None: enough for every thread to have work, 2 to 16.
         memory_budget: bytes that rows, indices and, of remote data, encoded video may take; an int, or such as "4GiB".
         last_batch: what becomes of samples that fill no whole batch: "drop", "partial" or "pad" (see `Batches`).
         on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a
@@ -80,6 +81,7 @@ class Loader:
         device: str = "auto",
         decode: str = "auto",
         threads: int | None = None,
+        prefetch: int | None = None,
         memory_budget: int | str = "4GiB",
         last_batch: str = "drop",
         on_error: str = "raise",
@@ -112,6 +114,7 @@ class Loader:
             episode_pool_size=int(episode_pool_size),
             rank=rank,
             threads=threads,
+            prefetch=None if prefetch is None else positive("prefetch", prefetch),
             memory_budget=memory,
             tables=Tables(self.dataset, memory // 4),
             substitute=on_error == "substitute",

@@ -53,6 +53,7 @@ class Plan:
     episode_pool_size: int
     rank: int
     threads: int
+    prefetch: int | None
     memory_budget: int
     tables: Tables
     substitute: bool
@@ -205,7 +206,9 @@ class Stage:
         self._put(closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:
-        """Batches under way: enough for every decode thread to have work while the oldest batch is waited for."""
+        """Batches under way: as asked for, else enough for all threads to have work while the oldest batch is waited for."""
+        if self._plan.prefetch is not None:
+            return self._plan.prefetch
         frames = self._plan.batches.batch_size * sum(map(self._plan.steps, self._cameras))
         return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
 

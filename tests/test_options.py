@@ -79,6 +79,26 @@ def test_seed_and_shuffle_choose_the_order(rows_only: Dataset) -> None:
     assert tuple(samples(batches_of(rows_only))) == orders[True, 0, 32, 8], "the defaults"
 
 
+def test_as_many_batches_are_made_ahead_as_asked_for(demo: Path) -> None:
+    expected = batches_of(Dataset(demo), image_dtype="uint8", batch_size=4)
+    for ahead in (1, 7):
+        with Loader(demo, batch_size=4, prefetch=ahead, image_dtype="uint8") as loader:
+            batches, planned = iter(loader), 0
+            got = [next(batches)]
+            while planned < 1 + ahead:  # one is taken; that many more come without being asked for
+                planned = _planned(loader)
+            for batch in batches:
+                got.append(batch)
+                # Beside those that wait, DALI may hold one and the planner another that has no place yet.
+                assert _planned(loader) <= len(got) + ahead + 2
+        assert all(equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+def _planned(loader: Loader) -> int:
+    """Batches that decoding has begun for, at least: a batch of 4 has a clip per camera."""
+    return loader.stats()["clips"] // len(loader.dataset.cameras)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_change_nothing_but_the_speed(demo: Path, threads: int) -> None:
     dataset = Dataset(demo, episodes=[0, 3], cameras=[TOP])
@@ -235,6 +255,7 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"device": "cpu:0"}, "device is 'cpu:0'"),
         ({"decode": "nvdec"}, "decode is 'nvdec'; allowed are 'auto', 'dali', 'torchcodec'"),
         ({"threads": 0}, "threads is 0"),
+        ({"prefetch": 0}, "prefetch is 0"),
         ({"memory_budget": "lots"}, "memory_budget is 'lots'"),
         ({"memory_budget": 0}, "memory_budget is 0"),
         ({"last_batch": "keep"}, "last_batch is 'keep'; allowed are 'drop', 'partial', 'pad'"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 import re
 import resource
 import time
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import dali_stream
-from dali_stream import Dataset, Loader, process
+from dali_stream import Dataset, Loader, environment
 from dali_stream.cli import sheet
 from dali_stream.demo import read_identities
 
@@ -60,7 +58,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
             ends.append(time.perf_counter())
             waits.append(ends[-1] - asked)
             indices += batch["index"].tolist()
-            gpu_bytes = _gpu_peak(batch, gpu_bytes)
+            gpu_bytes = max(gpu_bytes or 0, environment.gpu_bytes_used(batch["index"].device.index) or 0) or None
             first = first or sheet.samples(batch, dataset.cameras, {})
             bar.update(task, completed=len(indices))
         stats, routes = loader.stats(), {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
@@ -86,8 +84,8 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
         "device": device_used,
         "peak_rss_bytes": _peak_rss(),
         "peak_gpu_bytes": gpu_bytes,
-        "versions": _versions(),
-        "machine": _machine(device_used),
+        "versions": environment.versions(),
+        "machine": environment.machine(device_used),
         "indices": indices,
     }
     return Epoch(report, first)
@@ -124,39 +122,3 @@ def _peak_rss() -> int:
         if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
             return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _gpu_peak(batch: dict[str, Any], before: int | None) -> int | None:
-    """Bytes in use on the batch's GPU, by DALI, torch and whoever else; None on a CPU."""
-    device = batch["index"].device
-    if device.type != "cuda":
-        return None
-    import torch
-
-    free, total = torch.cuda.mem_get_info(device)
-    return max(before or 0, total - free)
-
-
-def _versions() -> dict[str, str]:
-    import nvidia.dali
-    import torch
-    import torchcodec
-
-    return {
-        "dali_stream": dali_stream.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchcodec": torchcodec.__version__,
-        "dali": nvidia.dali.__version__,
-    }
-
-
-def _machine(device: str) -> dict[str, Any]:
-    import torch
-
-    return {
-        "processor": process.processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "platform": platform.platform(),
-        "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
-    }

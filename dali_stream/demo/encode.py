@@ -17,7 +17,7 @@ class Codec:
     """An FFmpeg encoder and its settings. `options` may hold `{gop}`, which becomes the distance of key frames."""
 
     encoder: str
-    crf: int
+    crf: int | None
     preset: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     min_gop: int = 1
@@ -40,6 +40,8 @@ CODECS = {
     # deadline 1 is realtime. Alternate reference frames are pictures that are never shown: without them, a packet of
     # the file is a picture.
     "vp9": Codec("libvpx-vp9", 32, None, {"deadline": 1, "cpu-used": 8, "auto-alt-ref": 0, "lag-in-frames": 0, "b": 0}),
+    # Part 2, as older recordings have it. A quantiser of 3, in FFmpeg's unit of 1/118; no scene is ever cut.
+    "mpeg4": Codec("mpeg4", None, None, {"flags": "+qscale", "global_quality": 3 * 118, "sc_threshold": 1_000_000_000}),
 }
 
 

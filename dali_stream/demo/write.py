@@ -36,7 +36,7 @@ def write_demo(
         root: folder to write; must not exist, or be empty.
         episodes: 1 to 65536; of about 50 to 140 frames each at 20 frames per second.
         size: (height, width) of the pictures, even, at least (120, 128).
-        codec: "av1", "h264", "hevc" or "vp9".
+        codec: "av1", "h264", "hevc", "vp9" or "mpeg4".
         gop: distance of key frames, in frames; at least 1, for AV1 at least 2.
         fps: frames per second, 5 to 60.
         seed: of all randomness; not negative.

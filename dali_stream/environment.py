@@ -1,0 +1,47 @@
+"""What a measurement ran on, for reports: versions and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import dali_stream
+from dali_stream import process
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decode."""
+    import nvidia.dali
+    import torch
+    import torchcodec
+
+    return {
+        "dali_stream": dali_stream.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchcodec": torchcodec.__version__,
+        "dali": nvidia.dali.__version__,
+    }
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Processor, cores that this process may use, platform and, for a device such as "cuda:0", the GPU's name."""
+    import torch
+
+    return {
+        "processor": process.processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
+    }
+
+
+def gpu_bytes_used(gpu: int | None) -> int | None:
+    """Bytes in use on a GPU, by DALI, torch and whoever else; None on a CPU."""
+    if gpu is None:
+        return None
+    import torch
+
+    free, total = torch.cuda.mem_get_info(gpu)
+    return int(total - free)
