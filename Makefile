@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python -m
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check format clean
+.PHONY: help install demo test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,10 +31,19 @@ test: install ## run the tests, without the slow ones
 test-slow: install ## run the slow tests
 	$(RUN) pytest -q -m slow $(ARGS) || test $$? -eq 5
 
-check: install ## lint, format check, types
+test-gpu: install ## try NVDEC through DALI on this machine; without a GPU it says so
+	$(VENV)/bin/dali-stream selftest $(ARGS)
+
+check: install lint ## lint, format check, types
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy
+
+lint: install ## lint the image, its deployments and the shell scripts
+	$(VENV)/bin/hadolint docker/Dockerfile
+	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 
 format: install ## format the code and fix what ruff can fix
 	$(RUN) ruff check --fix

