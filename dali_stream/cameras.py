@@ -23,9 +23,9 @@ from dali_stream.residency import Residency
 from dali_stream.storage import Store
 from dali_stream.tables import Tables
 from dali_stream.video import decode, image
-from dali_stream.video.clip import config, pack
+from dali_stream.video.clip import HiddenFrames, config, pack
 from dali_stream.video.format import VideoFormat, describe
-from dali_stream.video.route import Route, refusal
+from dali_stream.video.route import Route, hidden_frames_refusal, refusal
 from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
@@ -221,7 +221,11 @@ class VideoCamera:
         started = time.perf_counter()
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
-            clip = pack(self._store, [request.table] * len(unique), unique.tolist())
+            clip = pack(self._store, [request.table] * len(unique), unique.tolist(), shown_only=self._gpu is not None)
+        except HiddenFrames as error:
+            where = self._dataset.data_store.where(request.table.path)
+            codec = self._format(request.table, int(unique[0])).codec
+            raise RouteChange([self.key], f"{where}: {hidden_frames_refusal(codec)} ({error})") from error
         except DecodeError as error:
             return {request.row: self._named(request, request.frames, error)}
         self._counters.decoded(started, clip.pictures)

@@ -161,13 +161,34 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
         height, width = dataset.picture_size(key)
         return CameraReport("image", height, width, Route("torchcodec", "its frames are images in Parquet rows"))
+    paths, chosen = video_files(dataset, key, look_at)
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        tables = list(pool.map(lambda path: read_table(dataset.data_store, path), chosen))
+    return describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), _bytes(dataset.data_store, paths))
+
+
+def video_files(dataset: Dataset, key: str, look_at: int = LOOK_AT) -> tuple[list[str], list[str]]:
+    """The video files of a camera, and those of them to look at: the first episode's, the last's, and others between."""
     paths = _paths(dataset, dataset.table.video[key])
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int)).tolist()
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        tables = list(pool.map(lambda i: read_table(dataset.data_store, paths[i]), chosen))
+    return paths, [paths[i] for i in chosen]
+
+
+def describe_video(tables: list[SampleTable], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
+    """What a camera's videos are.
+
+    Args:
+        tables: of the files that were looked at, one or more.
+        store: where they are.
+        gpu: index of the CUDA device that the route is for; None for the CPU.
+        files, size: how many files the camera has, and their bytes.
+
+    Raises:
+        DecodeError: a sample description is broken.
+    """
     formats = [describe_format(config) for table in tables for config in table.configs]
-    first, gpu = formats[0], process.gpu("auto")
-    route = choose("auto", gpu, first, tables[0])
+    first = formats[0]
+    route = choose("auto", gpu, first, tables[0], store)
     shortest, longest = zip(*map(_gops, tables), strict=True)
     return CameraReport(
         kind="video",
@@ -182,9 +203,9 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         gop_max=max(longest),
         b_frames=any(table.reordered for table in tables),
         open_gops=any(table.open_gops for table in tables),
-        files=len(paths),
+        files=files,
         files_looked_at=len(tables),
-        bytes=_bytes(dataset.data_store, paths),
+        bytes=size,
         route_change=_route_change(route, gpu, tables),
     )
 

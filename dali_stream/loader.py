@@ -330,7 +330,7 @@ class Loader:
         try:
             camera = VideoCamera(plan.dataset, key, plan.dataset.data_store, Route("", ""), plan.gpu, self._counters)
             table, video = camera.describe(plan.tables, 0)
-            return choose(self._decode, plan.gpu, video, table)
+            return choose(self._decode, plan.gpu, video, table, plan.dataset.data_store)
         except StorageError:
             raise
         except DaliStreamError as error:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from loader_data import TOP, check_identities, read_lengths
 
 import dali_stream
+from dali_stream import cameras
 from dali_stream import loader as loader_module
+from dali_stream.buffers import Buffers
+from dali_stream.counters import Counters
 from dali_stream.demo import write_demo
+from dali_stream.residency import Residency
+from dali_stream.storage import Store, open_store
+from dali_stream.tables import Tables
 from dali_stream.video import route
 from dali_stream.video.boxes import box
 from dali_stream.video.capability import Capability
@@ -39,30 +47,39 @@ def mixed(h264_demo: Path, tmp_path: Path) -> Path:
     return root
 
 
+FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
+
+
 @pytest.fixture
-def closed(h264_demo: Path) -> SampleTable:
-    store = dali_stream.storage.open_store(str(h264_demo))
-    return read_table(store, f"videos/{TOP}/chunk-000/file-000.mp4")
+def store(h264_demo: Path) -> Store:
+    return open_store(str(h264_demo))
+
+
+@pytest.fixture
+def closed(store: Store) -> SampleTable:
+    return read_table(store, FIRST)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, answer: Capability) -> None:
     monkeypatch.setattr(route, "capability", lambda *_: answer)
 
 
-def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: SampleTable) -> None:
+def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store) -> None:
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
-    found = route.choose("auto", 0, H264, closed)
+    found = route.choose("auto", 0, H264, closed, store)
     assert found.decoder == "dali"
     assert "NVDEC decodes h264 420 8 bit of 480×640" in found.reason
 
 
-def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(monkeypatch: pytest.MonkeyPatch, closed: SampleTable) -> None:
+def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
+    monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
+) -> None:
     asked(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
-    assert route.choose("auto", 0, AV1, closed) == dali_stream.Route(
+    assert route.choose("auto", 0, AV1, closed, store) == dali_stream.Route(
         "torchcodec", "this GPU has no NVDEC decoder for av1 420 8 bit"
     )
     with pytest.raises(ValueError, match="no NVDEC decoder for av1"):
-        route.choose("dali", 0, AV1, closed)
+        route.choose("dali", 0, AV1, closed, store)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +90,10 @@ def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(monkeypatch: pytest.M
     ],
 )
 def test_sizes_that_nvdec_does_not_take(
-    limits: tuple, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable
+    limits: tuple, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
 ) -> None:
     asked(monkeypatch, Capability(True, "", 1, *limits))
-    assert route.choose("auto", 0, H264, closed).reason == reason
+    assert route.choose("auto", 0, H264, closed, store).reason == reason
 
 
 @pytest.mark.parametrize(
@@ -85,20 +102,44 @@ def test_sizes_that_nvdec_does_not_take(
         ({"matrix": 1}, {}, "BT.709"),
         ({"chroma": "422"}, {}, "h264 422 8 bit"),
         ({"depth": 10}, {}, "h264 420 10 bit"),
-        ({"codec": "vp9"}, {}, "hidden frames"),
-        ({"codec": "av1"}, {}, "hidden frames"),
         ({}, {"open_gops": True}, "open GOPs"),
         ({}, {"configs": (b"a", b"b")}, "2 sample descriptions"),
         ({}, {"track_header": bytes(44)}, "to be turned"),
     ],
 )
 def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
-    video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable
+    video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
 ) -> None:
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
-    found = route.choose("auto", 0, dataclasses.replace(H264, **video), dataclasses.replace(closed, **table))
+    found = route.choose("auto", 0, dataclasses.replace(H264, **video), dataclasses.replace(closed, **table), store)
     assert found.decoder == "torchcodec"
     assert reason in found.reason
+
+
+@pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])
+def test_hidden_frames_are_kept_from_nvdec(
+    codec: str, gop: int, hides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the file's first pictures at the start, and of each clip: where only later ones have some, the route changes."""
+    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    root = write_demo(tmp_path / "demo", episodes=2, size=(128, 160), codec=codec, gop=gop)
+    dataset = dali_stream.Dataset(root)
+    table = read_table(dataset.data_store, FIRST)
+    found = route.choose("auto", 0, describe(table.configs[0]), table, dataset.data_store)
+    assert found.decoder == ("torchcodec" if hides else "dali")
+    assert (f"{codec} with hidden frames" in found.reason) == hides
+
+    residency = Residency(dataset, 1 << 30, Tables(dataset, 1 << 30), {}, 4, Counters())
+    episode, frame = np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]])
+    residency.load(np.arange(2))
+    camera = cameras.VideoCamera(dataset, TOP, dataset.data_store, dali_stream.Route("dali", "a test"), 0, Counters())
+    with ThreadPoolExecutor(2) as pool:
+        pending = camera.submit(pool, Buffers(), residency, episode, frame)
+        if not hides:
+            assert all(clip.frames.size == 1 for clip in pending.collect())
+            return
+        with pytest.raises(cameras.RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* at byte \d+ comes"):
+            pending.collect()
 
 
 def test_the_colours_that_a_file_names_are_read() -> None:
@@ -108,8 +149,8 @@ def test_the_colours_that_a_file_names_are_read() -> None:
     assert describe(box(b"avc1", entry)).matrix is None
 
 
-def test_torchcodec_is_taken_when_asked_for(closed: SampleTable) -> None:
-    assert route.choose("torchcodec", 0, H264, closed).decoder == "torchcodec"
+def test_torchcodec_is_taken_when_asked_for(closed: SampleTable, store: Store) -> None:
+    assert route.choose("torchcodec", 0, H264, closed, store).decoder == "torchcodec"
 
 
 def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(

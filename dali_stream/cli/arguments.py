@@ -27,10 +27,10 @@ def dataset(uri: str, *, storage_options: str | None, **arguments: Any) -> Datas
     """The dataset that a command line names; the other arguments are those of `Dataset`."""
     from dali_stream import Dataset
 
-    return Dataset(uri, storage_options=_object("--storage-options", storage_options), **arguments)
+    return Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments)
 
 
-def _object(option: str, text: str | None) -> dict[str, Any] | None:
+def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     """A JSON object. What was given is not in the error, since it may hold credentials."""
     if text is None:
         return None

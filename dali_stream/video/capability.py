@@ -32,11 +32,14 @@ _REMEDIES = {  # by CUDA error: what its own words do not say
 
 
 class DriverError(DaliStreamError):
-    """The driver, or the part of it that decodes video, is not there or failed. `remedy` says what to do."""
+    """The driver, or the part of it that decodes video, is not there or failed.
 
-    def __init__(self, said: str, remedy: str) -> None:
+    Attributes: `remedy`, what to do; `code`, the driver's error, 0 where it could not be loaded.
+    """
+
+    def __init__(self, said: str, remedy: str, code: int = 0) -> None:
         super().__init__(said)
-        self.remedy = remedy
+        self.remedy, self.code = remedy, code
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def _load(library: str, remedy: str) -> ctypes.CDLL:
 def _check(result: int, doing: str) -> None:
     if result:
         remedy = _REMEDIES.get(result, "look at nvidia-smi and the kernel's log (dmesg) of this machine")
-        raise DriverError(f"the driver answered {_error_name(result)} when {doing}", remedy)
+        raise DriverError(f"the driver answered {_error_name(result)} when {doing}", remedy, result)
 
 
 def _error_name(result: int) -> str:

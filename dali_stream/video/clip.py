@@ -22,8 +22,10 @@ import numpy as np
 
 from dali_stream.errors import DecodeError
 from dali_stream.storage import Store
+from dali_stream.video import hidden
 from dali_stream.video.boxes import UPRIGHT, box, full_box
 from dali_stream.video.damage import checker
+from dali_stream.video.format import codec_of
 from dali_stream.video.table import SampleTable
 
 TIMESCALE, TICK = 15360, 512  # 30 pictures a second, the numbers FFmpeg writes; a clip's own time means nothing else
@@ -42,6 +44,10 @@ class Clip:
     data: bytes
     frames: list[int]
     pictures: int
+
+
+class HiddenFrames(DecodeError):
+    """A clip for NVDEC would hold frames that are decoded and never shown."""
 
 
 class _Run:
@@ -64,7 +70,7 @@ class _Run:
         """The place of one sample in the order of showing."""
         return int(self.ranks[np.searchsorted(self.samples, sample) if self.table.open_gops else sample - self.samples[0]])
 
-    def read(self, store: Store) -> bytes:
+    def read(self, store: Store, shown_only: bool) -> bytes:
         """The encoded pictures end to end."""
         table, samples = self.table, self.samples
         first, last = int(samples[0]), int(samples[-1])
@@ -79,25 +85,36 @@ class _Run:
                 f"bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become shorter since its index was read"
             )
         whole = data[0] if len(data) == 1 else b"".join(data)
-        self._check(whole)
+        self._check(whole, shown_only)
         return whole
 
-    def _check(self, data: bytes) -> None:
+    def _check(self, data: bytes, shown_only: bool) -> None:
         """Decoders pass over most damage, so what can be seen of it is looked for here (see `damage`)."""
         table, at = self.table, 0
-        check = checker(table.configs[table.config[self.samples[0]]])
-        if check is None:
+        config = table.configs[table.config[self.samples[0]]]
+        check, codec = checker(config), codec_of(config)
+        look = shown_only and codec in hidden.CODECS
+        if check is None and not look:
             return
         for sample, size in zip(self.samples.tolist(), table.size[self.samples].tolist(), strict=True):
-            if size and (wrong := check(data, at, at + size, at == 0)):
+            if check and size and (wrong := check(data, at, at + size, at == 0)):
                 raise DecodeError(
                     f"the encoded picture at bytes {table.offset[sample]} to "
                     f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or leave its episodes out"
                 )
+            if look and hidden.hidden(codec, data[at : at + size]):
+                raise HiddenFrames(f"the {codec} picture at byte {table.offset[sample]} comes with frames that are never shown")
             at += size
 
 
-def pack(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], *, from_the_start: bool = False) -> Clip:
+def pack(
+    store: Store,
+    tables: Sequence[SampleTable],
+    samples: Sequence[int],
+    *,
+    from_the_start: bool = False,
+    shown_only: bool = False,
+) -> Clip:
     """Packs the pictures that `samples` need into one clip.
 
     Args:
@@ -105,8 +122,10 @@ def pack(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], *,
         tables: per request, the table of its file; all with the same sample description.
         samples: per request, the sample in its file. The same request may come more than once.
         from_the_start: decode from the file's first picture on.
+        shown_only: refuse frames that are never shown.
 
     Raises:
+        HiddenFrames: there are some, and `shown_only` is set.
         DecodeError: open GOPs of more than one run (`SampleTable.open_gops` tells), samples of several descriptions, or a
             file that has changed.
     """
@@ -125,7 +144,7 @@ def pack(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], *,
     ends = dict(zip(runs, itertools.accumulate(len(run.samples) for run in runs.values()), strict=True))
     before = {key: ends[key] - len(run.samples) for key, run in runs.items()}
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
-    return Clip(_mux(store, list(runs.values())), frames, sum(len(run.samples) for run in runs.values()))
+    return Clip(_mux(store, list(runs.values()), shown_only), frames, sum(len(run.samples) for run in runs.values()))
 
 
 def config(table: SampleTable, sample: int) -> bytes:
@@ -164,7 +183,7 @@ def _stop(table: SampleTable, sample: int) -> int:
 _HELD_BACK = 4  # encoders of hierarchical B-frames delay pictures by two or three; where more are, `decode` starts earlier
 
 
-def _mux(store: Store, runs: list[_Run]) -> bytes:
+def _mux(store: Store, runs: list[_Run], shown_only: bool) -> bytes:
     lengths = [len(run.samples) for run in runs]
     n = sum(lengths)
     sizes = np.concatenate([run.table.size[run.samples] for run in runs])
@@ -185,7 +204,7 @@ def _mux(store: Store, runs: list[_Run]) -> bytes:
         tables.append(full_box(b"ctts", 1, 0, struct.pack(">I", n), entries))
     length = _LENGTH_OF_REST + sum(map(len, tables))
     moov = _moov(tables, table.track_header, n * TICK, len(_FTYP) + length + 8)
-    body = [run.read(store) for run in runs]
+    body = [run.read(store, shown_only) for run in runs]
     return b"".join((_FTYP, moov, struct.pack(">I4s", 8 + sum(map(len, body)), b"mdat"), *body))
 
 

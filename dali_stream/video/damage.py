@@ -158,7 +158,7 @@ def _av1(data: bytes, start: int, end: int, key: bool) -> str:
         start += header >> 2 & 1
         stop = end
         if header & 2:
-            size, start = _leb128(data, start)
+            size, start = leb128(data, start)
             stop = start + size
         if stop > end or start > end:
             return "its OBUs do not add up to its size"
@@ -174,7 +174,7 @@ def _av1(data: bytes, start: int, end: int, key: bool) -> str:
     return "" if frames else "it has no frame"
 
 
-def _leb128(data: bytes, start: int) -> tuple[int, int]:
+def leb128(data: bytes, start: int) -> tuple[int, int]:
     """(value, its end)."""
     value = 0
     for i, byte in enumerate(data[start : start + 8]):
@@ -189,7 +189,7 @@ def _vp9_check(config: bytes) -> Check:
     profile = vpcc[4] if len(vpcc) > 4 else None
 
     def check(data: bytes, start: int, end: int, key: bool) -> str:
-        frames = _vp9_frames(data, start, end)
+        frames = vp9_frames(data, start, end)
         if not frames:
             return "the sizes in its superframe index do not add up"
         for first, last in frames:
@@ -209,7 +209,7 @@ def _vp9_check(config: bytes) -> Check:
     return check
 
 
-def _vp9_frames(data: bytes, start: int, end: int) -> list[tuple[int, int]]:
+def vp9_frames(data: bytes, start: int, end: int) -> list[tuple[int, int]]:
     """The frames of a sample, which may be hidden ones and one that is shown; empty where they do not add up."""
     last = data[end - 1]
     count, width = (last & 7) + 1, (last >> 3 & 3) + 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dali_stream.storage import Store
 from dali_stream.video.boxes import UPRIGHT
 from dali_stream.video.capability import capability
 from dali_stream.video.format import VideoFormat
+from dali_stream.video.hidden import hidden_frames
 from dali_stream.video.table import SampleTable
 
 DECODE = ("auto", "dali", "torchcodec")
@@ -21,7 +23,7 @@ class Route:
     reason: str
 
 
-def choose(decode: str, gpu: int | None, video: VideoFormat, table: SampleTable) -> Route:
+def choose(decode: str, gpu: int | None, video: VideoFormat, table: SampleTable, store: Store) -> Route:
     """The route of a camera.
 
     Args:
@@ -29,13 +31,14 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, table: SampleTable)
         gpu: index of the CUDA device; None where batches are made on the CPU.
         video: what the camera's file says of its video.
         table: the sample table of that file.
+        store: where it is.
 
     Raises:
         ValueError: `decode` is "dali" and DALI cannot decode this video here.
     """
     if decode == "torchcodec":
         return Route("torchcodec", 'decode="torchcodec" asks for it')
-    refused = refusal(gpu, video, table)
+    refused = refusal_of_file(gpu, video, table, store)
     if not refused:
         where = "DALI's CPU decoder" if gpu is None else "NVDEC"
         if decode == "dali" or gpu is not None:
@@ -46,8 +49,20 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, table: SampleTable)
     return Route("torchcodec", refused)
 
 
+def refusal_of_file(gpu: int | None, video: VideoFormat, table: SampleTable, store: Store) -> str:
+    """Why DALI must not decode this video, with a look at its first pictures; empty where it may."""
+    if refused := refusal(gpu, video, table):
+        return refused
+    return hidden_frames_refusal(video.codec) if gpu is not None and hidden_frames(store, table, video.codec)[0] else ""
+
+
+def hidden_frames_refusal(codec: str) -> str:
+    """Why NVDEC does not get a video with hidden frames."""
+    return f"{codec} with hidden frames: DALI pairs times with decoded frames on a GPU, and would deliver others than asked for"
+
+
 def refusal(gpu: int | None, video: VideoFormat, table: SampleTable) -> str:
-    """Why DALI must not decode this video; empty where it may."""
+    """Why DALI must not decode this video, as far as its index tells; empty where it may."""
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
             return f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU, and this is {video.codec}"
@@ -68,12 +83,6 @@ def _unsafe_on_nvdec(video: VideoFormat, table: SampleTable) -> str:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
     if video.matrix in (1, 9, 10):
         return "the colours are BT.709 or BT.2020, and DALI converts all as BT.601 on a GPU"
-    if video.codec in ("av1", "vp9", "vp8") and table.longest_gop > 2:
-        # DALI pairs times with pictures first in, first out, and hidden frames, which encoders of these codecs use in
-        # longer GOPs, have no time of their own.
-        return (
-            f"{video.codec} with GOPs of up to {table.longest_gop} may hold hidden frames, which shift those that DALI counts"
-        )
     return ""
 
 

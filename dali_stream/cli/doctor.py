@@ -1,0 +1,73 @@
+"""`dali-stream doctor`: what this machine can decode, and what is wrong with it or with a dataset."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dali_stream.cli import arguments, console
+
+if TYPE_CHECKING:
+    from rich.status import Status
+    from rich.table import Table
+
+    from dali_stream.doctor import Report
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    uri: Annotated[str | None, typer.Argument(metavar="[URI]", help="A dataset to examine as well.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    cache_dir: arguments.CacheDir = None,
+    storage_options: arguments.StorageOptions = None,
+) -> None:
+    """Say what this machine decodes, whether its software fits together, and what to do about what does not.
+
+    With a dataset: what its videos are, the decoder each camera gets and why, and a frame of each decoded by every decoder
+    that this machine has. Exit code 1 where there is a problem.
+    """
+    from dali_stream.doctor import examine
+
+    options = arguments.json_object("--storage-options", storage_options)
+    with _waiting():
+        report = examine(uri, revision=revision, data_files_root=data_files_root, cache_dir=cache_dir, storage_options=options)
+    if as_json:
+        console.print_json(report.as_dict())
+    else:
+        console.results().print(_table(report))
+        typer.echo(_sum(report))
+    if report.status == "problem":
+        raise typer.Exit(1)
+
+
+def _waiting() -> Status:
+    """A line on stderr that says so, on terminals only."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("examining")
+
+
+def _table(report: Report) -> Table:
+    from rich.text import Text
+
+    made = console.pairs()
+    made.add_column(overflow="fold")
+    area = ""
+    for finding in report.findings:
+        if finding.area != area:
+            area = finding.area
+            made.add_row(Text(area, "bold"), "", "")
+        made.add_row(Text(finding.status, _STYLES[finding.status]), finding.name, Text(finding.text))
+        if finding.remedy:
+            made.add_row("", "", Text(f"→ {finding.remedy}", "bold"))
+    return made
+
+
+def _sum(report: Report) -> str:
+    counts = [(sum(finding.status == status for finding in report.findings), status) for status in _STYLES]
+    plural = ", ".join(f"{count} {status}{'' if count == 1 or status == 'ok' else 's'}" for count, status in reversed(counts))
+    return f"{report.status}: {plural}"

@@ -1,0 +1,98 @@
+"""`dali-stream selftest`: whether this machine's decoder delivers the right pictures through DALI, and how fast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dali_stream.cli import console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def selftest(
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where DALI decodes.")] = "auto",
+    soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to stream at the end.")] = 30.0,
+    out: Annotated[Path | None, typer.Option(metavar="JSON", help="A file for the report.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object instead of tables.")] = False,
+) -> None:
+    """Try NVDEC through DALI on this machine: right pictures, colours, speed beside torchcodec, memory, and a soak.
+
+    Videos of every codec that the driver claims are made on the spot, with GOPs of 1, 2, 12 and 30. Without a GPU nothing is
+    tried, which is said, with exit code 0; --device cpu tries the test itself on what DALI decodes there. Exit code 1 where
+    something failed.
+    """
+    console.load_library()
+    from dali_stream.selftest import selftest as run
+
+    with console.progress() as bar:
+        task = bar.add_task("", total=None)
+        report = run(
+            device, soak_s=soak, progress=lambda what, n, total: bar.update(task, description=what, completed=n, total=total)
+        )
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    if as_json:
+        console.print_json(report)
+    else:
+        _print(report)
+    if report["status"] == "failed":
+        raise typer.Exit(1)
+
+
+def _print(report: dict[str, Any]) -> None:
+    if report["status"] == "not run":
+        typer.echo(f"not run: {report['reason']}")
+        return
+    screen = console.results()
+    for made in (_identity(report), _speed(report), _streams(report)):
+        screen.print(made)
+    for codec, reason in report["codecs"].items():
+        if reason:
+            typer.echo(f"{codec} was not tried: {reason}")
+    for problem in report["problems"]:
+        typer.echo(f"failed: {problem}")
+    where = report["machine"]["gpu"] or "the CPU"
+    typer.echo(f"{report['status']} on {where}, in {report['seconds']:.0f} s")
+
+
+def _identity(report: dict[str, Any]) -> Table:
+    made = console.table(
+        "codec", "GOP", "requests", "pictures", "wrong", "mean error", "", right=("pictures", "wrong", "mean error")
+    )
+    for row in report["identity"]:
+        error = "" if row["mean_error"] is None else f"{row['mean_error']:.2f}"
+        note = row["failed"] or (
+            f"for information, since the loader takes torchcodec: {row['refused']}" if row["refused"] else ""
+        )
+        made.add_row(row["codec"], row["gop"], row["shape"], str(row["pictures"]), str(row["wrong"]), error, note)
+    return made
+
+
+def _speed(report: dict[str, Any]) -> Table:
+    numbers = ("requests a clip", "threads", "batches ahead", "frames/s", "GPU memory")
+    made = console.table("codec", "decoder", *numbers, right=numbers)
+    for row in report["speed"]:
+        cells = [str(row.get(key, "")) for key in ("per_clip", "threads", "prefetch")]
+        rate = row.get("failed") or f"{row['frames_per_s']:.0f}"
+        made.add_row(
+            row["codec"], row["decoder"], *cells, rate, console.megabytes(row["gpu_bytes"]) if row.get("gpu_bytes") else ""
+        )
+    return made
+
+
+def _streams(report: dict[str, Any]) -> Table:
+    made = console.table(
+        "through the Loader", "routes", "pictures", "wrong", "frames/s", right=("pictures", "wrong", "frames/s")
+    )
+    for row in [*report["loader"], {"codec": "soak", **report["soak"]}]:
+        if row.get("failed"):
+            made.add_row(row["codec"], row["failed"], "", "", "")
+        else:
+            routes = ", ".join(row["routes"].values())
+            made.add_row(row["codec"], routes, str(row["pictures"]), str(row["wrong"]), f"{row['frames_per_s']:.0f}")
+    return made

@@ -1,0 +1,97 @@
+"""Findings on a dataset: its metadata, its rows, and each camera's videos, of which one frame is decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from dali_stream.arena import Columns
+from dali_stream.dataset import Dataset
+from dali_stream.doctor import frames
+from dali_stream.doctor.camera import Camera
+from dali_stream.doctor.frames import Decoded, Decoders
+from dali_stream.doctor.looks import look
+from dali_stream.doctor.report import OK, PROBLEM, Finding
+from dali_stream.errors import DaliStreamError, DecodeError, StorageError
+from dali_stream.rows import RowReader
+from dali_stream.video import image
+
+GIVE_UP_AFTER_S = 20.0  # a storage that answers later than that is a finding
+
+
+def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
+    """A dataset, as `Dataset` takes it; where it cannot be opened, a finding.
+
+    Raises:
+        ValueError: an argument that does not fit the address.
+    """
+    try:
+        return Dataset(uri, **{"give_up_after_s": GIVE_UP_AFTER_S, **options})
+    except DaliStreamError as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: DaliStreamError) -> Finding:
+    if isinstance(error, StorageError):
+        remedy = "look at the address, the network and the credentials; the message says which it is"
+        return Finding("dataset", "storage", PROBLEM, str(error), remedy)
+    return Finding("dataset", "metadata", PROBLEM, str(error), "put right what the message names, or copy the dataset again")
+
+
+def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[Finding], dict[str, Any]]:
+    """Findings, and the facts for the report.
+
+    Args:
+        dataset: the selected part of a dataset.
+        decoders: what loads on this machine.
+        limit_s: seconds for a decoder's frames.
+    """
+    text = f"{dataset.store.address}: {dataset.num_episodes} episodes, {dataset.num_frames} frames at {dataset.fps:g} fps"
+    findings = [Finding("dataset", "metadata", OK, text)]
+    reader = RowReader(dataset)
+    rows, found = _rows(dataset, reader)
+    findings.append(found)
+    cameras = [Camera(dataset, key, reader, decoders) for key in dataset.videos]
+    decoded = frames.decode([camera.task for camera in cameras if camera.task], limit_s)
+    facts: dict[str, Any] = {}
+    for key in dataset.cameras:
+        if key not in dataset.videos:
+            findings.append(_image(dataset, key, rows))
+            facts[key] = {"kind": "image", "height": dataset.picture_size(key)[0], "width": dataset.picture_size(key)[1]}
+    for camera in cameras:
+        own: dict[str, Decoded] = decoded.get(camera.key, {})
+        findings += [*camera.findings, *camera.decoded(own)]
+        facts[camera.key] = camera.facts | {"decoded": {route: dataclasses.asdict(each) for route, each in own.items()}}
+    return findings, {
+        "uri": dataset.uri,
+        "address": dataset.store.address,
+        "episodes": dataset.num_episodes,
+        "frames": dataset.num_frames,
+        "fps": dataset.fps,
+        "cameras": facts,
+    }
+
+
+def _rows(dataset: Dataset, reader: RowReader) -> tuple[Columns | None, Finding]:
+    """The rows of the first selected episode."""
+    try:
+        rows = reader.read(0)[0]
+    except DaliStreamError as error:
+        files = dataset.table.data
+        said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[0]]])
+        text = f"{error}{'; ' if said else ''}{said}"
+        return None, Finding("dataset", "rows", PROBLEM, text, remedy or "copy the dataset again")
+    count = f"the {dataset.lengths[0]} rows of episode {dataset.episodes[0]} are readable"
+    return rows, Finding("dataset", "rows", OK, count)
+
+
+def _image(dataset: Dataset, key: str, rows: Columns | None) -> Finding:
+    height, width = dataset.picture_size(key)
+    if rows is None:
+        return Finding("dataset", key, PROBLEM, "images in rows, which cannot be read", "put the rows right first")
+    try:
+        image.decode(rows[key][len(rows[key]) // 2], (height, width))
+    except DecodeError as error:
+        return Finding("dataset", key, PROBLEM, str(error), "record or convert the dataset again")
+    return Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")

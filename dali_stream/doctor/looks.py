@@ -1,0 +1,94 @@
+"""What a file that will not decode is instead: its first bytes, where its name leads, and what that looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+
+from dali_stream.errors import DaliStreamError
+from dali_stream.storage import LocalStore, Store
+
+SHOWN = 16  # bytes; enough to tell kinds apart, too few for what an error page may repeat of a request
+_FETCH = "fetch or copy it again"
+_PAGE = f"{_FETCH}: a server's answer was saved in its place; look at the address, the login and the dataset's permissions"
+_PACKED = "unpack it: files are read as they are"
+_BEGINNINGS = (  # (first bytes, what they are, what to do)
+    (b"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull` in its repository"),
+    (b"<!doctype", "an HTML page", _PAGE),
+    (b"<html", "an HTML page", _PAGE),
+    (b"<?xml", "XML, as storage answers with when it refuses", _PAGE),
+    (b"{", "JSON, as servers answer with when they refuse", _PAGE),
+    (b"\x1f\x8b", "gzip", _PACKED),
+    (b"pk\x03\x04", "a ZIP archive", _PACKED),
+    (b"\x28\xb5\x2f\xfd", "zstd", _PACKED),
+    (b"\xfd7zxz", "xz", _PACKED),
+    (b"\x1a\x45\xdf\xa3", "Matroska or WebM", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
+    (b"riff", "AVI or another RIFF", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
+    (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up; copy the dataset again"),
+    (bytes(SHOWN), "zeros: room was made for it, and it was never written", _FETCH),
+)
+
+
+def look(store: Store, path: str) -> tuple[str, str]:
+    """(what is to be said of a file, what to do): its first bytes, what they look like, and where a link leads."""
+    place = _resolved(store, path)
+    try:
+        size, first = store.size(path), store.read(path, 0, 64)
+    except DaliStreamError:
+        return (f"it cannot be read{place}", "copy or fetch the dataset again") if place else ("", "")
+    if not size:
+        return f"it is empty{place}", _FETCH
+    kind, remedy = _kind(store, path, size, first)
+    shown = first[:SHOWN]
+    printable = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in shown)
+    return f"it looks like {kind}; {size} bytes, the first are {shown.hex(' ')} ({printable}){place}", remedy
+
+
+def _resolved(store: Store, path: str) -> str:
+    """Where a link leads; the Hub's cache has nothing but links, to files that are named by their hash."""
+    if not isinstance(store, LocalStore):
+        return ""
+    name = Path(store.address, path)
+    target = os.path.realpath(name)
+    if target == str(name):
+        return ""
+    return f"; its name leads to {target}" + ("" if os.path.exists(target) else ", which does not exist")
+
+
+def _kind(store: Store, path: str, size: int, first: bytes) -> tuple[str, str]:
+    if first[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
+        return _mp4(store, path, size)
+    begin = first.lstrip().lower() if first.strip(b"\0") else first
+    for start, kind, remedy in _BEGINNINGS:
+        if begin.startswith(start):
+            return kind, remedy
+    return "nothing known", _FETCH
+
+
+def _mp4(store: Store, path: str, size: int) -> tuple[str, str]:
+    """Walks the boxes at the top (ISO/IEC 14496-12, 4.2), each by its header alone."""
+    at, found = 0, []
+    with contextlib.suppress(struct.error):
+        for _ in range(64):
+            if at >= size:
+                break
+            head = store.read(path, at, at + 16)
+            length, kind = struct.unpack_from(">I4s", head)
+            if length == 1:
+                length = struct.unpack_from(">Q", head, 8)[0]
+            length = length or size - at
+            if length > size - at:
+                what = (
+                    f"an MP4 that is cut short: {kind.decode('latin-1')} at byte {at} has {length} bytes, {size - at} are there"
+                )
+                return what, f"{_FETCH}, or leave its episodes out"
+            found.append(kind)
+            if length < 8:
+                break
+            at += length
+    if b"moov" not in found:
+        remedy = f"{_FETCH}; where it was recorded so, the recording was ended before it was finished, and it is lost"
+        return "an MP4 without its index (moov)", remedy
+    return "an MP4 whose boxes are whole", f"{_FETCH}, record it again, or leave its episodes out"

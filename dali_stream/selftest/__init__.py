@@ -1,0 +1,15 @@
+"""Does this machine's decoder deliver the right pictures through DALI, and how fast? With videos made on the spot.
+
+videos     demo datasets of every codec and GOP, whose pictures say which frame they are
+identity   DALI's decoder on packed clips: identity and colour
+speed      DALI's decoder beside torchcodec on all cores
+soak       the Loader, for a while
+step       each of these in a process of its own
+run        all of them, one after the other, and what comes of it
+"""
+
+from __future__ import annotations
+
+from dali_stream.selftest.run import selftest
+
+__all__ = ["selftest"]

@@ -1,0 +1,105 @@
+"""How fast DALI's decoder is, over requests per clip, threads and prefetch, beside torchcodec on all cores."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from nvidia.dali import fn, types
+from nvidia.dali.pipeline import Pipeline
+
+from dali_stream import environment
+from dali_stream.selftest import videos
+from dali_stream.video import dali
+from dali_stream.video.clip import Clip
+from dali_stream.video.decode import decode_clip
+
+BATCH = 64  # pictures
+BATCHES = 24  # that are made beforehand, and come again and again
+
+
+def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], seconds: float) -> dict[str, Any]:
+    """Decodes random pictures out of packed clips, for some seconds per setting.
+
+    Args:
+        folder: of a demo dataset.
+        gpu: the CUDA device; None on a CPU.
+        settings: (requests packed into a clip, a divisor of 64; threads of the decoder; batches that the pipeline is ahead).
+        seconds: to measure each for, after three batches that are not counted.
+
+    Returns:
+        Per setting in `rows`: `per_clip`, `threads`, `prefetch`, `frames_per_s`, and `gpu_bytes`, all that is in use on the
+        GPU then; None on a CPU.
+    """
+    rows = []
+    for per_clip, threads, prefetch in settings:
+        rate = _rate(_pipeline(_batches(folder, per_clip), gpu, threads, prefetch), seconds)
+        row = {"per_clip": per_clip, "threads": threads, "prefetch": prefetch, "frames_per_s": rate}
+        rows.append(row | {"gpu_bytes": environment.gpu_bytes_used(gpu)})
+    return {"rows": rows}
+
+
+def measure_torchcodec(folder: str, threads: int, seconds: float) -> dict[str, Any]:
+    """Such pictures by torchcodec, 16 a clip, as the loader's route for the CPU has them. Returns `frames_per_s`."""
+    [video, *_] = videos.read(folder)
+    batches, number = _batches(folder, 16), itertools.count()
+    with ThreadPoolExecutor(threads) as pool:
+
+        def decode(clip: Clip) -> None:
+            decode_clip(clip, video.format)
+
+        def run() -> None:
+            # Several batches at once, so that no thread waits for the last clip of one.
+            clips = [clip for _ in range(threads) for clip in batches[next(number) % len(batches)]]
+            list(pool.map(decode, clips))
+
+        return {"frames_per_s": threads * _rate(run, seconds)}
+
+
+def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
+    [video, *_] = videos.read(folder)
+    rng, made = np.random.default_rng(per_clip), []
+    for _ in range(BATCHES):
+        picks = (rng.choice(len(video.identity), per_clip, replace=False) for _ in range(BATCH // per_clip))
+        made.append([video.clip(sorted(pick.tolist())) for pick in picks])
+    return made
+
+
+def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: int) -> Callable[[], Any]:
+    """A call that decodes the next batch and returns when its pictures are there."""
+    batches = [
+        ([np.frombuffer(clip.data, np.uint8) for clip in batch], [np.array(clip.frames, np.int32) for clip in batch])
+        for batch in made
+    ]
+    number, size = itertools.count(), len(made[0])
+    pipeline = Pipeline(batch_size=size, num_threads=threads, device_id=gpu, prefetch_queue_depth=prefetch, exec_dynamic=True)
+    with pipeline:
+        clips, frames = fn.external_source(
+            lambda: batches[next(number) % len(batches)], num_outputs=2, dtype=[types.UINT8, types.INT32], ndim=[1, 1]
+        )
+        pipeline.set_outputs(dali.operator(clips, frames, gpu))
+    pipeline.build()
+    if gpu is None:
+        return pipeline.run
+    import torch
+
+    def run() -> None:
+        pipeline.run()
+        torch.cuda.synchronize(gpu)
+
+    return run
+
+
+def _rate(run: Callable[[], Any], seconds: float) -> float:
+    """Pictures a second of a call that decodes a batch of them."""
+    for _ in range(3):
+        run()
+    started, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - started) < seconds or not count:
+        run()
+        count += 1
+    return BATCH * count / passed

@@ -1,0 +1,64 @@
+"""One step of the self-test in a process of its own: a driver that crashes or hangs is a result, and not the end.
+
+python -m dali_stream.selftest.step IN.json OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TIME_LIMIT_S = 300.0
+
+
+def run(name: str, *, time_limit_s: float = TIME_LIMIT_S, **arguments: Any) -> dict[str, Any]:
+    """Calls a step (see `_steps`) with keyword arguments that JSON can hold.
+
+    Returns:
+        What the step returns, or {"failed": reason}.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "in.json"), Path(folder, "out.json")
+        given.write_text(json.dumps([name, arguments]))
+        command = [sys.executable, "-m", "dali_stream.selftest.step", str(given), str(made)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=time_limit_s, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"it did not end within {time_limit_s:g} s and was ended"}
+        if made.exists():
+            result: dict[str, Any] = json.loads(made.read_text())
+            return result
+        if done.returncode < 0:
+            return {"failed": f"the process was ended by {signal.Signals(-done.returncode).name}: {done.stderr.strip()[-300:]}"}
+        return {"failed": f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"}
+
+
+def _steps() -> dict[str, Any]:
+    from dali_stream.selftest import identity, soak, speed, videos
+
+    return {
+        "write": videos.write,
+        "mix": videos.mix,
+        "identity": identity.measure,
+        "speed": speed.measure,
+        "torchcodec": speed.measure_torchcodec,
+        "soak": soak.measure,
+    }
+
+
+def _main(given: str, made: str) -> None:
+    name, arguments = json.loads(Path(given).read_text())
+    try:
+        result = _steps()[name](**arguments)
+    except Exception as error:  # whatever it is, it is what the step has to say
+        result = {"failed": f"{type(error).__name__}: {error}"}
+    Path(made).write_text(json.dumps(result or {}))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,84 @@
+"""How the tests of the doctor run it, and libraries that only look like torch, torchcodec and DALI."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dali_stream.doctor import Report
+
+TORCH = "class version: cuda = {cuda!r}\nclass cuda:\n    is_available = staticmethod(lambda: {gpu})\n"
+ABSENT, ABORTS, HANGS = (
+    "raise ModuleNotFoundError('No module named X')",
+    "import os; os.abort()",
+    "import time; time.sleep(600)",
+)
+BROKEN = "raise ImportError('libX.so: undefined symbol')"
+
+_LOADS_FFMPEG = """
+import contextlib, ctypes
+__version__ = "0.13.0"
+for version in range(62, 57, -1):
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(f"libavcodec.so.{version}")
+        break
+"""
+
+
+def shadows(folder: Path, *, torch: str | None = None, torchcodec: str | None = None, dali: str | None = None) -> Path:
+    """A folder for PYTHONPATH with packages that stand before the real ones: their code, or small ones that work."""
+    healthy = f"__version__ = '2.13.0+cu126'\n{TORCH.format(cuda='12.6', gpu=True)}"
+    for name, code in {
+        "torch/__init__.py": torch or healthy,
+        "torchcodec/__init__.py": torchcodec or _LOADS_FFMPEG,
+        "torchcodec/decoders/__init__.py": "",
+        "nvidia/__init__.py": "",
+        "nvidia/dali/__init__.py": dali or "__version__ = '2.4.0'\n",
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+    return folder
+
+
+def cpu_torch() -> str:
+    """A torch without CUDA."""
+    return f"__version__ = '2.13.0+cpu'\n{TORCH.format(cuda=None, gpu=False)}"
+
+
+def doctor(
+    *arguments: object, environment: Mapping[str, str] | None = None, libraries: Path | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Runs `python -m dali_stream doctor --json` and returns its exit code and what it printed."""
+    done = run("--json", *arguments, environment=environment, libraries=libraries)
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+def run(
+    *arguments: object, environment: Mapping[str, str] | None = None, libraries: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m dali_stream doctor`."""
+    env = dict(environment or os.environ)
+    if libraries is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(libraries), env.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "dali_stream", "doctor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env, check=False)
+
+
+def found(report: Report | Mapping[str, Any], name: str, area: str | None = None) -> dict[str, str]:
+    """The one finding of a name."""
+    content = report.as_dict() if isinstance(report, Report) else report
+    [finding] = [f for f in content["findings"] if f["name"] == name and area in (None, f["area"])]
+    assert bool(finding["remedy"]) == (finding["status"] != "ok"), finding
+    return finding
+
+
+def bad(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(status, name) of what is not ok, but for the machine that the tests run on."""
+    return [(f["status"], f["name"]) for f in report["findings"] if f["status"] != "ok" and f["area"] != "machine"]

@@ -1,0 +1,302 @@
+"""`dali-stream doctor` on machines of all kinds: GPUs that are not here, libraries that are missing, crash or hang."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_data import driver, failed
+from doctor_data import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, doctor, found, run, shadows
+from driver_data import FakeDriver, fake_driver
+
+from dali_stream.cli import main
+from dali_stream.doctor import Report, examine
+from dali_stream.doctor.machine import container, cpu_quota, memory_limit
+from dali_stream.doctor.machine import examine as examine_machine
+
+__all__ = ["fake_driver"]
+
+CODECS = ("H.264", "HEVC", "AV1", "VP9", "MPEG-4")
+
+
+@pytest.fixture
+def libraries(tmp_path: Path) -> Path:
+    return shadows(tmp_path / "libraries")
+
+
+def test_a_healthy_machine_without_a_gpu() -> None:
+    if driver():
+        pytest.skip("this machine has a driver")
+    code, report = doctor()
+    assert code == 0
+    assert list(report) == ["findings", "gpus", "software", "machine", "dataset", "status"]
+    assert report["status"] in ("ok", "warning")
+    assert not [f for f in bad(report) if f[0] == "problem"]
+    assert all(list(f) == ["area", "name", "status", "text", "remedy"] for f in report["findings"])
+    assert len({(f["area"], f["name"]) for f in report["findings"]}) == len(report["findings"])
+    assert (report["gpus"], report["dataset"]) == ([], None)
+    assert set(report["software"]) == {
+        "python", "dali", "dali_builds", "torch", "torch_cuda", "torchcodec", "ffmpeg", "ffmpeg_program",
+    }  # fmt: skip
+    assert report["software"]["ffmpeg"]["decoders"]["h264"]["default"] == "h264"
+    assert report["machine"]["cores"] >= 1
+
+
+def test_the_text_fits_on_a_screen(fake_driver: FakeDriver, libraries: Path) -> None:
+    done = run(environment=fake_driver("h100"), libraries=libraries)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 30
+    assert {"gpu", "software", "machine"} <= {line.strip() for line in lines}
+    assert [line.split()[0] for line in lines if "AV1" in line and "GPU" in line] == ["warning"]
+    assert "→ `dali-stream transcode`" in done.stdout
+    assert lines[-1].startswith("warning: 0 problems, ")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "warned", "engines"),
+    [
+        ("a100", ["GPU 0 AV1"], [5]),
+        ("l4", [], [4]),
+        ("b200", [], [7]),
+        ("h100,h100,l4", ["GPU 0, 1 AV1"], [7, 7, 4]),
+        ("mig", ["GPU 0"], [0]),
+    ],
+)
+def test_what_each_gpu_decodes(
+    gpus: str, warned: list[str], engines: list[int], fake_driver: FakeDriver, libraries: Path
+) -> None:
+    code, report = doctor(environment=fake_driver(*gpus.split(",")), libraries=libraries)
+    assert code == 0
+    assert bad(report) == [("warning", name) for name in warned]
+    assert [gpu["engines"] for gpu in report["gpus"]] == engines
+    if "AV1" in "".join(warned):
+        assert "`dali-stream transcode` re-encodes a dataset to HEVC" in found(report, warned[0])["remedy"]
+    for name in ("GPU 0", "GPU 0, 1", "GPU 2"):
+        shown = [f["name"] for f in report["findings"] if f["name"].startswith(f"{name} ")]
+        assert shown in ([], [f"{name} {codec}" for codec in CODECS])
+    if gpus == "b200":
+        assert found(report, "GPU 0 HEVC")["text"] == "4:2:0 8 bit, 4:2:0 10 bit, 4:2:2 up to 8192×8192; no 4:4:4"
+    if gpus == "l4":
+        assert {(d["codec"], d["max_size"][0]) for d in report["gpus"][0]["decoders"] if d["supported"]} >= {
+            ("h264", 4096), ("av1", 8192),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fails", "status", "code", "said", "remedy"),
+    [
+        ({"cuInit": 100}, "warning", 0, "finds no GPU", "--gpus all"),
+        ({"cuInit": 803}, "problem", 1, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart"),
+        ({"cuInit": 34}, "problem", 1, "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
+        ({"cuDeviceGetCount": 800}, "problem", 1, "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
+    ],
+)
+def test_a_driver_that_fails(
+    fails: dict[str, int], status: str, code: int, said: str, remedy: str, fake_driver: FakeDriver, libraries: Path
+) -> None:
+    found_code, report = doctor(environment=fake_driver("h100", fails=fails), libraries=libraries)
+    finding = found(report, "driver")
+    assert (found_code, finding["status"], report["gpus"]) == (code, status, [])
+    assert said in finding["text"]
+    assert remedy in finding["remedy"]
+
+
+def test_nvdec_that_cannot_be_asked(fake_driver: FakeDriver, libraries: Path) -> None:
+    code, report = doctor(environment=fake_driver("h100", video=False), libraries=libraries)
+    assert (code, bad(report)) == (1, [("problem", "GPU 0")])
+    assert "libnvcuvid.so.1" in found(report, "GPU 0")["text"]
+    assert "NVIDIA_DRIVER_CAPABILITIES=video,compute,utility" in found(report, "GPU 0")["remedy"]
+    for fails, said in (({"cuDevicePrimaryCtxRetain": 2}, "OUT_OF_MEMORY"), ({"cuvidGetDecoderCaps": 801}, "NOT_SUPPORTED")):
+        code, report = doctor(environment=fake_driver("h100", fails=fails), libraries=libraries)
+        assert (code, bad(report)) == (1, [("problem", "GPU 0")])
+        assert said in found(report, "GPU 0")["text"]
+
+
+def test_a_driver_that_crashes(fake_driver: FakeDriver, libraries: Path) -> None:
+    """The fake driver aborts at a GPU that it does not know."""
+    code, report = doctor(environment=fake_driver("unheard-of"), libraries=libraries)
+    assert (code, report["gpus"]) == (1, [])
+    assert "SIGABRT" in found(report, "driver")["text"]
+
+
+def test_what_does_not_fit_together(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    builds = {
+        "cpu": (cpu_torch(), "11080", "without CUDA, and there is a GPU", "install a CUDA build"),
+        "new": (f"__version__ = '2.13.0+cu130'\n{TORCH.format(cuda='13.0', gpu=False)}", "12040", "up to 12.4", "CUDA 12"),
+        "blind": (f"__version__ = '2.13.0+cu126'\n{TORCH.format(cuda='12.6', gpu=False)}", "13000", "finds none", "says why"),
+        "old": (f"__version__ = '2.1.0+cu126'\n{TORCH.format(cuda='12.6', gpu=True)}", "13000", "or later is needed", ">="),
+    }
+    for name, (torch, cuda, said, remedy) in builds.items():
+        report = doctor(environment=fake_driver("l4", cuda=cuda), libraries=shadows(tmp_path / name, torch=torch))
+        finding = found(report[1], "torch")
+        assert (report[0], finding["status"]) == (1, "problem"), name
+        assert said in finding["text"]
+        assert remedy in finding["remedy"]
+        dali = found(report[1], "DALI")
+        assert dali["status"] == ("problem" if cuda == "11080" else "ok")
+        assert ("driver 525" in dali["remedy"]) == (cuda == "11080")
+
+
+def test_two_builds_of_dali_at_once(monkeypatch: pytest.MonkeyPatch, libraries: Path) -> None:
+    for build in ("cuda120", "cuda130"):
+        folder = libraries / f"nvidia_dali_{build}-2.4.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-dali-{build}\nVersion: 2.4.0\n")
+    finding = found(examined(monkeypatch, libraries), "DALI")
+    assert finding["status"] == "problem"
+    assert "nvidia-dali-cuda120 and nvidia-dali-cuda130 are both installed" in finding["text"]
+    assert "pip uninstall" in finding["remedy"]
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, libraries: Path, **options: Any) -> Report:
+    """The library's report, with these packages in front of the real ones."""
+    monkeypatch.syspath_prepend(libraries)
+    return examine(**options)
+
+
+@pytest.mark.parametrize("library", ["torch", "torchcodec", "DALI"])
+def test_libraries_that_are_absent_broken_or_crash(library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = {ABSENT: "not installed", BROKEN: "undefined symbol", ABORTS: "crashed with SIGABRT"}
+    for number, (code, said) in enumerate(expected.items()):
+        with monkeypatch.context() as patch:
+            report = examined(patch, shadows(tmp_path / str(number), **{library.lower(): code}))
+        finding = found(report, library)
+        assert (finding["status"], report.status) == ("problem", "problem")
+        assert said in finding["text"]
+        others = (
+            {"torch", "torchcodec", "DALI"} - {library} - ({"torchcodec"} if library == "torch" and code == ABORTS else set())
+        )
+        assert {found(report, other)["status"] for other in others} == {"ok"}
+        assert found(report, "FFmpeg")["status"] == "ok"  # found without torchcodec too
+
+
+def test_a_library_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = time.monotonic()
+    report = examined(monkeypatch, shadows(tmp_path, dali=HANGS), limit_s=3)
+    assert time.monotonic() - started < 120
+    assert "within 3 s" in found(report, "DALI")["text"]
+    assert found(report, "torch")["status"] == "ok"
+
+
+_AVCODEC = """
+#include <string.h>
+static const char *names[] = {"h264", "hevc", "av1", "vp9", "mpeg4"}, *decoder[] = {"h264", "hevc", AV1, "vp9", "mpeg4"};
+static int ids[] = {1, 2, 3, 4, 5};
+static int find(const char **all, const char *n) { int i = 0; while (i < 5 && strcmp(n, all[i])) i++; return i; }
+unsigned avcodec_version(void) { return 60 << 16; }
+void *avcodec_descriptor_get_by_name(const char *n) { return find(names, n) < 5 ? ids + find(names, n) : 0; }
+void *avcodec_find_decoder(int id) { return decoder + id - 1; }
+void *avcodec_find_decoder_by_name(const char *n) { return find(decoder, n) < 5 ? decoder + find(decoder, n) : 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("av1", "status", "remedy"),
+    [("av1", "problem", "libdav1d"), ("libaom-av1", "warning", "libdav1d"), ("libdav1d", None, "")],
+)
+def test_ffmpegs_decoders_are_those_of_the_library_that_is_loaded(
+    av1: str, status: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_driver: FakeDriver
+) -> None:
+    (tmp_path / "avcodec.c").write_text(_AVCODEC)
+    library = tmp_path / "libavcodec.so.60"
+    command = ["cc", "-shared", "-fPIC", f'-DAV1="{av1}"', "-o", str(library), str(tmp_path / "avcodec.c")]
+    subprocess.run(command, check=True)
+    code = f"import ctypes\nctypes.CDLL({str(library)!r})\n__version__ = '0.13.0'\n"
+    report = examined(monkeypatch, shadows(tmp_path / "libraries", torchcodec=code))
+    assert report.software["ffmpeg"]["path"] == str(library)
+    assert found(report, "FFmpeg")["status"] == "ok"
+    findings = [f for f in report.findings if f.name == "decoder av1"]
+    assert [f.status for f in findings] == ([status] if status else [])
+    assert all(remedy in f.remedy for f in findings)
+
+
+def test_the_program_ffmpeg_is_needed_for_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, libraries: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = found(examined(monkeypatch, libraries), "ffmpeg program")
+    assert finding["status"] == "warning"
+    assert "transcode" in finding["text"]
+
+
+def test_values_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch, libraries: Path) -> None:
+    monkeypatch.setenv("NVIDIA_DRIVER_CAPABILITIES", "utility,hf_secret")
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "hf_secret,1")
+    report = examined(monkeypatch, libraries)
+    assert "secret" not in str(report.as_dict())
+    assert "has utility; NVIDIA_VISIBLE_DEVICES names 2 of" in found(report, "container")["text"]
+
+
+def test_a_container_that_was_promised_gpus_and_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The image asks for all of them, so a `docker run` without --gpus would else pass for a machine without any."""
+    for promised, status in (("all", "problem"), ("0,1", "problem"), ("void", "ok"), ("none", "ok"), ("", "ok")):
+        findings, _ = examine_machine(None, 0, {"NVIDIA_VISIBLE_DEVICES": promised}, tmp_path)
+        [container_found] = [finding for finding in findings if finding.name == "container"]
+        assert container_found.status == status
+        assert ("--gpus all" in container_found.remedy) == (status == "problem")
+    findings, _ = examine_machine(None, 1, {"NVIDIA_VISIBLE_DEVICES": "all"}, tmp_path)
+    assert {finding.status for finding in findings if finding.name == "container"} == {"ok"}
+
+
+# ---- the machine, under another root
+
+
+def written(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_limits_of_control_groups(tmp_path: Path) -> None:
+    two = written(tmp_path / "two", **{
+        "proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n", "sys/fs/cgroup/pod/box/memory.max": "2147483648\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+    })  # fmt: skip
+    assert (cpu_quota(two), memory_limit(two)) == (1.5, 2 << 30)
+    one = written(tmp_path / "one", **{
+        "proc/self/cgroup": "4:memory:/docker/1\n3:cpuacct,cpu:/docker/1\n0::/\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    })  # fmt: skip
+    assert (cpu_quota(one), memory_limit(one)) == (0.5, None)
+    assert (cpu_quota(tmp_path), memory_limit(tmp_path)) == (None, None)
+    findings, facts = examine_machine(None, 0, {}, written(one, **{"proc/meminfo": "MemTotal: 16777216 kB\n"}))
+    cores, memory = (next(f for f in findings if f.name == name) for name in ("cores", "memory"))
+    assert (cores.status, cores.remedy) == ("warning", "give Loader(threads=1), or the container more cores")
+    assert (memory.status, facts["memory"], facts["cpu_quota"]) == ("ok", 16 << 30, 0.5)
+    findings, _ = examine_machine(None, 0, {}, written(two, **{"proc/meminfo": "MemTotal: 16777216 kB\n"}))
+    assert next(f for f in findings if f.name == "memory").status == "warning"
+
+
+def test_containers(tmp_path: Path) -> None:
+    assert container({}, tmp_path) is None
+    assert container({"APPTAINER_CONTAINER": "x.sif"}, tmp_path) == "apptainer"
+    assert container({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == "kubernetes"
+    assert container({}, written(tmp_path / "a", **{"proc/1/cgroup": "0::/kubepods/x\n"})) == "kubepods"
+    docker = written(tmp_path / "b", **{".dockerenv": ""})
+    assert container({}, docker) == "docker"
+    for given, gpus, status in (("compute,utility", 1, "warning"), ("all", 1, "ok"), ("compute,utility", 0, "ok")):
+        findings, _ = examine_machine(None, gpus, {"NVIDIA_DRIVER_CAPABILITIES": given}, docker)
+        assert (findings[0].status, "video" in findings[0].remedy) == (status, status == "warning")
+
+
+def test_a_cache_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    findings, _ = examine_machine(tmp_path / "file", 0)
+    assert [(f.status, f.text) for f in findings if f.name == "cache_dir"] == [("problem", f"{tmp_path / 'file'} is a file")]
+    findings, facts = examine_machine(tmp_path / "not/yet/there", 0)
+    assert [f.status for f in findings if f.name == "cache_dir"] == ["ok"]
+    assert facts["disk_free"] > 0
+    assert not (tmp_path / "not").exists()
+
+
+def test_bad_arguments_are_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "--storage-options" in failed(capsys, ["doctor", "--storage-options", "nope"], 2)
+    assert "revision" in failed(capsys, ["doctor", tmp_path, "--revision", "main"], 2)
+    assert "no-such" in failed(capsys, ["doctor", "--no-such"], 2)
+    assert main(["doctor", "--help"]) == 0

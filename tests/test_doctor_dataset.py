@@ -1,0 +1,298 @@
+"""`dali-stream doctor URI`: what a dataset's videos are, a frame by every decoder, and what broken files are instead."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import copied
+from doctor_data import cpu_torch, doctor, found, run, shadows
+from driver_data import FakeDriver, fake_driver
+from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, vp9, write_dataset
+
+from dali_stream import Dataset
+from dali_stream.doctor import Finding, examine
+from dali_stream.doctor.dataset import examine as examine_dataset
+from dali_stream.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
+from dali_stream.metadata import INFO
+
+__all__ = ["fake_driver"]
+
+TOP, SIDE = "observation.images.top", "observation.images.side"
+NO_DECODER = Decoders(False, False, {})
+TORCHCODEC = Decoders(True, False, {})
+
+
+def looked_at(root: Path, decoders: Decoders = NO_DECODER, limit_s: float = 120) -> tuple[dict[str, Finding], dict[str, Any]]:
+    """What is found in a dataset by the part of the doctor that looks at datasets, on a machine with these decoders."""
+    findings, facts = examine_dataset(Dataset(root), decoders, limit_s)
+    assert all(bool(f.remedy) == (f.status != "ok") for f in findings)
+    return {finding.name: finding for finding in findings}, facts
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function (encoder's arguments) -> dataset of one camera and one file."""
+
+    def dataset(*arguments: str) -> Path:
+        folder = tmp_path_factory.mktemp("encoded")
+        return write_dataset(folder / "data", [encode(draw(), folder / "a.mp4", arguments)])
+
+    return dataset
+
+
+# ---- healthy datasets
+
+
+def test_a_frame_of_each_camera_by_every_decoder(vp9_demo: Path) -> None:
+    code, report = doctor(vp9_demo)
+    assert code == 0
+    assert [(f["status"], f["name"]) for f in report["findings"] if f["area"] == "dataset" and f["status"] != "ok"] == []
+    assert set(report["dataset"]) == {"uri", "address", "episodes", "frames", "fps", "cameras"}
+    for camera in (TOP, SIDE):
+        facts = report["dataset"]["cameras"][camera]
+        assert facts["routes"]["CPU"]["decoder"] == "torchcodec"
+        assert set(facts["decoded"]) == {"torchcodec", "DALI on the CPU"}
+        assert facts["decoded"]["DALI on the CPU"]["psnr_db"] > 40
+        assert "dB PSNR" in found(report, f"{camera} frame, DALI on the CPU")["text"]
+        assert (facts["codec"], facts["gop_max"], facts["hidden_frames"]) == ("vp9", 12, 0)
+    assert found(report, "rows")["status"] == "ok"
+
+
+def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_path: Path) -> None:
+    """AV1, which an H100 does not decode and an L4 does."""
+    libraries = shadows(tmp_path, torch=cpu_torch(), dali="raise ImportError('not here')")
+    done = run(demo, "--json", environment=fake_driver("h100", "h100", "l4", "mig"), libraries=libraries)
+    report = json.loads(done.stdout)
+    first, other = found(report, f"{TOP} on GPU 0, 1"), found(report, f"{TOP} on GPU 2")
+    assert (first["status"], "no NVDEC decoder for av1" in first["text"]) == ("warning", True)
+    assert "`dali-stream transcode`" in first["remedy"]
+    assert (other["status"], other["text"].startswith("NVDEC: ")) == ("ok", True)
+    assert "transcode" not in found(report, f"{TOP} on GPU 3")["remedy"]  # a MIG slice without engines decodes nothing
+    routes = report["dataset"]["cameras"][TOP]["routes"]
+    assert {where: route["decoder"] for where, route in routes.items()} == {
+        "CPU": "torchcodec", "GPU 0, 1": "torchcodec", "GPU 2": "dali", "GPU 3": "torchcodec",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "traits", "hidden"),
+    [
+        (h264(12, open_gop=True), {"open_gops": True, "b_frames": True, "codec": "h264"}, False),
+        (hevc(12), {"open_gops": False, "b_frames": True, "codec": "hevc"}, False),
+        (av1(2), {"open_gops": False, "b_frames": False, "codec": "av1", "gop_max": 2}, False),
+        (av1(30), {"codec": "av1", "gop_max": 30}, True),
+        (vp9(12), {"codec": "vp9", "b_frames": False}, False),
+    ],
+    ids=["h264 open", "hevc", "av1 2", "av1 30", "vp9"],
+)
+def test_what_a_cameras_video_is(
+    arguments: tuple[str, ...], traits: dict[str, Any], hidden: bool, encoded: Callable[..., Path]
+) -> None:
+    """Hidden frames against what is known of the encoders: SVT-AV1 has them at GOP 30 and not at 2."""
+    findings, facts = looked_at(encoded(*arguments), TORCHCODEC if "libx264" in arguments else NO_DECODER)
+    camera = facts["cameras"][CAMERA]
+    assert {key: camera[key] for key in traits} == traits
+    assert (camera["hidden_frames"] > 0) == hidden
+    said = findings[f"{CAMERA} structure"].text.partition(";")[0]
+    assert ("hidden frames in" in said) == hidden
+    assert said.startswith("no ") or ("B-frames" in said) == camera["b_frames"]
+    assert bool(camera["edit_list"]) == ("begins at tick" in said) == camera["b_frames"]  # FFmpeg's way to begin at 0
+    if "libx264" in arguments:
+        assert findings[f"{CAMERA} frame, torchcodec"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("split", "arguments"),
+    [
+        ("av1_frame_split", av1(30)),
+        ("vp9_superframe_split", vp9(60, hidden=True)),
+        ("vp9_superframe_split", vp9(60, pixels="yuv444p10le", hidden=True)),  # profile 3, whose header has a bit more
+    ],
+    ids=["av1", "vp9", "vp9 profile 3"],
+)
+def test_hidden_frames_are_those_that_ffmpeg_counts(
+    split: str, arguments: tuple[str, ...], encoded: Callable[..., Path]
+) -> None:
+    """A sample shows one frame, so what FFmpeg's filters split samples into, beyond one each, is hidden."""
+    root = encoded(*arguments)
+    command = [
+        "ffmpeg",
+        "-v",
+        "error",
+        "-i",
+        root / VIDEO.format(CAMERA, 0),
+        "-c",
+        "copy",
+        "-bsf:v",
+        split,
+        "-f",
+        "framecrc",
+        "-",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    frames = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    camera = looked_at(root)[1]["cameras"][CAMERA]
+    assert camera["hidden_of"] == 72
+    assert camera["hidden_frames"] == len(frames) - 72 > 0
+
+
+def test_images_in_rows(tmp_path: Path, odd: Path) -> None:
+    findings, facts = looked_at(odd)
+    assert findings["rows"].status == "ok"
+    assert all(findings[key].status == "ok" for key in facts["cameras"])
+
+
+def test_psnr_tells_right_pictures_from_wrong_ones() -> None:
+    pictures = draw()
+    noise = np.random.default_rng(0).integers(-3, 4, pictures[0].shape)
+    assert psnr(pictures[0], np.clip(pictures[0] + noise, 0, 255).astype(np.uint8)) > LEAST_PSNR_DB
+    assert psnr(pictures[0], pictures[1]) < LEAST_PSNR_DB
+    assert psnr(pictures[0], pictures[0]) == 99
+    assert psnr(pictures[0], pictures[0, :64]) == 0
+
+
+# ---- broken ones
+
+
+def _cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _late_index(data: bytes) -> bytes:
+    """What a recorder leaves that died: media data and no index."""
+    return data[: data.index(b"moov") - 4]
+
+
+def _fat(data: bytes) -> bytes:
+    at = data.index(b"mdat")
+    return data[: at - 4] + struct.pack(">I", 1 << 30) + data[at:]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
+    "lfs": (lambda _: POINTER, "a Git LFS pointer", "git lfs pull"),
+    "html": (lambda _: b"<!DOCTYPE html><html>404</html>", "an HTML page", "a server's answer"),
+    "json": (lambda _: b'{"error":"Repository not found"}', "JSON", "a server's answer"),
+    "xml": (lambda _: b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML", "a server's answer"),
+    "empty": (lambda _: b"", "it is empty", "fetch or copy"),
+    "gzip": (gzip.compress, "gzip", "unpack it"),
+    "zeros": (lambda data: bytes(len(data)), "zeros", "fetch or copy"),
+    "cut": (_cut, "cut short: mdat", "fetch or copy"),
+    "fat": (_fat, "cut short: mdat at byte", "fetch or copy"),
+    "no index": (_late_index, "without its index", "the recording was ended"),
+    "noise": (lambda data: bytes(range(1, 255)) * 9, "nothing known", "fetch or copy"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_a_broken_file_looks_like(kind: str, vp9_demo: Path, tmp_path: Path) -> None:
+    make, looks, remedy = BROKEN[kind]
+    root = copied(vp9_demo, tmp_path)
+    path = sorted(root.glob(f"videos/{SIDE}/**/*.mp4"))[0]
+    data = make(path.read_bytes())
+    path.write_bytes(data)
+    findings, _ = looked_at(root)
+    finding = findings[f"{SIDE} file 1"]
+    assert finding.status == "problem"
+    assert finding.text.startswith(str(path))
+    assert looks in finding.text
+    assert remedy in finding.remedy
+    assert data[:16].hex(" ") in finding.text
+    assert {f.status for name, f in findings.items() if name.startswith(TOP)} == {"ok"}  # the other camera is as it was
+
+
+def test_where_a_link_leads(vp9_demo: Path, tmp_path: Path) -> None:
+    """As in the Hub's cache, where names are links to files named by their hash."""
+    root = copied(vp9_demo, tmp_path)
+    first, second = sorted(root.glob(f"videos/{SIDE}/**/*.mp4"))[0], sorted(root.glob(f"videos/{TOP}/**/*.mp4"))[0]
+    blob = tmp_path / "blobs/4d7a214614ab2935"
+    blob.parent.mkdir()
+    blob.write_bytes(POINTER)
+    for path, target in ((first, blob), (second, tmp_path / "blobs/gone")):
+        path.unlink()
+        path.symlink_to(os.path.relpath(target, path.parent))
+    findings, facts = looked_at(root)
+    assert f"its name leads to {blob}" in findings[f"{SIDE} file 1"].text
+    assert f"its name leads to {tmp_path / 'blobs/gone'}, which does not exist" in findings[f"{TOP} file 1"].text
+    assert facts["cameras"][SIDE]["frame"]["episode"] == 1  # the first whose file is whole
+
+
+def test_damage_behind_a_whole_index(encoded: Callable[..., Path]) -> None:
+    root = encoded(*h264(2))
+    path = root / VIDEO.format(CAMERA, 0)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"mdat") + 4
+    size = struct.unpack_from(">I", data, at - 8)[0] - 8
+    data[at + 1000 : at + size] = bytes(size - 1000)
+    path.write_bytes(data)
+    findings, _ = looked_at(root)
+    assert findings[CAMERA].status == "ok"
+    finding = findings[f"{CAMERA} file"]
+    assert finding.text.startswith(str(path))
+    assert "is damaged: " in finding.text
+    assert "an MP4 whose boxes are whole" in finding.text
+    assert "leave its episodes out" in finding.remedy
+
+
+def test_an_edit_list_that_hides_frames(tmp_path: Path) -> None:
+    whole = encode(draw(), tmp_path / "whole.mp4", h264(12))
+    ffmpeg("-ss", "0.5", "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
+    findings, _ = looked_at(write_dataset(tmp_path / "data", [tmp_path / "cut.mp4"]))
+    assert "its edit list hides" in findings[f"{CAMERA} file 1"].text
+
+
+def test_rows_that_cannot_be_read(demo_copy: Path) -> None:
+    for path in demo_copy.glob("data/**/*.parquet"):
+        path.write_bytes(POINTER)
+    findings, _ = looked_at(demo_copy)
+    assert "a Git LFS pointer" in findings["rows"].text
+    assert "git lfs pull" in findings["rows"].remedy
+    assert findings[TOP].status == "ok"
+
+
+def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:
+    info = json.loads((demo_copy / INFO).read_text())
+    info["features"][TOP]["shape"][:2] = [64, 64]
+    (demo_copy / INFO).write_text(json.dumps(info))
+    findings, _ = looked_at(demo_copy)
+    assert "128×160, and meta/info.json promises 64×64" in findings[f"{TOP} file"].text
+    assert findings[SIDE].status == "ok"
+
+
+def test_a_decoder_that_crashes_takes_nothing_with_it(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = shadows(tmp_path)
+    (libraries / "torchcodec/decoders/__init__.py").write_text("import os\ndef VideoDecoder(*a, **k): os.abort()\n")
+    monkeypatch.syspath_prepend(libraries)
+    findings, facts = looked_at(demo, TORCHCODEC)
+    for camera in (TOP, SIDE):
+        assert "crashed with SIGABRT" in findings[f"{camera} frame, torchcodec"].text
+        assert facts["cameras"][camera]["decoded"]["torchcodec"]["error"]
+
+
+def test_broken_metadata_is_a_finding(demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(shadows(tmp_path / "libraries"))
+    (demo_copy / INFO).write_text("{")
+    report = examine(demo_copy)
+    assert (report.status, report.dataset, found(report, "metadata")["status"]) == ("problem", None, "problem")
+    assert str(demo_copy / INFO) in found(report, "metadata")["text"]
+
+
+def test_a_storage_that_does_not_answer_is_a_finding_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(shadows(tmp_path))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: it refuses
+        address = f"http://me:hunter2@127.0.0.1:{unused.getsockname()[1]}/data?sig=hunter2"
+        report = examine(address, give_up_after_s=0.3, storage_options={"headers": {"Authorization": "hunter2"}})
+    assert found(report, "storage")["status"] == "problem"
+    assert "127.0.0.1" in found(report, "storage")["text"]
+    assert "hunter2" not in json.dumps(report.as_dict())
