@@ -16,10 +16,13 @@ import typer
 
 import dali_stream
 from dali_stream.cli.demo import demo
+from dali_stream.cli.doctor import doctor
 from dali_stream.cli.index import index
 from dali_stream.cli.info import info
 from dali_stream.cli.preview import preview
 from dali_stream.cli.reshard import reshard
+from dali_stream.cli.selftest import selftest
+from dali_stream.cli.transcode import transcode
 
 __all__ = ["main"]
 
@@ -35,10 +38,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(short_help="Make a small dataset, stream it, measure it.")(demo)
+app.command(short_help="Say what this machine decodes, and what is wrong.")(doctor)
 app.command(short_help="Read a remote dataset's indices into a cache.")(index)
 app.command(short_help="Say what a dataset is.")(info)
 app.command(short_help="Draw a batch as the model would see it.")(preview)
 app.command(short_help="Write a dataset anew, laid out for streaming.")(reshard)
+app.command(short_help="Encode a dataset's videos anew for the decoder at hand.")(transcode)
+app.command(short_help="Try NVDEC through DALI on this machine.")(selftest)
 
 
 def _print_version(asked: bool) -> None:

@@ -4,8 +4,9 @@ rows     which episodes go into which Parquet file, and writing them
 video    which encoded pictures go into which MP4; mp4 writes what stands before them
 meta     the files below meta/
 verify   reading all of it back
-folder   the folder that is written: resuming, and nothing outside it
 job      one after the other
+
+What `transcode` does in the same way is in `dali_stream.output`.
 """
 
 from __future__ import annotations

@@ -11,20 +11,22 @@ import numpy.typing as npt
 
 from dali_stream import metadata
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.output.checks import check_whole, content_hash, identity, shown
+from dali_stream.output.folder import AGAIN, Folder
+from dali_stream.output.work import Progress, Work
 from dali_stream.reshard import mp4, rows, video
-from dali_stream.reshard.checks import check_columns, check_names, check_whole, chunks_size, content_hash, identity
-from dali_stream.reshard.folder import AGAIN, Folder
+from dali_stream.reshard.checks import check_columns, check_names, chunks_size
 from dali_stream.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
 from dali_stream.reshard.report import Reads, Report, side
 from dali_stream.reshard.rows import DataFile, SourceRows
 from dali_stream.reshard.stores import Recorder, Window
 from dali_stream.reshard.video import Source, VideoFile
-from dali_stream.reshard.work import Progress, Work
 from dali_stream.rows import RowReader
 from dali_stream.storage import LocalStore
-from dali_stream.video.table import LACKING, Int64, SampleTable, read_table
+from dali_stream.video.table import Int64, SampleTable, read_table
 
+STAGE = ".reshard"
 _LAYOUT = 1  # counts up when the same dataset and options come to be written in another way
 _TABLES = 16  # indices of source files that are kept
 
@@ -56,7 +58,7 @@ def reshard(
         DaliStreamError: what was written is not what was read. The message names episode and camera.
     """
     job = Job(dataset, data_file_size, video_file_size, progress)
-    job.folder = Folder(out, job.identity)
+    job.folder = Folder(out, STAGE, job.identity)
     try:
         return job.run()
     finally:
@@ -173,23 +175,16 @@ class Job:
 
     def shown(self, camera: str, episode: int, start: float, table: SampleTable) -> Int64:
         """The samples that show an episode's rows, in a file where it starts at these seconds."""
-        samples = table.shown_at(start + self.timestamps[episode].astype(np.float64), self.dataset.fps)
-        if (samples == LACKING).any():
-            frame = int(np.argmax(samples == LACKING))
-            raise DecodeError(
-                f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}, frame {frame}: "
-                "the video shows no picture at that frame's time, though the metadata promises one; record, convert or "
-                "copy the dataset again"
-            )
-        return samples
+        where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
+        return shown(where, table, start + self.timestamps[episode].astype(np.float64), self.dataset.fps)
 
     def _read_source(self, recorder: Recorder, camera: str, number: int) -> Source:
         files, start = self.table.video[camera], self.table.start[camera]
 
-        def shown(table: SampleTable) -> dict[int, Int64]:
+        def of_rows(table: SampleTable) -> dict[int, Int64]:
             return {e: self.shown(camera, e, start[e], table) for e in files.rows(number).tolist()}
 
-        return video.read_source(recorder, files.paths[number], self.dataset.fps, shown)
+        return video.read_source(recorder, files.paths[number], self.dataset.fps, of_rows)
 
     def _plan_videos(self, camera: str, sources: dict[tuple[str, int], Source]) -> list[VideoFile]:
         index = self.table.video[camera].index

@@ -15,15 +15,13 @@ import pyarrow.parquet as pq
 from dali_stream import metadata
 from dali_stream.dataset import Dataset
 from dali_stream.metadata import Episodes
-from dali_stream.reshard.folder import STAGE, Folder
-from dali_stream.reshard.stores import RANGE
+from dali_stream.output.copy import copy_small_files, episode_files
+from dali_stream.output.folder import Folder
 from dali_stream.storage import Store
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
-_ALWAYS = ("meta/stats.json", "meta/tasks.parquet", "meta/subtasks.parquet")  # where a source cannot list its files
 
 
 @dataclass
@@ -56,26 +54,11 @@ class Layout:
 def write_meta(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout, file_size: int) -> None:
     """Writes all of it into the folder's stage."""
     folder.fresh_meta()
-    for name in small_files(dataset.store):
-        _copy(dataset.store, name, folder, f"{STAGE}/{name}")
-    for name in AT_THE_ROOT:
-        if dataset.store.exists(name):
-            _copy(dataset.store, name, folder, name)
+    copy_small_files(dataset, folder)
     _write_episodes(folder, dataset.store, table, layout, file_size)
     info = metadata.read_json(dataset.store, metadata.INFO) | layout.info
-    with folder.writing(f"{STAGE}/{metadata.INFO}") as file:
+    with folder.writing(f"{folder.stage.name}/{metadata.INFO}") as file:
         file.write(json.dumps(info, indent=4).encode())
-
-
-def small_files(store: Store) -> list[str]:
-    """Files below `meta/` that are copied as they are."""
-    names = {*store.files("meta"), *(name for name in _ALWAYS if store.exists(name))}
-    return sorted(names - {metadata.INFO, *episode_files(store)})
-
-
-def episode_files(store: Store) -> list[str]:
-    """Files of the episode table."""
-    return [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
 
 
 def renewed(found: pa.Table, table: Episodes, layout: Layout) -> pa.Table:
@@ -110,17 +93,10 @@ def _write_episodes(folder: Folder, store: Store, table: Episodes, layout: Layou
             if before is None or in_file + size > file_size or not found.schema.equals(before, check_metadata=True):
                 open_file.close()
                 number, in_file, before = number + 1, 0, found.schema
-                path = f"{STAGE}/{layout.path(EPISODES_PATH, number)}"
+                path = f"{folder.stage.name}/{layout.path(EPISODES_PATH, number)}"
                 out = open_file.enter_context(folder.writing(path))
                 writer = open_file.enter_context(pq.ParquetWriter(out, before, write_page_index=True))
             in_file += size
             numbers[np.searchsorted(table.index, found["episode_index"].to_numpy())] = number
             layout.put("meta/episodes/", numbers)
             writer.write_table(renewed(found, table, layout), row_group_size=max(len(found), 1))
-
-
-def _copy(store: Store, name: str, folder: Folder, target: str) -> None:
-    size = store.size(name)
-    with folder.writing(target) as file:
-        for at in range(0, size, RANGE):
-            file.write(store.read(name, at, min(at + RANGE, size)))

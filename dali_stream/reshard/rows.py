@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
 from dali_stream.metadata import Episodes, parquet_errors, read_parquet
+from dali_stream.output.folder import Written
 from dali_stream.reshard.digest import Rows
-from dali_stream.reshard.folder import Written
 from dali_stream.reshard.stores import Window
 from dali_stream.storage import Store
 

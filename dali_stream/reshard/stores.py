@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dali_stream.output.copy import RANGE
 from dali_stream.storage import Store
-
-RANGE = 8 << 20  # bytes of one request: large for the server, and little to fetch again when it fails
 
 
 class Through(Store):

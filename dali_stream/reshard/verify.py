@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,13 +12,14 @@ from dali_stream import metadata
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.metadata import Episodes
+from dali_stream.output.copy import check_same, episode_files, small_files
+from dali_stream.output.folder import AGAIN
 from dali_stream.reshard import rows, video
 from dali_stream.reshard.digest import Rows
-from dali_stream.reshard.folder import AGAIN
-from dali_stream.reshard.meta import DATA_PATH, VIDEO_PATH, episode_files, renewed, small_files
+from dali_stream.reshard.meta import DATA_PATH, VIDEO_PATH, renewed
 from dali_stream.reshard.report import Side, side
 from dali_stream.reshard.rows import DataFile, SourceRows
-from dali_stream.reshard.stores import RANGE, Recorder, Window
+from dali_stream.reshard.stores import Recorder, Window
 from dali_stream.reshard.video import VideoFile
 from dali_stream.rows import RowReader
 from dali_stream.video.table import read_table
@@ -48,6 +47,9 @@ def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[Vid
         out.close()
 
 
+_REST = "a part of it that belongs to no episode has changed since it was written"  # its head or footer, shared pictures
+
+
 def _call(check: Callable[[], None]) -> None:
     check()
 
@@ -71,9 +73,7 @@ class _Check:
         ):
             if not same:
                 raise DaliStreamError(f"{out.store.address}: {what} differ from the source's; {AGAIN}")
-        for name in small_files(source.store):
-            if out.store.read_all(name) != source.store.read_all(name):
-                raise DaliStreamError(f"{out.store.where(name)}: differs from the source's; {AGAIN}")
+        check_same(source.store, out.store, small_files(source.store))
         if self._episode_table(source) != self._episode_table(out):
             raise DaliStreamError(f"{out.store.where('meta/episodes')}: a column differs from the source's; {AGAIN}")
 
@@ -89,28 +89,28 @@ class _Check:
         """Every row of a data file."""
         job, out, at, seen = self._job, self._out, 0, set[int]()
         note = job.folder.finished(file.path)
-        with self._named(file.path, "it cannot be read: "):
+        with job.folder.blaming(file.path, "it cannot be read: "):
             footer = rows.read_footer(out.data_store, file.path)
         found = SourceRows(Window(out.data_store), footer, int(footer.first_row[-1]))
         if not footer.schema.equals(file.schema, check_metadata=True):
-            self._differs(file.path, "its schema differs from the source's")
+            job.folder.refuse(file.path, "its schema differs from the source's")
         for episode in file.episodes:
             index, length = int(self._table.index[episode]), int(self._table.length[episode])
-            with self._named(file.path, f"episode {index}: its rows cannot be read: "):
+            with job.folder.blaming(file.path, f"episode {index}: its rows cannot be read: "):
                 if episode not in seen:
                     seen.update(self._reader.read(episode))
                 digest = Rows().add(found.read(index, at, length)).hexdigest()
             if digest != note["rows"][str(episode)]:
-                self._differs(file.path, f"episode {index}: its rows differ from the source's")
+                job.folder.refuse(file.path, f"episode {index}: its rows differ from the source's")
             at += length
             job.work.advance(file.nbytes // len(file.episodes))
-        self._whole(file.path, note["bytes"])
+        job.folder.check(file.path, _REST)
 
     def video(self, camera: str, file: VideoFile) -> None:
         """Every sample of a video file."""
         job, out, marks = self._job, self._out, list[bytes]()
         note, files = job.folder.finished(file.path), self._table.video[camera]
-        with self._named(file.path, f"{camera}: its index cannot be read: "):
+        with job.folder.blaming(file.path, f"{camera}: its index cannot be read: "):
             table = read_table(self.indices, file.path)
         for samples in video.read_samples(out.data_store, table, 0, len(table)):
             marks += map(video.mark, samples)
@@ -118,30 +118,9 @@ class _Check:
         whole = np.frombuffer(b"".join(marks), np.uint8).reshape(-1, 16)
         for episode in file.episodes:
             what = f"{camera}, episode {self._table.index[episode]}: "
-            with self._named(file.path, what):
+            with job.folder.blaming(file.path, what):
                 shown = job.shown(camera, episode, self._table.start[camera][episode], table)
             there = files.paths[files.index[episode]] == file.path
             if not there or video.digest(table, shown, whole) != note["video"][str(episode)]:
-                self._differs(file.path, f"{what}its encoded pictures or their times differ from the source's")
-        self._whole(file.path, note["bytes"])
-
-    def _whole(self, path: str, digest: str) -> None:
-        """Every byte that is of no episode: the file's head or footer, and pictures that other files' episodes share."""
-        store, found = self._out.data_store, hashlib.blake2b(digest_size=16)
-        for at in range(0, size := store.size(path), RANGE):
-            found.update(store.read(path, at, min(at + RANGE, size)))
-        if found.hexdigest() != digest:
-            self._differs(path, "a part of it that belongs to no episode has changed since it was written")
-
-    @contextmanager
-    def _named(self, path: str, what: str) -> Iterator[None]:
-        """What goes wrong in the block is what is wrong with the file."""
-        try:
-            yield
-        except DaliStreamError as error:
-            self._differs(path, f"{what}{error}")
-
-    def _differs(self, path: str, how: str) -> NoReturn:
-        """Has the file written anew by the next run, and says so."""
-        self._job.folder.discard(path)
-        raise DaliStreamError(f"{self._job.folder.root / path}: {how}. The file is removed; {AGAIN}")
+                job.folder.refuse(file.path, f"{what}its encoded pictures or their times differ from the source's")
+        job.folder.check(file.path, _REST)

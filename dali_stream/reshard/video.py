@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError
+from dali_stream.output.checks import refuse_sound
+from dali_stream.output.copy import RANGE
 from dali_stream.reshard.mp4 import Track
-from dali_stream.reshard.stores import RANGE
 from dali_stream.storage import Store
-from dali_stream.video.boxes import children, find, read_moov
 from dali_stream.video.clip import span
 from dali_stream.video.table import Int64, SampleTable, read_table
 
@@ -136,7 +136,7 @@ def read_source(store: Store, path: str, fps: float, shown: Callable[[SampleTabl
         DecodeError: it cannot be read, or there is sound in it.
     """
     table = read_table(store, path)
-    _refuse_sound(store, path)
+    refuse_sound(store, path)
     spans = {episode: _span(table, samples) for episode, samples in shown(table).items()}
     cuts = np.unique(np.array([end for ends in spans.values() for end in ends], np.int64))
     times = np.diff(table.pts[table.shown])
@@ -190,16 +190,6 @@ def _span(table: SampleTable, shown: Int64) -> tuple[int, int]:
         return 0, len(table)
     after = np.searchsorted(table.sync, shown.max(), side="right")
     return _first_needed(table, shown), int(table.sync[after]) if after < len(table.sync) else len(table)
-
-
-def _refuse_sound(store: Store, path: str) -> None:
-    moov = read_moov(store, path)
-    for kind, start, end in children(moov, 0, len(moov)):
-        handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
-        if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
-            raise DecodeError(
-                f"{store.where(path)}: has sound, which is not copied; leave it out with `ffmpeg -i IN -c copy -an OUT`"
-            )
 
 
 def track(file: VideoFile, tables: Callable[[str], SampleTable]) -> Track:

@@ -19,10 +19,11 @@ class Work:
     Args:
         progress: called as (stage, done, total), by one thread at a time.
         interrupt: ends what jobs may be waiting for.
+        threads: jobs at a time.
     """
 
-    def __init__(self, progress: Progress | None, interrupt: Callable[[], None]) -> None:
-        self._progress, self._interrupt = progress, interrupt
+    def __init__(self, progress: Progress | None, interrupt: Callable[[], None], threads: int = THREADS) -> None:
+        self._progress, self._interrupt, self._threads = progress, interrupt, threads
         self._lock = threading.Lock()
         self._stage, self._done, self._total = "", 0, 0
         self._stopping = False
@@ -35,7 +36,7 @@ class Work:
         counted = total is None
         self._stage, self._done, self._total = stage, 0, len(items) if total is None else total
         self.advance(0)
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream reshard") as pool:
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="dali_stream output") as pool:
             jobs = [pool.submit(call, item) for item in items]
             try:
                 for job in as_completed(jobs):

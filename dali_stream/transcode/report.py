@@ -1,0 +1,75 @@
+"""What transcoding has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Camera:
+    """One camera.
+
+    Attributes:
+        files: MP4s, of which `copied` are copied byte for byte, since they are as asked or no pictures for a decoder to show.
+        pictures: in all of its files.
+        bytes_before, bytes_after: of all of its files.
+        codec_before, codec_after: more than one are separated by commas.
+        encoder: FFmpeg's name; empty where all files are copied.
+        psnr_min, psnr_mean: dB over RGB, of the pictures that were compared; None where all files are copied.
+        episodes: per episode index of an encoded file, its (min, mean).
+    """
+
+    files: int
+    copied: int
+    pictures: int
+    bytes_before: int
+    bytes_after: int
+    codec_before: str
+    codec_after: str
+    encoder: str
+    psnr_min: float | None
+    psnr_mean: float | None
+    episodes: dict[int, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A dataset. `codec` and `gop` as asked."""
+
+    episodes: int
+    frames: int
+    codec: str
+    gop: int
+    cameras: dict[str, Camera]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain dicts and lists, which JSON can hold."""
+        return dataclasses.asdict(self)
+
+
+def camera(notes: Sequence[dict[str, Any]]) -> Camera:
+    """Out of what is noted of each of its files."""
+    episodes = {
+        int(e): (low, mean) for note in notes for e, (low, mean) in sorted(note["psnr"].items(), key=lambda e: int(e[0]))
+    }
+    means = [mean for _, mean in episodes.values()]
+
+    def names(key: str) -> str:
+        return ", ".join(sorted({note[key] for note in notes} - {""}))
+
+    return Camera(
+        files=len(notes),
+        copied=sum(not note["encoder"] for note in notes),
+        pictures=sum(note["pictures"] for note in notes),
+        bytes_before=sum(note["bytes_before"] for note in notes),
+        bytes_after=sum(note["bytes_after"] for note in notes),
+        codec_before=names("codec_before"),
+        codec_after=names("codec_after"),
+        encoder=names("encoder"),
+        psnr_min=min((low for low, _ in episodes.values()), default=None),
+        psnr_mean=sum(means) / len(means) if means else None,
+        episodes=episodes,
+    )
