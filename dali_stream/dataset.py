@@ -47,8 +47,8 @@ class Dataset:
         cameras: the selected camera keys.
         episodes: (E,) int64, the selected episode indices, rising.
         lengths: (E,) int64, their frames.
-        fingerprint: a hash of what is read, equal wherever and in whatever files the same dataset lies; of a Hub repository
-            also of its commit.
+        fingerprint: a hash of what is read, equal wherever, in whatever files and however encoded the same dataset lies; of
+            a Hub repository also of its commit.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
 
@@ -114,7 +114,8 @@ class Dataset:
         self.rows = _selected_rows(self.table.index, episodes)
         self.episodes, self.lengths = self.table.index[self.rows], self.table.length[self.rows]
         self.num_episodes, self.num_frames = len(self.rows), int(self.lengths.sum())
-        self._fingerprint_head = json.dumps([info.fps, info.features], sort_keys=True)
+        meant = {key: {k: v for k, v in f.items() if k not in metadata.ENCODING} for key, f in info.features.items()}
+        self._fingerprint_head = json.dumps([info.fps, meant], sort_keys=True)
 
     @functools.cached_property
     def tasks(self) -> dict[int, str]:
@@ -133,7 +134,7 @@ class Dataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the metadata and the selected episodes. Cameras, the place and the files do not count."""
+        """32 hexadecimal digits over the metadata and the selected episodes. Cameras, place, files and codecs do not count."""
         table = self.table
         digest = hashlib.blake2b((self._fingerprint_head + (self.revision or "")).encode(), digest_size=16)
         for values in (table.index, table.length, self.rows):

@@ -24,6 +24,7 @@ from dali_stream.storage import Store
 
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
+ENCODING = ("info", "video_info")  # of a feature: where LeRobot's versions have put how its video is encoded
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
@@ -240,11 +241,17 @@ def _readable(key: str, feature: Any, store: Store) -> bool:
     whole = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
     if not whole or not 1 <= len(shape) <= 5:
         raise DatasetError(f"{where} has shape {str(shape)[:80]}; it is a list of one to five positive integers")
-    details = feature.get("info") or {}
-    if dtype == "video" and isinstance(details, dict) and details.get("video.is_depth_map"):
+    if dtype == "video" and is_depth(feature):
         _log.warning("%s is a depth map, which is not read; batches will lack it", where)
         return False
     return True
+
+
+def is_depth(feature: dict[str, Any]) -> bool:
+    """Whether a video feature holds distances, which mean something to the bit, and no pictures."""
+    said: dict[str, Any] = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
+    deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bit may be a camera's picture
+    return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))
 
 
 def _template(value: Any, name: str, store: Store) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import video_data
 from conftest import copied
 from hypothesis import given, settings
@@ -270,6 +271,18 @@ def test_progress_moves_within_a_file(tmp_path: Path) -> None:
     assert any(0 < done < total for done, total in seen["video"])
 
 
+def test_a_run_goes_on_with_the_videos_encoded_anew(small: Path, hevc: Path) -> None:
+    """The dataset is the same one, so a run that waits for its GPU may go on with what its GPU decodes."""
+    options: dict[str, Any] = {"batch_size": 16, "consumers": 4}
+    with Loader(small, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        state, expected = loader.state_dict(), next(batches)["index"]
+    with Loader(hevc, **options) as loader:
+        loader.load_state_dict(state)
+        assert torch.equal(next(iter(loader))["index"], expected)
+
+
 def test_a_depth_map_is_known_by_any_of_its_marks(tmp_path: Path) -> None:
     root = recorded(tmp_path, video_data.h264(12))
     features = json.loads((root / "meta/info.json").read_text())["features"]
@@ -279,6 +292,7 @@ def test_a_depth_map_is_known_by_any_of_its_marks(tmp_path: Path) -> None:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         transcoded(root, out, codec="hevc")
         assert video(out).read_bytes() == video(root).read_bytes()
+        assert Dataset(root).cameras == []  # and a Loader leaves it out
 
 
 def test_sound_is_not_dropped_in_silence(tmp_path: Path) -> None:

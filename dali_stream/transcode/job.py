@@ -21,7 +21,7 @@ from dali_stream.process import cores
 from dali_stream.storage import LocalStore
 from dali_stream.transcode.encoders import Encoder
 from dali_stream.transcode.ffmpeg import Program, choose
-from dali_stream.transcode.meta import is_depth, renewed, write_meta
+from dali_stream.transcode.meta import renewed, write_meta
 from dali_stream.transcode.report import Report
 from dali_stream.transcode.report import camera as of_camera
 from dali_stream.transcode.video import Copies, Share, VideoFile, Writer
@@ -199,7 +199,7 @@ class Job:
             episodes = {
                 int(self.table.index[place]): start[place] + self.timestamps[place].astype(np.float64) for place in places
             }
-            file = VideoFile(path, camera, episodes, is_depth(self.info["features"][camera]))
+            file = VideoFile(path, camera, episodes, metadata.is_depth(self.info["features"][camera]))
             writer = Writer(self.program, self.encoder, self.gop, self.dataset.fps, self.store, self.folder)
             note = writer.write(file, share)
         share.finish()

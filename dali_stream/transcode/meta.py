@@ -13,7 +13,6 @@ from dali_stream.output.copy import copy, copy_small_files, episode_files
 from dali_stream.output.folder import Folder
 from dali_stream.transcode.encoders import Encoder
 
-_PLACES = ("info", "video_info")  # of a feature, where LeRobot's versions have put what is known of its video
 # What newer versions of LeRobot note of how they have encoded, beside codec, pix_fmt, g, crf and preset.
 _UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
 
@@ -28,13 +27,6 @@ def write_meta(folder: Folder, dataset: Dataset, info: dict[str, Any]) -> None:
         file.write(json.dumps(info, indent=4, ensure_ascii=False).encode())
 
 
-def is_depth(feature: dict[str, Any]) -> bool:
-    """Whether a video feature holds distances, which mean something to the bit, and no pictures."""
-    said: dict[str, Any] = next((feature[place] for place in _PLACES if isinstance(feature.get(place), dict)), {})
-    gray = str(said.get("video.pix_fmt", "")).startswith("gray")
-    return bool(gray or said.get("video.is_depth_map") or said.get("is_depth_map"))
-
-
 def renewed(info: dict[str, Any], cameras: Iterable[str], encoder: Encoder, gop: int) -> dict[str, Any]:
     """info.json after these cameras have been encoded. Unknown keys stay.
 
@@ -44,7 +36,7 @@ def renewed(info: dict[str, Any], cameras: Iterable[str], encoder: Encoder, gop:
     info = copies.deepcopy(info)
     new: dict[str, Any] = {"video.g": gop, "video.crf": encoder.quality, "video.preset": encoder.preset or None}
     for camera in cameras:
-        for place in _PLACES:
+        for place in metadata.ENCODING:
             said = info["features"][camera].get(place)
             if isinstance(said, dict):
                 for key in _UNTRUE:
