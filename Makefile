@@ -24,8 +24,9 @@ install: ## set up .venv with all that is needed (and FFmpeg, as root on Debian 
 demo: install ## make a small dataset in .demo/dataset and stream it
 	$(VENV)/bin/dali-stream demo --root .demo/dataset $(ARGS)
 
+# A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones
-	$(RUN) pytest -q -m 'not slow' $(ARGS)
+	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 # pytest exits 5 where no test is marked slow: nothing failed.
 test-slow: install ## run the slow tests

@@ -15,8 +15,8 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher around the test run must not make its tests one rank of several."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    """A launcher around the test run must not make its tests one rank of several, nor pytest-xdist their tables narrow."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 
 
