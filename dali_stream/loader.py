@@ -21,6 +21,7 @@ from dali_stream.run import Batch, Run
 from dali_stream.stage import Plan, closed
 from dali_stream.tables import Tables
 from dali_stream.video.route import DECODE, Route, choose
+from dali_stream.video.trial import trial
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
@@ -330,7 +331,12 @@ class Loader:
         try:
             camera = VideoCamera(plan.dataset, key, plan.dataset.data_store, Route("", ""), plan.gpu, self._counters)
             table, video = camera.describe(plan.tables, 0)
-            return choose(self._decode, plan.gpu, video, table, plan.dataset.data_store)
+            route = choose(self._decode, plan.gpu, video, table, plan.dataset.data_store)
+            if route.decoder != "dali" or not (refused := trial(plan.dataset.data_store, table, video, plan.gpu)):
+                return route
+            if self._decode == "dali":
+                raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
+            return Route("torchcodec", refused)
         except StorageError:
             raise
         except DaliStreamError as error:

@@ -16,6 +16,7 @@ from dali_stream.video import dali
 from dali_stream.video.route import Route
 
 Batch = dict[str, Any]
+_TRIED = 8  # clips at a time, when the one that a decoder failed at is looked for: memory is taken by the broken pipeline
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
@@ -76,7 +77,8 @@ class Run:
         failed = {}
         for camera, clips in self.stage.clips().items():
             try:
-                dali.decode([(clip.clip, clip.frames) for clip in clips], self._gpu, 1)
+                for i in range(0, len(clips), _TRIED):
+                    dali.decode([(clip.clip, clip.frames) for clip in clips[i : i + _TRIED]], self._gpu, 1)
             except DecodeError as error:
                 failed[camera] = str(error)
         on_dali = [camera for camera, route in self._routes.items() if route.decoder == "dali"]

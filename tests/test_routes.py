@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import video_data
 from loader_data import TOP, check_identities, read_lengths
 
 import dali_stream
@@ -21,11 +22,12 @@ from dali_stream.demo import write_demo
 from dali_stream.residency import Residency
 from dali_stream.storage import Store, open_store
 from dali_stream.tables import Tables
-from dali_stream.video import route
+from dali_stream.video import dali, route
 from dali_stream.video.boxes import box
 from dali_stream.video.capability import Capability
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.table import SampleTable, read_table
+from dali_stream.video.trial import trial
 
 H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
 AV1 = VideoFormat("av1", 0, "420", 8, 480, 640)
@@ -100,6 +102,9 @@ def test_sizes_that_nvdec_does_not_take(
     ("video", "table", "reason"),
     [
         ({"matrix": 1}, {}, "BT.709"),
+        ({"matrix": 7}, {}, "of matrix 7"),
+        ({"profile": 244}, {}, "h264 of profile 244"),
+        ({"codec": "hevc", "profile": 4}, {}, "hevc of profile 4"),
         ({"chroma": "422"}, {}, "h264 422 8 bit"),
         ({"depth": 10}, {}, "h264 420 10 bit"),
         ({}, {"open_gops": True}, "open GOPs"),
@@ -172,6 +177,38 @@ def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
         assert "this is h264" in loader.routes[TOP].reason
         assert loader.stats()["route_changes"] == 1
     assert [record.message.partition(":")[0] for record in caplog.records] == ["torchcodec decodes from here on"]
+
+
+def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_demo(tmp_path / "vp9", episodes=1, size=(128, 160), codec="vp9", gop=12)
+    decode = dali.decode
+    wrong = {
+        "differ from FFmpeg's by up to": lambda *given: [np.flip(pictures, -1) for pictures in decode(*given)],
+        "pictures of shape": lambda *given: [pictures[:, 1:] for pictures in decode(*given)],
+    }
+    for said, delivers in wrong.items():
+        monkeypatch.setattr(dali, "decode", delivers)
+        with pytest.raises(ValueError, match=f'decode="dali": .*{said}.*Use decode="auto"'):
+            dali_stream.Loader(root, batch_size=8, decode="dali")
+        with monkeypatch.context() as patch:
+            patch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
+            with dali_stream.Loader(root, batch_size=8) as loader:
+                assert {found.decoder for found in loader.routes.values()} == {"torchcodec"}
+                assert all(said in found.reason for found in loader.routes.values())
+
+
+def test_colours_that_only_the_pictures_name_are_kept_from_nvdec(tmp_path: Path) -> None:
+    marked = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box: the index says nothing of it
+    video_data.encode(video_data.draw(), tmp_path / "video.mp4", (*video_data.h264(12), *marked))
+    store = open_store(str(tmp_path))
+    table = read_table(store, "video.mp4")
+    found = describe(table.configs[0])
+    assert found.matrix is None
+    assert trial(store, table, found, 0) == (
+        "its pictures say that their colours are bt709, and DALI converts all as BT.601 on a GPU"
+    )
 
 
 def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(

@@ -12,11 +12,10 @@ import numpy.typing as npt
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.output.copy import RANGE
 from dali_stream.storage import Store
-from dali_stream.transcode.encoders import PROFILES
 from dali_stream.video.boxes import UPRIGHT
 from dali_stream.video.damage import checker
 from dali_stream.video.decode import decode
-from dali_stream.video.format import codec_of, describe
+from dali_stream.video.format import PROFILES, codec_of, describe
 from dali_stream.video.hidden import CODECS, hidden
 from dali_stream.video.table import Int64, SampleTable
 

@@ -12,7 +12,6 @@ from dali_stream.arguments import one_of, positive
 
 CODECS = ("hevc", "h264", "av1", "vp9")
 ENCODERS = ("auto", "nvenc", "cpu")
-PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # those of 8 bit 4:2:0
 _LONGEST_GOP = 10_000
 
 

@@ -29,7 +29,8 @@ Frames = npt.NDArray[np.uint8]
 
 COLOUR_TOLERANCE = 4.0
 """How far DALI's pictures may be from FFmpeg's: mean absolute difference of 8 bit RGB values. DALI upsamples chroma and
-converts to RGB in its own way, so the two are never equal; 1.6 was measured with VP9 on a CPU."""
+converts to RGB in its own way, so the two are never equal; 1.6 was measured with VP9 on a CPU. It does not tell BT.709 from
+BT.601, which are 2.6 apart on a demo picture: that is told by what a file says of its colours."""
 
 
 def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
@@ -44,8 +45,10 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
     Returns:
         (F, H, W, 3) uint8 RGB a sample.
     """
-    # pad_mode "none" makes a picture that is not there an error; other modes return padding without a word.
-    return fn.decoders.video(clips, device="cpu" if gpu is None else "mixed", frames=frames, pad_mode="none")
+    # pad_mode "none" makes a picture that is not there an error; other modes return padding without a word. affine pins
+    # threads to cores, to the same ones in every process of a machine.
+    device = "cpu" if gpu is None else "mixed"
+    return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)
 
 
 def decode(clips: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]], gpu: int | None, threads: int) -> list[Frames]:

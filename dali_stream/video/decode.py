@@ -108,6 +108,13 @@ def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
     return frames
 
 
+def colour_space(clip: Clip) -> str | None:
+    """FFmpeg's name of the matrix of a clip's colours, out of its pictures or its index; None where neither names one."""
+    decoder = VideoDecoder(clip.data, num_ffmpeg_threads=1, seek_mode="approximate")
+    named = getattr(decoder.metadata, "color_space", None)  # torchcodec has it since 0.10
+    return None if named is None else str(named)
+
+
 def _first_line(error: Exception) -> str:
     """What torchcodec says, without the place in its source that it begins with."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]

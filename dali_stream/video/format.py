@@ -16,6 +16,7 @@ CODECS = {
     b"av01": "av1", b"avc1": "h264", b"avc3": "h264", b"hvc1": "hevc", b"hev1": "hevc",
     b"vp08": "vp8", b"vp09": "vp9", b"mp4v": "mpeg4", b"jpeg": "mjpeg", b"mjpg": "mjpeg", b"png ": "png",
 }  # fmt: skip
+PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # those of 8 bit 4:2:0 that NVDEC documents
 _CHROMA = {0: "gray", 1: "420", 2: "422", 3: "444"}
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from dali_stream.storage import Store
 from dali_stream.video.boxes import UPRIGHT
 from dali_stream.video.capability import capability
-from dali_stream.video.format import VideoFormat
+from dali_stream.video.format import PROFILES, VideoFormat
 from dali_stream.video.hidden import hidden_frames
 from dali_stream.video.table import SampleTable
 
 DECODE = ("auto", "dali", "torchcodec")
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
+_LIKE_BT601 = (None, 2, 5, 6)  # ISO/IEC 23091-2: not said, unspecified, BT.601 of 625 and of 525 lines
+_MATRICES = {1: "BT.709", 9: "BT.2020", 10: "BT.2020"}
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,11 @@ def _unsafe_on_nvdec(video: VideoFormat, table: SampleTable) -> str:
     """What DALI's sources say that it gets wrong on a GPU, or what nobody has seen it get right there."""
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
-    if video.matrix in (1, 9, 10):
-        return "the colours are BT.709 or BT.2020, and DALI converts all as BT.601 on a GPU"
+    if video.profile not in PROFILES.get(video.codec, (video.profile,)):
+        return f"NVDEC is not documented to decode {video.codec} of profile {video.profile}"
+    if video.matrix not in _LIKE_BT601:
+        named = _MATRICES.get(video.matrix, f"of matrix {video.matrix}")
+        return f"the colours are {named}, and DALI converts all as BT.601 on a GPU"
     return ""
 
 
