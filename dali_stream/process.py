@@ -47,6 +47,15 @@ def cores() -> int:
     return max(available // max(int(local) if local.isdigit() else 1, 1), 1)
 
 
+def same_python(script: str | os.PathLike[str]) -> list[str]:
+    """The command that runs a script in another process, with the same modules as here, wherever they come from.
+
+    `python -m`, and a script's own folder, would put other folders in front of them.
+    """
+    code = f"import sys, runpy; sys.path[:] = {sys.path!r}; runpy.run_path({os.fspath(script)!r}, run_name='__main__')"
+    return [sys.executable, "-c", code]
+
+
 def processor() -> str:
     """The processor's name, for reports."""
     with contextlib.suppress(OSError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from driver_data import FakeDriver, fake_driver
 from loader_data import TOP
 
 from dali_stream.cli import main
 from dali_stream.demo import write_demo
 from dali_stream.selftest import identity, run, soak, speed, step, videos
 from dali_stream.video import dali
+
+__all__ = ["fake_driver"]
 
 
 def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -27,6 +32,15 @@ def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureF
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert main(["selftest", "--device", "cuda"]) == 2
     assert "finds no GPU" in capsys.readouterr().err
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_failure(fake_driver: FakeDriver) -> None:
+    command = [sys.executable, "-m", "dali_stream", "selftest", "--json"]
+    done = subprocess.run(command, env=fake_driver("h100"), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["status"] == "failed"
+    assert "the driver has NVIDIA H100 80GB HBM3, and no GPU that torch can use was found" in report["problems"][0]
 
 
 @pytest.mark.slow
@@ -43,6 +57,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
         assert row["wrong"] == 0
         assert 0 < row["mean_error"] < dali.COLOUR_TOLERANCE
     assert {row["decoder"] for row in report["speed"]} == {"dali", "torchcodec"}
+    assert {tuple(row["size"]) for row in report["speed"]} == {(480, 640), (360, 640)}
     assert {row.get("per_clip") for row in report["speed"]} == {1, 4, 16, None}
     assert report["soak"]["wrong"] == 0
     assert report["soak"]["pictures"] > 1000
@@ -101,18 +116,24 @@ def test_speed_is_measured_for_every_setting(vp9_demo: Path) -> None:
 
 
 def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = step.run("write", folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))["failed"]
+    failed = step.run("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))["failed"]
     assert failed.startswith("ValueError: Invalid codec")
+    shadow = tmp_path / "elsewhere"  # the folder that it is called in is none of its business
+    shadow.mkdir()
+    (shadow / "pyarrow.py").write_text("raise SystemExit('shadow')")
+    monkeypatch.chdir(shadow)
+    again = step.run("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))
+    assert again["failed"] == failed
     package = tmp_path / "path" / "nvidia" / "dali"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    monkeypatch.syspath_prepend(str(tmp_path / "path"))
     for code, said in (
         ("import os; os.abort()", "ended by SIGABRT"),
         ("import os; os._exit(3)", "ended with 3"),
     ):
         (package / "__init__.py").write_text(code)
-        assert said in step.run("identity", folders=[], gpu=None)["failed"]
+        assert said in step.run("identity", time_limit_s=60, folders=[], gpu=None)["failed"]
     (package / "__init__.py").write_text("import threading; threading.Event().wait()")
     assert step.run("identity", time_limit_s=5, folders=[], gpu=None)["failed"] == "it did not end within 5 s and was ended"
 
@@ -122,7 +143,9 @@ WRONG = {
     "colour": ({"mean_error": 9.0}, "vp9, GOP 12, one frame: the pictures differ from FFmpeg's by 9.0 on average"),
     "crash": ({"failed": "ended by SIGSEGV"}, "vp9, GOP 12, one frame: ended by SIGSEGV"),
     "loader": ({"wrong": 1}, "vp9 through the Loader: 1 of 90 pictures"),
-    "route": ({"routes": {"top": "torchcodec"}}, "vp9 through the Loader: a camera left the DALI route"),
+    "route": ({"routes": {"top": "dali", "side": "torchcodec"}}, "vp9 through the Loader: a camera is not on the DALI route"),
+    "soak": ({"routes": {"top": "torchcodec", "side": "dali"}}, "soak: a camera is not on the DALI route"),
+    "write": ({"failed": "no encoder"}, "vp9: its videos cannot be written: no encoder"),
     "memory": ({"memory": {"first": 1 << 30, "last": 2 << 30}}, "memory grew from 1073741824 to 2147483648 bytes in 9 epochs"),
     "gpu_memory": ({"gpu_memory": {"first": 1 << 30, "last": 2 << 30}}, "gpu_memory grew"),
     "speed": ({"failed": "ended by SIGSEGV"}, "speed of vp9: ended by SIGSEGV"),
@@ -135,21 +158,31 @@ def test_whatever_is_wrong_fails_the_test(
 ) -> None:
     change = WRONG[what][0] if what else {}
     picture = {"pictures": 24, "wrong": 0, "mean_error": 1.0, "failed": ""}
-    epochs = {"routes": {"top": "dali"}, "route_changes": 0, "epochs": 9, "pictures": 90, "wrong": 0, "frames_per_s": 1.0}
+    epochs = {
+        "routes": {"top": "dali", "side": "dali"},
+        "route_changes": 0,
+        "epochs": 9,
+        "pictures": 90,
+        "wrong": 0,
+        "frames_per_s": 1.0,
+    }
     epochs |= {"memory": {"first": 1 << 30, "last": 1 << 30}, "gpu_memory": None}
-    rows = [{"per_clip": 1, "threads": 2, "prefetch": 1, "frames_per_s": 1.0, "gpu_bytes": None}]
+    rows = [{"per_clip": 1, "threads": 2, "prefetch": 1, "frames_per_s": 1.0}]
     if what in ("identity", "colour", "crash"):
         picture |= change
     elif what == "speed":
         rows = [change]
-    else:
+    elif what != "write":
         epochs |= change
     answers = {
-        "write": {}, "identity": {"refused": "", "shapes": {"one frame": picture}}, "soak": epochs,
-        "speed": {"rows": rows}, "torchcodec": {"frames_per_s": 1.0},
+        "write": change if what == "write" else {}, "identity": {"refused": "", "shapes": {"one frame": picture}},
+        "soak": epochs, "speed": {"rows": rows, "gpu_bytes": None}, "torchcodec": {"frames_per_s": 1.0},
     }  # fmt: skip
     monkeypatch.setattr(step, "run", lambda name, **_: answers[name])
-    report = run.selftest("cpu", gops=[12])
+    kept: list[tuple[str, list[str]]] = []
+    report = run.selftest("cpu", gops=[12], keep=lambda report: kept.append((report["status"], [*report["problems"]])))
+    assert [status for status, _ in kept] == ["unfinished"] * 3 + [report["status"]]  # whatever ends it, the rest is there
+    assert kept[-1][1] == report["problems"]
     assert report["status"] == ("failed" if what else "passed")
     assert bool(report["problems"]) == bool(what)
     assert not what or any(WRONG[what][1] in problem for problem in report["problems"])

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 def selftest(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where DALI decodes.")] = "auto",
-    soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to stream at the end.")] = 30.0,
-    out: Annotated[Path | None, typer.Option(metavar="JSON", help="A file for the report.")] = None,
+    soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to stream.")] = 30.0,
+    speed: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long each measurement of speed takes.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(metavar="JSON", help="A file for the report, written after each stage.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object instead of tables.")] = False,
 ) -> None:
     """Try NVDEC through DALI on this machine: right pictures, colours, speed beside torchcodec, memory, and a soak.
@@ -31,11 +32,16 @@ def selftest(
 
     with console.progress() as bar:
         task = bar.add_task("", total=None)
-        report = run(
-            device, soak_s=soak, progress=lambda what, n, total: bar.update(task, description=what, completed=n, total=total)
-        )
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        def keep(report: dict[str, Any]) -> None:
+            if out is not None:
+                out.write_text(json.dumps(report, indent=1) + "\n")
+
+        report = run(device, soak_s=soak, speed_s=speed, progress=show, keep=keep)
+        keep(report)
     if as_json:
         console.print_json(report)
     else:
@@ -45,8 +51,8 @@ def selftest(
 
 
 def _print(report: dict[str, Any]) -> None:
-    if report["status"] == "not run":
-        typer.echo(f"not run: {report['reason']}")
+    if "reason" in report:  # there is no GPU, or none that can be used
+        typer.echo(f"{report['status']}: {report['reason']}")
         return
     screen = console.results()
     for made in (_identity(report), _speed(report), _streams(report)):
@@ -75,13 +81,13 @@ def _identity(report: dict[str, Any]) -> Table:
 
 def _speed(report: dict[str, Any]) -> Table:
     numbers = ("requests a clip", "threads", "batches ahead", "frames/s", "GPU memory")
-    made = console.table("codec", "decoder", *numbers, right=numbers)
+    made = console.table("codec", "H × W", "decoder", *numbers, right=numbers)
     for row in report["speed"]:
         cells = [str(row.get(key, "")) for key in ("per_clip", "threads", "prefetch")]
         rate = row.get("failed") or f"{row['frames_per_s']:.0f}"
-        made.add_row(
-            row["codec"], row["decoder"], *cells, rate, console.megabytes(row["gpu_bytes"]) if row.get("gpu_bytes") else ""
-        )
+        memory = console.megabytes(row["gpu_bytes"]) if row.get("gpu_bytes") else ""
+        size = " × ".join(map(str, row["size"]))
+        made.add_row(row["codec"], size, row["decoder"], *cells, rate, memory)
     return made
 
 

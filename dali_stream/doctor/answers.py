@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,7 @@ def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | 
 
 
 _QUESTIONS = {call.__name__: call for call in (driver, nvdec, dali, torch, torchcodec, ffmpeg, decode)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

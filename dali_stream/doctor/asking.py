@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dali_stream.process import same_python
+
 LIMIT_S = 120.0  # per group; a first import of torch from a network file system takes a minute
 
-_ANSWERS = str(Path(__file__).with_name("answers.py"))
+_ANSWERS = Path(__file__).with_name("answers.py")
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,9 @@ class Group:
     def __init__(self, questions: Sequence[tuple[str, Mapping[str, Any]]], limit_s: float = LIMIT_S) -> None:
         self._questions, self._limit_s = questions, limit_s
         self._until = time.monotonic() + limit_s
-        # The same modules as here, wherever they come from; `-m` would put the working directory in front of them. By its
-        # path, since the package brings pyarrow and more, which takes time and may fail itself.
-        code = f"import sys, runpy; sys.path[:] = {sys.path!r}; runpy.run_path({_ANSWERS!r})['main'](sys.argv[1])"
+        # By its path, since the package brings pyarrow and more, which takes time and may fail itself.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(questions)],
+            [*same_python(_ANSWERS), json.dumps(questions)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 

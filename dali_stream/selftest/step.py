@@ -5,6 +5,7 @@ python -m dali_stream.selftest.step IN.json OUT.json
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import subprocess
@@ -13,11 +14,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TIME_LIMIT_S = 300.0
+from dali_stream.process import same_python
+
+_STEPS = {  # name: (module, function)
+    "write": ("videos", "write"),
+    "mix": ("videos", "mix"),
+    "identity": ("identity", "measure"),
+    "speed": ("speed", "measure"),
+    "torchcodec": ("speed", "measure_torchcodec"),
+    "soak": ("soak", "measure"),
+}
 
 
-def run(name: str, *, time_limit_s: float = TIME_LIMIT_S, **arguments: Any) -> dict[str, Any]:
-    """Calls a step (see `_steps`) with keyword arguments that JSON can hold.
+def run(name: str, *, time_limit_s: float, **arguments: Any) -> dict[str, Any]:
+    """Calls a step with keyword arguments that JSON can hold.
 
     Returns:
         What the step returns, or {"failed": reason}.
@@ -25,7 +35,7 @@ def run(name: str, *, time_limit_s: float = TIME_LIMIT_S, **arguments: Any) -> d
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "in.json"), Path(folder, "out.json")
         given.write_text(json.dumps([name, arguments]))
-        command = [sys.executable, "-m", "dali_stream.selftest.step", str(given), str(made)]
+        command = [*same_python(__file__), str(given), str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=time_limit_s, check=False)
         except subprocess.TimeoutExpired:
@@ -38,23 +48,11 @@ def run(name: str, *, time_limit_s: float = TIME_LIMIT_S, **arguments: Any) -> d
         return {"failed": f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"}
 
 
-def _steps() -> dict[str, Any]:
-    from dali_stream.selftest import identity, soak, speed, videos
-
-    return {
-        "write": videos.write,
-        "mix": videos.mix,
-        "identity": identity.measure,
-        "speed": speed.measure,
-        "torchcodec": speed.measure_torchcodec,
-        "soak": soak.measure,
-    }
-
-
 def _main(given: str, made: str) -> None:
     name, arguments = json.loads(Path(given).read_text())
     try:
-        result = _steps()[name](**arguments)
+        module, function = _STEPS[name]
+        result = getattr(importlib.import_module(f"dali_stream.selftest.{module}"), function)(**arguments)
     except Exception as error:  # whatever it is, it is what the step has to say
         result = {"failed": f"{type(error).__name__}: {error}"}
     Path(made).write_text(json.dumps(result or {}))
