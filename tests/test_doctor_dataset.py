@@ -20,7 +20,7 @@ from driver_data import FakeDriver, fake_driver
 from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, vp9, write_dataset
 
 from dali_stream import Dataset
-from dali_stream.doctor import Finding, examine
+from dali_stream.doctor import Finding, examine, frames
 from dali_stream.doctor.dataset import examine as examine_dataset
 from dali_stream.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
 from dali_stream.metadata import INFO
@@ -68,6 +68,28 @@ def test_a_frame_of_each_camera_by_every_decoder(vp9_demo: Path) -> None:
     assert found(report, "rows")["status"] == "ok"
 
 
+def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
+    vp9_demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = {"torchcodec": frames.Decoded(""), "DALI on the CPU": frames.Decoded("no surface")}
+    monkeypatch.setattr(frames, "decode", lambda tasks, _: {task.camera: decoded for task in tasks})
+    report = examine(vp9_demo).as_dict()
+    finding = found(report, f"{TOP} frame, DALI on the CPU")
+    assert (finding["status"], finding["text"]) == ("problem", "no surface; torchcodec decodes it")
+    assert "copy" not in finding["remedy"]
+    assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
+
+
+def test_pictures_too_small_for_nvdec_are_not_sent_round_in_circles(tmp_path: Path, fake_driver: FakeDriver) -> None:
+    """HEVC would be as small as H.264. Of less than 80×144 the fake driver decodes nothing."""
+    encode(draw(size=(120, 128)), tmp_path / "a.mp4", h264(12))
+    root = write_dataset(tmp_path / "small", [tmp_path / "a.mp4"], size=(120, 128))
+    done = run(root, "--json", environment=fake_driver("h100"), libraries=shadows(tmp_path / "libraries", torch=cpu_torch()))
+    finding = found(json.loads(done.stdout), f"{CAMERA} on GPU 0")
+    assert "120×128 is outside what NVDEC takes" in finding["text"]
+    assert "transcode" not in finding["remedy"]
+
+
 def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_path: Path) -> None:
     """AV1, which an H100 does not decode and an L4 does."""
     libraries = shadows(tmp_path, torch=cpu_torch(), dali="raise ImportError('not here')")
@@ -75,8 +97,8 @@ def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_
     report = json.loads(done.stdout)
     first, other = found(report, f"{TOP} on GPU 0, 1"), found(report, f"{TOP} on GPU 2")
     assert (first["status"], "no NVDEC decoder for av1" in first["text"]) == ("warning", True)
-    assert "`dali-stream transcode`" in first["remedy"]
-    assert (other["status"], other["text"].startswith("NVDEC: ")) == ("ok", True)
+    assert "`dali-stream transcode --codec hevc`" in first["remedy"]
+    assert (other["status"], other["text"].startswith("NVDEC decodes av1")) == ("ok", True)
     assert "transcode" not in found(report, f"{TOP} on GPU 3")["remedy"]  # a MIG slice without engines decodes nothing
     routes = report["dataset"]["cameras"][TOP]["routes"]
     assert {where: route["decoder"] for where, route in routes.items()} == {

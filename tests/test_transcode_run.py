@@ -193,7 +193,8 @@ def test_nvenc_is_taken_where_it_works(small: Path, tmp_path: Path, monkeypatch:
     assert_same_but_for_pictures(small, tmp_path / "out")
     told = "-c:v hevc_nvenc -bf 0 -tag:v hvc1 -g 2 -preset p5 -rc vbr -cq 19 -b:v 0 -no-scenecut 1 -forced-idr 1"
     encoding = [" ".join(run) for run in runs(log) if "hevc_nvenc" in run]
-    assert len(encoding) == 1 + len(videos(small))  # tried once
+    assert len(encoding) == 1 + len(videos(small))  # tried once, with the size of the cameras
+    assert "-s 128x120" in encoding[0]
     assert all(told in run for run in encoding)
     assert "rawvideo" in encoding[0]
     for run in encoding[1:]:
@@ -212,6 +213,23 @@ def test_without_nvenc_the_cpu_is_taken(
     assert main(["transcode", str(small), str(tmp_path / "out"), "--codec", "h264", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {camera["encoder"] for camera in report["cameras"].values()} == {"libx264"}
+
+
+def test_a_size_that_nvenc_does_not_take_is_the_cpus(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_small = "if 'hevc_nvenc' in arguments and '128x120' in arguments: sys.exit('Frame Dimension less than the minimum')"
+    stub(tmp_path, monkeypatch, too_small + PLAYS_NVENC)
+    report = transcoded(small, tmp_path / "out", codec="hevc", encoder="auto")
+    assert {camera.encoder for camera in report.cameras.values()} == {"libx265"}
+    with pytest.raises(ValueError, match=r"Frame Dimension less than the minimum \(pictures of 120×128\)"):
+        transcoded(small, tmp_path / "other", codec="hevc", encoder="nvenc")
+
+
+def test_nvenc_is_asked_for_key_frames_alone(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = stub(tmp_path, monkeypatch, LACKS_NVENC)
+    transcoded(small, tmp_path / "out", codec="h264", gop=1, encoder="auto")
+    [told] = [" ".join(run) for run in runs(log) if "h264_nvenc" in run]
+    assert "-g 250 -force_key_frames expr:1" in told
+    assert "-forced-idr 1" in told
 
 
 def test_quality_beyond_what_nvenc_counts_is_the_cpus(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,6 +396,24 @@ def test_wrong_arguments(
 ) -> None:
     assert said in failed(capsys, ["transcode", small, tmp_path / "out", *options], 2)
     assert not (tmp_path / "out").exists()
+
+
+def test_odd_sizes_are_for_codecs_that_take_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "source"
+    video_data.encode(video_data.draw(size=(123, 161)), tmp_path / "a.mp4", video_data.vp9(12))
+    video_data.write_dataset(source, [tmp_path / "a.mp4"], size=(123, 161))
+    line = failed(capsys, ["transcode", source, tmp_path / "out", *FAST], 2)
+    assert "pictures of 123×161" in line
+    assert "take vp9" in line
+    assert main(["transcode", str(source), str(tmp_path / "out"), "--codec", "vp9", "--gop", "2"]) == 0
+
+
+@pytest.mark.parametrize("out", ["new", "videos/new", ".."])
+def test_one_dataset_in_another_is_refused(small: Path, tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = copied(small, tmp_path / "around")
+    for command in (["transcode", source, source / out, *FAST], ["reshard", source, source / out]):
+        assert "lies in the other" in failed(capsys, command, 2)
+    assert tree(source) == tree(small)
 
 
 def test_the_table(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

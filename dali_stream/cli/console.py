@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,6 +58,18 @@ def progress() -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def stages(bar: Progress, *, files: tuple[str, ...]) -> Callable[[str, int, int], None]:
+    """What shows how far a dataset that is written is, as (stage, done, total). `files` are stages that count files, the others
+    count bytes."""
+    task = bar.add_task("", total=None)
+
+    def show(stage: str, done: int, total: int) -> None:
+        unit, what = (1, "files") if stage in files else (1_000_000, "MB")
+        bar.update(task, description=f"{stage}, {what}", completed=done // unit, total=-(-total // unit))
+
+    return show
 
 
 def load_library() -> type[Loader]:

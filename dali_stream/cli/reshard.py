@@ -50,12 +50,7 @@ def reshard(
     )
     try:
         with console.progress() as bar:
-            task = bar.add_task("", total=None)
-
-            def show(stage: str, done: int, total: int) -> None:
-                unit, what = (1, "files") if stage in _FILES else (1_000_000, "MB")
-                bar.update(task, description=f"{stage}, {what}", completed=done // unit, total=-(-total // unit))
-
+            show = console.stages(bar, files=_FILES)
             report = write(dataset, out, data_file_size=sizes[0], video_file_size=sizes[1], progress=show)
     finally:
         dataset.close()

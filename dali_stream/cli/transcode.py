@@ -56,13 +56,17 @@ def transcode(
     )
     try:
         with console.progress() as bar:
-            task = bar.add_task("", total=None)
-
-            def show(stage: str, done: int, total: int) -> None:
-                unit, what = (1, "files") if stage in _FILES else (1_000_000, "MB")
-                bar.update(task, description=f"{stage}, {what}", completed=done // unit, total=-(-total // unit))
-
-            report = write(dataset, out, codec=codec, gop=gop, encoder=encoder, crf=crf, jobs=jobs, progress=show)
+            show = console.stages(bar, files=_FILES)
+            report = write(
+                dataset,
+                out,
+                codec=codec,
+                gop=gop,
+                encoder=encoder,
+                crf=crf,
+                jobs=jobs,
+                progress=show,
+            )
     finally:
         dataset.close()
     if as_json:

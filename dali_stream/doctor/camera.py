@@ -57,7 +57,12 @@ class Camera:
     def decoded(self, found: Mapping[str, Decoded]) -> Iterator[Finding]:
         """The findings on the frame."""
         for route, each in found.items():
-            if each.error:
+            others = [name for name, other in found.items() if not other.error]
+            if each.error and others:  # so it is not the file
+                remedy = f"the loader goes on with {others[0]}; look at this decoder's version and driver, and please report it"
+                text = f"{each.error}; {others[0]} decodes it"
+                yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
+            elif each.error:
                 yield self._broken(self._path, DecodeError(f"{route}: {each.error}"), f"frame, {route}")
             elif each.psnr_db is None:
                 yield Finding("dataset", f"{self.key} frame, {route}", OK, "decoded")
@@ -130,14 +135,15 @@ class Camera:
 
     def _route(self, where: str, report: CameraReport) -> Finding:
         name, on_nvdec = f"{self.key} on {where}", where != "CPU" and report.route.decoder == "dali"
-        text = f"{'NVDEC' if on_nvdec else report.route.decoder}: {report.route.reason}"
+        text = report.route.reason if on_nvdec else f"{report.route.decoder}: {report.route.reason}"
         if report.route_change:
             text += f"; torchcodec from a later file on: {report.route_change}"
         if where == "CPU" or (on_nvdec and not report.route_change):
             return Finding("dataset", name, OK, text)
         gpu = self._decoders.gpus[where]
-        helps = any(capability(gpu, codec, "420", 8).supported for codec in ("hevc", "h264"))
-        remedy = "`dali-stream transcode` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
+        size = report.height, report.width
+        helps = [codec for codec in ("hevc", "h264") if not capability(gpu, codec, "420", 8).refusal(*size)]
+        remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
         return Finding("dataset", name, WARNING, text, remedy)
 
     def _choose_frame(self, table: SampleTable, video: VideoFormat, rows: RowReader) -> None:

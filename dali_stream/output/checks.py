@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from dali_stream import metadata
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
-from dali_stream.storage import Store
+from dali_stream.storage import LocalStore, Store
 from dali_stream.storage.store import checked
 from dali_stream.video.boxes import children, find, read_moov
 from dali_stream.video.table import LACKING, Int64, SampleTable
@@ -24,6 +25,16 @@ def check_whole(dataset: Dataset, info: dict[str, Any]) -> None:
     there = {key for key, feature in info["features"].items() if feature.get("dtype") == "image"}
     if dataset.num_episodes != len(dataset.table.index) or not there <= set(dataset.cameras):
         raise ValueError("a part of the dataset is selected, and only a whole one is written anew; leave out the selection")
+
+
+def check_outside(dataset: Dataset, out: str | os.PathLike[str]) -> None:
+    """Raises ValueError where OUT lies in the source, or the source in OUT."""
+    place = Path(os.path.realpath(os.path.expanduser(os.fspath(out))))
+    for store in dataset.stores:
+        if isinstance(store, LocalStore):
+            source = Path(os.path.realpath(store.address))
+            if source in place.parents or place in source.parents:
+                raise ValueError(f"one of {place} and the dataset's {source} lies in the other; name a folder elsewhere")
 
 
 def check_apart(places: Iterable[tuple[str, str]]) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dali_stream import metadata
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
-from dali_stream.output.checks import check_whole, content_hash, identity, shown
+from dali_stream.output.checks import check_outside, check_whole, content_hash, identity, shown
 from dali_stream.output.folder import AGAIN, Folder
 from dali_stream.output.work import Progress, Work
 from dali_stream.reshard import mp4, rows, video
@@ -52,11 +52,12 @@ def reshard(
         progress: called as (stage, done, total).
 
     Raises:
-        ValueError: `out` holds something else, or only a part of the dataset is selected.
+        ValueError: `out` holds something else, or lies in the source, or only a part of the dataset is selected.
         DatasetError, DecodeError: the source is broken. The message names what.
         StorageError: the source cannot be read.
         DaliStreamError: what was written is not what was read. The message names episode and camera.
     """
+    check_outside(dataset, out)
     job = Job(dataset, data_file_size, video_file_size, progress)
     job.folder = Folder(out, STAGE, job.identity)
     try:

@@ -70,7 +70,10 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool) -> Encoder:
 
 
 def _nvenc(gop: int, quality: int) -> tuple[str, str]:
-    return "p5", f"-g {gop} -preset p5 -rc vbr -cq {quality} -b:v 0 -no-scenecut 1 -forced-idr 1"
+    keys = f"-g {gop}"
+    if gop == 1:  # NVENC refuses a GOP that is no longer than the B-frames in it and one more, even where there are none
+        keys = "-g 250 -force_key_frames expr:1"
+    return "p5", f"{keys} -preset p5 -rc vbr -cq {quality} -b:v 0 -no-scenecut 1 -forced-idr 1"
 
 
 def _x264(gop: int, quality: int) -> tuple[str, str]:

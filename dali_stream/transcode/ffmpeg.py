@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +91,17 @@ class Program:
             for process in self._running:
                 process.kill()
 
-    def failure(self, encoder: Encoder) -> str:
-        """Why an encoder does not work here, in the program's words; empty where it has encoded a few pictures."""
-        raw = ("-f", "rawvideo", "-pix_fmt", "yuv420p", "-s", "320x240", "-r", "30", "-i", "/dev/zero", "-frames:v", "8")
-        code, said = self._run(["-loglevel", "error", *raw, *encoder.arguments, "-f", "null", "-"])
-        return (_short(said) or f"exit code {code}") if code else ""
+    def failure(self, encoder: Encoder, sizes: Sequence[tuple[int, int]]) -> str:
+        """Why an encoder does not work here, in the program's words; empty where it has encoded a few pictures of each size.
+
+        Sizes are (height, width): NVENC has a least and a largest one for each GPU.
+        """
+        for height, width in sizes or [(240, 320)]:
+            raw = ("-f", "rawvideo", "-pix_fmt", "yuv420p", "-s", f"{width}x{height}", "-r", "30", "-i", "/dev/zero")
+            code, said = self._run(["-loglevel", "error", *raw, "-frames:v", "8", *encoder.arguments, "-f", "null", "-"])
+            if code:
+                return f"{_short(said) or f'exit code {code}'} (pictures of {height}×{width})"
+        return ""
 
     def look(self, path: Path) -> Pixels:
         """Decodes a file's first picture. Raises DecodeError."""
@@ -175,18 +181,23 @@ class Program:
                 self._running.discard(process)
 
 
-def choose(program: Program, codec: str, gop: int, crf: int | None, which: str) -> Encoder:
-    """The encoder to take: `which` is "auto", "nvenc" or "cpu". "auto" takes NVENC where it works.
+def choose(program: Program, codec: str, gop: int, crf: int | None, which: str, sizes: Sequence[tuple[int, int]]) -> Encoder:
+    """The encoder to take for pictures of these sizes: `which` is "auto", "nvenc" or "cpu". "auto" takes NVENC where it works.
 
     Raises:
         ValueError: it cannot do what is asked, or NVENC is asked for and does not work.
         DaliStreamError: this ffmpeg lacks the CPU's encoder.
     """
     one_of("encoder", which, ENCODERS)
+    odd = [size for size in sizes if size[0] % 2 or size[1] % 2]
+    if odd and codec in ("h264", "hevc"):
+        raise ValueError(
+            f"codec is {codec!r}, and there are pictures of {odd[0][0]}×{odd[0][1]}; its encoders take even sizes; take vp9"
+        )
     if which != "cpu":
         try:
             found = encoder(codec, gop, crf, nvenc=True)
-            failure = program.failure(found)
+            failure = program.failure(found, sizes)
             if not failure:
                 return found
             if which == "nvenc":
@@ -198,7 +209,7 @@ def choose(program: Program, codec: str, gop: int, crf: int | None, which: str) 
             if which == "nvenc":
                 raise
     found = encoder(codec, gop, crf, nvenc=False)
-    if failure := program.failure(found):
+    if failure := program.failure(found, sizes):
         raise DaliStreamError(
             f"this ffmpeg does not encode with {found.name}: {failure}. Install one that has it (`ffmpeg -encoders` lists "
             "them; those of Debian and Ubuntu have), or choose another codec"

@@ -13,7 +13,7 @@ from dali_stream import metadata
 from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
-from dali_stream.output.checks import check_apart, check_whole, identity
+from dali_stream.output.checks import check_apart, check_outside, check_whole, identity
 from dali_stream.output.copy import AT_THE_ROOT, check_same, copy, episode_files, small_files
 from dali_stream.output.folder import AGAIN, Folder
 from dali_stream.output.work import Progress, Work
@@ -59,14 +59,17 @@ def transcode(
         progress: called as (stage, done, total).
 
     Raises:
-        ValueError: an argument is wrong, `out` holds something else, or only a part of the dataset is selected.
+        ValueError: an argument is wrong, `out` holds something else or lies in the source, or only a part of the dataset is
+            selected.
         DatasetError, DecodeError: the source is broken, or has sound. The message names what.
         StorageError: the source cannot be read.
         DaliStreamError: ffmpeg or an encoder is missing, or what was written is not what was read. The message names file,
             camera, episode and frame.
     """
+    check_outside(dataset, out)
     program = Program()
-    chosen = choose(program, codec, gop, crf, encoder)
+    sizes = sorted({dataset.picture_size(camera) for camera in dataset.videos})
+    chosen = choose(program, codec, gop, crf, encoder, sizes)
     at_a_time = positive("jobs", jobs) if jobs is not None else _files_at_a_time(chosen)
     options = {"codec": codec, "gop": gop, "encoder": encoder, "crf": crf}
     job = Job(dataset, program, chosen, options, at_a_time, progress)
