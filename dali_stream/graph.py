@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dali_stream.stage import SAMPLE
 from dali_stream.video import dali  # before DALI itself: it says what to do where that is missing
 
 # isort: split
@@ -134,11 +135,14 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataN
         if len(parts) > 1:
             nodes[key] = _decoded(parts, plan.gpu)
         else:
-            nodes[key] = parts[0] if plan.gpu is None else parts[0].gpu()
+            # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
+            nodes[key] = parts[0] if plan.gpu is None or key == SAMPLE else parts[0].gpu()
     return nodes
 
 
 def _column(plan: Plan, key: str) -> tuple[Any, int, str]:
+    if key == SAMPLE:
+        return types.FLOAT, 1, ""
     if key not in plan.dataset.features:
         return types.BOOL, 1, ""  # a pad mask
     feature = plan.dataset.features[key]
@@ -164,6 +168,8 @@ def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
     from nvidia.dali.data_node import DataNode
 
     found = user(dict(nodes))
+    if isinstance(found, dict) and found.get(SAMPLE) is nodes[SAMPLE]:
+        found = {key: node for key, node in found.items() if key != SAMPLE}
     if not isinstance(found, dict) or not found:
         raise ValueError(f"pipeline returned {type(found).__name__}; it is to return a dict of DALI DataNodes by key")
     for key, node in found.items():

@@ -18,7 +18,7 @@ from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, Storag
 from dali_stream.graph import Graph
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.run import Batch, Run
-from dali_stream.stage import Plan, closed
+from dali_stream.stage import SAMPLE, Plan, closed
 from dali_stream.tables import Tables
 from dali_stream.video.route import DECODE, Route, choose
 from dali_stream.video.trial import trial
@@ -41,12 +41,13 @@ class Loader:
         batch_size: samples per batch and rank.
         delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps.
         pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Pictures come in as HWC or FHWC,
-            resized and normalised; what it returns with a layout that ends in HWC is delivered channels first.
+            resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
+            "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
         image_size: (height, width) to resize to; None keeps the recorded size.
         image_dtype: "float32", in [0, 1], or "uint8".
         shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
             that is local; False, recorded order.
-        seed: of the order.
+        seed: of the order, and of augmentation.
         consumers, episode_pool_size: see `Order`. `consumers` must be a multiple of every world size that a run is to be
             resumed on.
         device: "auto", "cpu", "cuda" or "cuda:1". "auto" is this process's GPU where there is one.
@@ -120,7 +121,12 @@ class Loader:
             tables=Tables(self.dataset, memory // 4),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
+            augments=pipeline is not None,
         )
+        if pipeline is not None and SAMPLE in self.dataset.features:
+            raise ValueError(
+                f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; rename the feature"
+            )
         if pipeline is not None and not callable(pipeline):
             raise ValueError(f"pipeline is {pipeline!r}; it is a function from a dict of DALI nodes to one, or None")
         self._graph = (pipeline, picture_size(image_size), image_dtype)
@@ -310,7 +316,7 @@ class Loader:
         """What the order is a function of, beside dataset and epoch."""
         plan = self._plan
         state: dict[str, Any] = {"shuffle": plan.shuffle}
-        if plan.shuffle:
+        if plan.shuffle or plan.augments:
             state["seed"] = plan.seed
         if plan.shuffle is True:
             state |= {"consumers": plan.consumers, "episode_pool_size": plan.episode_pool_size}

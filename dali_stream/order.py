@@ -9,7 +9,6 @@ Random numbers are the raw stream of Philox (numpy guarantees it across versions
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 from array import array
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from dali_stream.keyed import mix, philox
 
 Shuffle = bool | str
 
@@ -53,7 +54,7 @@ class Order:
         self._frames = int(lengths.sum())
         key = (seed, epoch)
         if shuffle is True:
-            self._episodes = np.argsort(_philox("episodes", *key).random_raw(len(lengths)), kind="stable")
+            self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
             ends = np.cumsum(lengths[self._episodes])
             self._walk: _Pools | _Permutation | _Recorded = _Pools(ends, self._frames, key, consumers, episode_pool_size)
         else:
@@ -156,7 +157,7 @@ class _Permutation:
         self._low = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << bits // 2) - 1)
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-        self._keys = _philox("permutation", *key).random_raw(2 * self.ROUNDS).reshape(-1, 2)
+        self._keys = philox("permutation", *key).random_raw(2 * self.ROUNDS).reshape(-1, 2)
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         value = self._step(positions.astype(np.uint64))
@@ -172,8 +173,8 @@ class _Permutation:
     def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         low, high = value & self._low_mask, value >> self._low
         for for_low, for_high in self._keys:
-            low ^= _mix(high ^ for_low) & self._low_mask
-            high ^= _mix(low ^ for_high) & self._high_mask
+            low ^= mix(high ^ for_low) & self._low_mask
+            high ^= mix(low ^ for_high) & self._high_mask
         return high << self._low | low
 
 
@@ -214,7 +215,7 @@ class _Pools:
             short, longer = divmod(self._frames, self._count)
             start = index * short + min(index, longer)
             run = (start, start + short + (index < longer))
-            consumer = _Consumer(self._ends, run, _philox("consumer", *self._key, index), self._pool)
+            consumer = _Consumer(self._ends, run, philox("consumer", *self._key, index), self._pool)
             self._consumers[index] = consumer
         consumer.skip(draw - consumer.drawn)
         return consumer
@@ -278,18 +279,6 @@ class _Consumer:
                 self._frames.frombytes((np.arange(start, end, dtype=np.int64) * self._pool + slot).tobytes())
                 self._left[slot] = end - start
                 return
-
-
-def _philox(purpose: str, *key: int) -> np.random.Philox:
-    digest = hashlib.blake2b(repr((purpose, *map(int, key))).encode(), digest_size=16).digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little"))
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every input bit changes every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:

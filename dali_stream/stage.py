@@ -32,11 +32,13 @@ from dali_stream.errors import DaliStreamError, DatasetError, StorageError
 from dali_stream.order import Order, Shuffle
 from dali_stream.residency import Residency
 from dali_stream.tables import Tables
+from dali_stream.uniforms import uniforms
 from dali_stream.video.route import Route
 from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
+SAMPLE = "sample"  # the key of what a sample brings for augmentation
 _LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
@@ -58,6 +60,7 @@ class Plan:
     tables: Tables
     substitute: bool
     gpu: int | None
+    augments: bool
 
     def order(self, epoch: int) -> Order:
         """The order of one epoch."""
@@ -74,9 +77,8 @@ class Plan:
     def columns(self) -> list[str]:
         """Keys that go through DALI as plain arrays."""
         features = self.dataset.features.items()
-        return [key for key, f in features if f["dtype"] not in ("video", "image", "string")] + [
-            f"{key}_is_pad" for key in self.windows
-        ]
+        keys = [key for key, f in features if f["dtype"] not in ("video", "image", "string")]
+        return keys + [f"{key}_is_pad" for key in self.windows] + [SAMPLE] * self.augments
 
 
 class Draw(NamedTuple):
@@ -84,6 +86,7 @@ class Draw(NamedTuple):
 
     epoch: int
     order: Order
+    position: Array
     episode: Array
     frame: Array
     padded: int
@@ -255,19 +258,22 @@ class Stage:
             order = plan.order(number)
             while batches.count(position):
                 start, stop = batches.span(position)
-                count = len(range(start + (plan.rank - start) % world, stop, world))
-                episode, frame = order.read(start, count, plan.rank, world)
-                padded = batches.batch_size - count if batches.last_batch == "pad" else 0
+                places = np.arange(start + (plan.rank - start) % world, stop, world)
+                episode, frame = order.read(start, len(places), plan.rank, world)
+                padded = batches.batch_size - len(places) if batches.last_batch == "pad" else 0
                 if padded:
                     again = order.read(0, padded, plan.rank, world)
-                    episode, frame = (np.append(a, np.resize(b, padded)) for a, b in zip((episode, frame), again, strict=True))
-                yield Draw(number, order, episode, frame, padded)
+                    more = (plan.rank + world * np.arange(len(again[0])), *again)
+                    places, episode, frame = (
+                        np.append(a, np.resize(b, padded)) for a, b in zip((places, episode, frame), more, strict=True)
+                    )
+                yield Draw(number, order, places, episode, frame, padded)
                 position = stop
             position = 0
 
     def _prepare(self, number: int, draw: Draw) -> Batch:
         plan, dataset = self._plan, self._plan.dataset
-        _, _, episode, frame, padded = draw
+        _, _, position, episode, frame, padded = draw
         self._residency.turn(draw.epoch, number)
         self._residency.load(np.unique(episode))
         columns: dict[str, Array] = {}
@@ -281,6 +287,8 @@ class Stage:
                 cameras[key] = self._cameras[key].submit(self._pool, self._buffers, self._residency, episode, frames)
             else:
                 columns[key] = self._residency.gather(key, episode, shown.get(key, frame))
+        if plan.augments:
+            columns[SAMPLE] = uniforms(plan.seed, draw.epoch, position)
         return Batch(columns | pads, self._strings(columns, episode, frame), cameras, padded)
 
     def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:

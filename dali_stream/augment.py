@@ -1,0 +1,185 @@
+"""Augmentation that can be replayed: DALI operators whose arguments are made from the numbers that each sample brings.
+
+    from dali_stream import augment
+
+    def graph(nodes):
+        draw = augment.Draw(nodes["sample"])
+        for key in cameras:
+            picture = augment.random_resized_crop(nodes[key], draw, size=(224, 224), scale=(0.7, 1.0))
+            nodes[key] = augment.color_jitter(picture, draw, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)
+        return nodes
+
+    loader = dali_stream.Loader(dataset, pipeline=graph)
+
+The numbers are a function of seed, epoch and position, so the same position gives the same pixels after a resume, under another
+number of ranks, in every run on the same kind of device. All frames of a window are treated alike; each call draws anew, so
+cameras are treated differently, unless each gets a `Draw` of its own.
+
+Pictures are (F)HWC, float32 in [0, 1] or uint8, and stay what they are. Ranges are closed; a number instead of one is the
+largest change to either side.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from dali_stream.uniforms import COUNT
+from dali_stream.video import dali  # noqa: F401  # before DALI itself: it says what to do where that is missing
+
+# isort: split
+from nvidia.dali import fn, types
+from nvidia.dali import math as dali_math
+
+if TYPE_CHECKING:
+    from nvidia.dali.data_node import DataNode
+
+Range = tuple[float, float]
+
+_NO_BLUR = 0.01  # a sigma whose kernel is 1 in the middle and, in float32, 0 beside it
+
+
+class Draw:
+    """Hands out a sample's random numbers, one after the other, as the graph is built.
+
+    Args:
+        sample: the node `nodes["sample"]` of a graph function.
+        first: how many numbers to leave out: two that begin at the same one hand out the same.
+    """
+
+    def __init__(self, sample: DataNode, first: int = 0) -> None:
+        self._sample, self._next = sample, first
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> DataNode:
+        """The next number, uniform in [low, high); a scalar node on the CPU, as DALI's operators take for an argument.
+
+        Raises:
+            ValueError: all numbers are handed out.
+        """
+        if self._next >= COUNT:
+            raise ValueError(
+                f"a sample brings {COUNT} random numbers, and the graph draws more; use several Draw, which may share numbers "
+                "where things may be treated alike"
+            )
+        number = self._sample[self._next]
+        self._next += 1
+        return number * (high - low) + low
+
+    def coin(self, probability: float) -> DataNode:
+        """1.0 with this probability, else 0.0; a scalar node."""
+        if not 0 <= probability <= 1:
+            raise ValueError(f"probability is {probability!r}; it is a number from 0 to 1")
+        return fn.cast(self.uniform() < float(probability), dtype=types.FLOAT)
+
+
+def random_resized_crop(
+    picture: DataNode,
+    draw: Draw,
+    *,
+    size: tuple[int, int],
+    scale: Range = (0.7, 1.0),
+    ratio: Range = (0.9, 1.1),
+) -> DataNode:
+    """Cuts a random part out and resizes it. Draws 4 numbers.
+
+    Args:
+        picture, draw: see the module.
+        size: (height, width) in pixels of what comes out.
+        scale: share of the picture's area that the part has, unless it would be higher or wider than the picture.
+        ratio: width by height of the part, as a multiple of the picture's own; its logarithm is drawn uniformly.
+    """
+    area = draw.uniform(*_range("scale", scale, 0, 1))
+    low, high = _range("ratio", ratio, 0, math.inf)
+    height, width = _sides(area, dali_math.exp(draw.uniform(math.log(low), math.log(high))))
+    top, left = draw.uniform() * (1 - height), draw.uniform() * (1 - width)
+    part = {"roi_start": fn.stack(top, left), "roi_end": fn.stack(top + height, left + width), "roi_relative": True}
+    return fn.resize(picture, size=[*map(int, size)], **part)
+
+
+def random_shift(picture: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> DataNode:
+    """Moves the picture by whole pixels, up to (down, right) `pixels` to either side; the edge is repeated. Draws 2 numbers."""
+    down, right = (dali_math.floor(draw.uniform() * (2 * count + 1)) - count for count in pixels)
+    one, zero = right * 0 + 1, right * 0
+    moved = fn.stack(fn.stack(one, zero, right), fn.stack(zero, one, down))
+    return fn.warp_affine(picture, matrix=moved, inverse_map=True, interp_type=types.INTERP_NN)
+
+
+def random_rotation(picture: DataNode, draw: Draw, *, degrees: float | Range) -> DataNode:
+    """Turns the picture about its middle and keeps its size; the edge is repeated. Draws 1 number."""
+    return fn.rotate(picture, angle=draw.uniform(*_around("degrees", degrees, 0.0)), keep_size=True)
+
+
+def color_jitter(
+    picture: DataNode,
+    draw: Draw,
+    *,
+    brightness: float | Range = 0.0,
+    contrast: float | Range = 0.0,
+    saturation: float | Range = 0.0,
+    hue: float | Range = 0.0,
+) -> DataNode:
+    """Changes the light. Draws 4 numbers.
+
+    Args:
+        picture, draw: see the module. Values of uint8 are cut off at 0 and 255, those of float32 are not at 0 and 1.
+        brightness, contrast, saturation: factors, or how far they may be from 1.
+        hue: turns of the colour circle, or how many to either side; 0.5 is the opposite colour.
+    """
+    factors = {"brightness": brightness, "contrast": contrast, "saturation": saturation}
+    drawn = {name: draw.uniform(*_around(name, value, 1.0, least=0.0)) for name, value in factors.items()}
+    return fn.color_twist(picture, hue=draw.uniform(*_around("hue", hue, 0.0)) * 360, **drawn)
+
+
+def gaussian_blur(picture: DataNode, draw: Draw, *, sigma: Range = (0.1, 2.0), probability: float = 0.5) -> DataNode:
+    """Blurs some pictures, with a standard deviation of `sigma` pixels. Draws 2 numbers."""
+    drawn, blurred = draw.uniform(*_range("sigma", sigma, 0, math.inf)), draw.coin(probability)
+    return fn.gaussian_blur(picture, sigma=blurred * (drawn - _NO_BLUR) + _NO_BLUR)
+
+
+def random_erasing(
+    picture: DataNode,
+    draw: Draw,
+    *,
+    probability: float = 0.5,
+    scale: Range = (0.02, 0.2),
+    ratio: Range = (0.5, 2.0),
+    value: float = 0.0,
+) -> DataNode:
+    """Fills a rectangle of some pictures with one value, as if something stood before the camera. Draws 5 numbers.
+
+    Args:
+        picture, draw: see the module.
+        probability: that a picture gets one.
+        scale, ratio: of the rectangle, as in `random_resized_crop`.
+        value: of every channel, in the picture's own unit.
+    """
+    area = draw.uniform(*_range("scale", scale, 0, 1))
+    low, high = _range("ratio", ratio, 0, math.inf)
+    height, width = _sides(area, dali_math.exp(draw.uniform(math.log(low), math.log(high))))
+    top, left = draw.uniform() * (1 - height), draw.uniform() * (1 - width)
+    there = draw.coin(probability)
+    return fn.erase(
+        picture, anchor=fn.stack(top, left), shape=fn.stack(height * there, width * there), axis_names="HW",
+        normalized_anchor=True, normalized_shape=True, fill_value=float(value),
+    )  # fmt: skip
+
+
+def _sides(area: DataNode, ratio: DataNode) -> tuple[DataNode, DataNode]:
+    """(height, width) of a part of the picture, as shares of its own."""
+    return dali_math.min(dali_math.sqrt(area / ratio), 1.0), dali_math.min(dali_math.sqrt(area * ratio), 1.0)
+
+
+def _range(name: str, given: Range, least: float, most: float) -> tuple[float, float]:
+    low, high = given
+    if not least < low <= high <= most:
+        raise ValueError(f"{name} is {given!r}; it is (low, high), above {least} and up to {most}")
+    return float(low), float(high)
+
+
+def _around(name: str, given: float | Range, middle: float, least: float = -math.inf) -> tuple[float, float]:
+    """The range that a number means: as far as that from the middle to either side."""
+    low, high = (middle - given, middle + given) if isinstance(given, (int, float)) else given
+    if not low <= high or low < least or (isinstance(given, (int, float)) and given < 0):
+        bound = "" if least == -math.inf else f", from {least} up"
+        raise ValueError(f"{name} is {given!r}; it is (low, high){bound}, or how far from {middle} it may be")
+    return float(low), float(high)

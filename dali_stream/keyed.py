@@ -1,0 +1,21 @@
+"""Random numbers by key: the same in every process and version, whatever was drawn before."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+
+def philox(purpose: str, *key: int) -> np.random.Philox:
+    """A generator of its own for each purpose and key. Of it `random_raw` is guaranteed to stay what it is, by NumPy."""
+    digest = hashlib.blake2b(repr((purpose, *map(int, key))).encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little"))
+
+
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every input bit changes every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
