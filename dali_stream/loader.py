@@ -16,6 +16,7 @@ from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
 from dali_stream.graph import Graph
+from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.run import Batch, Run
 from dali_stream.stage import SAMPLE, Plan, closed
@@ -45,6 +46,8 @@ class Loader:
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
         image_size: (height, width) to resize to; None keeps the recorded size.
         image_dtype: "float32", in [0, 1], or "uint8".
+        normalize: {key: "mean_std", "min_max", "quantiles" or None}, or one of them for the action and observations, see
+            `Normalizer`; done last, behind `pipeline`. `normalizer.inverse` takes it back.
         shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
             that is local; False, recorded order.
         seed: of the order, and of augmentation.
@@ -76,6 +79,7 @@ class Loader:
         pipeline: Graph | None = None,
         image_size: tuple[int, int] | None = None,
         image_dtype: str = "float32",
+        normalize: Modes = None,
         shuffle: Shuffle = True,
         seed: int = 0,
         consumers: int = 32,
@@ -105,6 +109,9 @@ class Loader:
                 f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
                 f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
             )
+        self.normalizer = Normalizer(self.dataset, normalize)
+        if image_dtype != "float32" and (pictures := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
+            raise ValueError(f'normalize names {pictures[0]}, which has to be floats for that; give image_dtype="float32"')
         memory = byte_count(memory_budget)
         self._plan = Plan(
             dataset=self.dataset,
@@ -253,6 +260,7 @@ class Loader:
                 self._check_current(iteration)
                 started = time.perf_counter()
                 batch = self._next()
+                batch = self.normalizer(batch)
                 self._wait_s += time.perf_counter() - started
                 self._first_batch_s = self._first_batch_s or time.perf_counter() - self._constructed
                 self._position = batches.span(self._position)[1]

@@ -1,0 +1,141 @@
+"""Normalisation by the dataset's statistics: what comes out, the way back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loader_data import SIDE, TOP, equal
+
+from dali_stream import Dataset, DatasetError, Loader
+from dali_stream.normalize import MODES, Normalizer
+
+ACTION, STATE = "action", "observation.state"
+
+
+def batches(dataset: Dataset | Path, **arguments: Any) -> list[dict[str, Any]]:
+    """One epoch, recorded order."""
+    options: dict[str, Any] = {"batch_size": 32, "shuffle": False, "last_batch": "partial", "device": "cpu"}
+    with Loader(dataset, **(options | arguments)) as loader:
+        return list(loader)
+
+
+def changed(root: Path, key: str, **statistics: Any) -> Path:
+    """A dataset with other statistics of one key."""
+    path = root / "meta" / "stats.json"
+    stats = json.loads(path.read_text())
+    stats[key] |= statistics
+    path.write_text(json.dumps({k: {n: v for n, v in s.items() if v is not None} for k, s in stats.items()}))
+    return root
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_and_pictures_by_each_mode(demo: Path, mode: str) -> None:
+    """Against the formula in float64, windows and scalars too; what is not named stays as it is."""
+    dataset = Dataset(demo)
+    arguments: dict[str, Any] = {"delta_timestamps": {ACTION: [0.0, 0.05], SIDE: [-0.05, 0.0]}}
+    keys = (ACTION, STATE, "observation.object_positions", "next.reward", TOP, SIDE)
+    plain, found = batches(dataset, **arguments), batches(dataset, normalize=dict.fromkeys(keys, mode), **arguments)
+    for key in keys:
+        low, high = (dataset.stats[key][name].astype(np.float64) for name in MODES[mode])
+        if key == "next.reward":
+            low, high = low[0], high[0]
+        if (low == high).any():
+            continue
+        for batch, original in zip(found, plain, strict=True):
+            value = original[key].double().numpy()
+            expected = (value - low) / high if mode == "mean_std" else 2 * (value - low) / (high - low) - 1
+            assert batch[key].dtype == torch.float32
+            np.testing.assert_allclose(batch[key].numpy(), expected, atol=2e-4, rtol=1e-4)
+    for batch, original in zip(found, plain, strict=True):
+        rest = [{key: value for key, value in each.items() if key not in keys} for each in (batch, original)]
+        assert equal(*rest)
+
+
+def test_the_whole_dataset_has_mean_0_and_deviation_1(demo: Path) -> None:
+    whole = torch.cat([batch[STATE] for batch in batches(demo, normalize={STATE: "mean_std"})]).double()
+    np.testing.assert_allclose(whole.mean(0), 0, atol=1e-4)
+    np.testing.assert_allclose(whole.std(0, correction=0), 1, atol=1e-3)
+    whole = torch.cat([batch[ACTION] for batch in batches(demo, normalize={ACTION: "min_max"})])
+    np.testing.assert_allclose([whole.amin(0).numpy(), whole.amax(0).numpy()], [[-1] * 4, [1] * 4], atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_there_and_back(demo: Path, mode: str) -> None:
+    dataset = Dataset(demo)
+    with Loader(dataset, batch_size=16, normalize={ACTION: mode, TOP: mode}, delta_timestamps={ACTION: [0.0, 0.05]}) as loader:
+        assert loader.normalizer.modes == {ACTION: mode, TOP: mode}
+        batch = next(iter(loader))
+        back = loader.normalizer.inverse(batch)
+    with Loader(dataset, batch_size=16, delta_timestamps={ACTION: [0.0, 0.05]}) as loader:
+        plain = next(iter(loader))
+    for key in (ACTION, TOP):
+        torch.testing.assert_close(back[key], plain[key], atol=1e-5, rtol=1e-5)
+    assert torch.equal(back["index"], plain["index"])
+    predicted = torch.zeros(5, 4)
+    assert loader.normalizer.inverse({ACTION: predicted})[ACTION].shape == (5, 4)
+
+
+def test_one_mode_for_all_is_for_the_action_and_what_is_observed(demo: Path) -> None:
+    normalizer = Normalizer(Dataset(demo), "mean_std")
+    assert set(normalizer.modes) == {ACTION, STATE, "observation.object_positions", "observation.object_yaws"}
+    assert Normalizer(Dataset(demo), None).modes == {}
+    assert Normalizer(Dataset(demo), {ACTION: None, STATE: "min_max"}).modes == {STATE: "min_max"}
+
+
+def test_a_dimension_that_never_changes_is_named_and_comes_out_as_0(demo_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    std = Dataset(demo_copy).stats[ACTION]["std"].tolist()
+    changed(demo_copy, ACTION, std=[*std[:2], 0.0, std[3]], mean=[0.0, 0.0, 0.25, 0.0])
+    with caplog.at_level(logging.WARNING, "dali_stream"):
+        [first, *_] = batches(demo_copy, normalize={ACTION: "mean_std"})
+    [said] = [record.getMessage() for record in caplog.records if "never changes" in record.getMessage()]
+    assert said.startswith("action: dimension 2 (vz) never changes")
+    [plain, *_] = batches(demo_copy)
+    assert torch.isfinite(first[ACTION]).all()
+    torch.testing.assert_close(first[ACTION][:, 2], plain[ACTION][:, 2] - 0.25)
+
+
+def test_it_is_done_behind_the_users_function(demo: Path) -> None:
+    dataset = Dataset(demo, episodes=[0])
+    doubled = batches(dataset, pipeline=lambda nodes: nodes | {ACTION: nodes[ACTION] * 2.0}, normalize={ACTION: "min_max"})
+    normalizer = Normalizer(dataset, {ACTION: "min_max"})
+    for batch, plain in zip(doubled, batches(dataset), strict=True):
+        torch.testing.assert_close(batch[ACTION], normalizer({ACTION: plain[ACTION] * 2})[ACTION])
+    with pytest.raises(ValueError, match=r"action has shape \(32, 1\), and what is normalised of it ends in \(4,\)"):
+        batches(dataset, pipeline=lambda nodes: nodes | {ACTION: nodes[ACTION][0:1]}, normalize={ACTION: "min_max"})
+
+
+@pytest.mark.parametrize(
+    ("normalize", "message"),
+    [
+        ("std", r"normalize has 'std' for .*allowed are 'mean_std', 'min_max', 'quantiles' and None"),
+        ({ACTION: "zscore"}, "'zscore' for action"),
+        ({"acton": "min_max"}, "normalize names 'acton', which is no feature of floats or pictures; those are observation"),
+        ({"index": "min_max"}, "normalize names 'index'"),
+    ],
+)
+def test_what_cannot_be_normalised(demo: Path, normalize: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Loader(demo, batch_size=4, normalize=normalize)
+
+
+def test_pictures_are_normalised_as_floats(demo: Path) -> None:
+    with pytest.raises(ValueError, match=f'normalize names {TOP}.*image_dtype="float32"'):
+        Loader(demo, batch_size=4, normalize={TOP: "mean_std"}, image_dtype="uint8")
+
+
+def test_statistics_that_are_missing_or_wrong(demo_copy: Path) -> None:
+    changed(demo_copy, ACTION, q01=None)
+    with pytest.raises(ValueError, match=r"normalize needs q01 of action, and meta/stats.json has min, max, .* of it"):
+        Loader(demo_copy, batch_size=4, normalize={ACTION: "quantiles"})
+    changed(demo_copy, ACTION, mean=[1.0, 2.0])
+    with pytest.raises(DatasetError, match=r"stats.json: mean of action is \[1.0, 2.0\], of shape \(2,\); .*of shape \(4,\)"):
+        Loader(demo_copy, batch_size=4, normalize={ACTION: "mean_std"})
+    changed(demo_copy, ACTION, mean=[1.0, 2.0, float("nan"), 0.0])
+    with pytest.raises(DatasetError, match="finite numbers"):
+        Loader(demo_copy, batch_size=4, normalize={ACTION: "mean_std"})
