@@ -6,11 +6,11 @@ python pipelines/single_frame.py URI [--batch-size 32] [--batches 50] [--image-s
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from nvidia.dali import fn
+from show import show
 
 import dali_stream
 
@@ -29,7 +29,7 @@ def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """Streams some batches and prints their shapes and the rate."""
     parser = argparse.ArgumentParser(description="Single frames of every camera, cropped to their centre")
-    parser.add_argument("uri", help="a local LeRobot v3 dataset")
+    parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--image-size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"))
@@ -42,18 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         image_size=tuple(arguments.image_size) if arguments.image_size else None,
         pipeline=center_crop(dataset.cameras),
     )
-    with loader:
-        started, samples = time.perf_counter(), 0
-        for number, batch in enumerate(loader, start=1):
-            samples += len(batch["index"])
-            if number == 1:
-                for key, value in batch.items():
-                    print(
-                        f"{key}: {tuple(value.shape)} {value.dtype}" if hasattr(value, "shape") else f"{key}: {value[0]!r}, ..."
-                    )
-            if number == arguments.batches:
-                break
-        print(f"{samples / (time.perf_counter() - started):.0f} samples/s, the first batch included")
+    show(loader, arguments.batches)
 
 
 if __name__ == "__main__":

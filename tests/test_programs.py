@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+from loader_data import CAMERAS, check_identities, read_lengths
+
+from dali_stream import Dataset, Loader
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,6 +28,39 @@ def test_single_frame_pipeline_crops_every_camera(demo: Path) -> None:
     out = run("pipelines/single_frame.py", demo, "--batch-size", 4, "--batches", 2)
     assert "observation.images.top: (4, 3, 116, 144) torch.float32" in out
     assert "observation.images.side: (4, 3, 116, 144) torch.float32" in out
+
+
+def test_sarm_windows_of_the_past(demo: Path) -> None:
+    out = run("pipelines/sarm_windows.py", demo, "--batch-size", 4, "--batches", 2, "--image-size", 64, 80)
+    for camera in CAMERAS:
+        assert f"{camera}: (4, 8, 3, 64, 80) torch.float16" in out
+        assert f"{camera}_is_pad: (4, 8) torch.bool" in out
+    assert "observation.state: (4, 8, 8) torch.float32" in out
+
+
+def test_sarm_windows_are_the_frames_that_they_say(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function of the program, in this process, taken back to bytes."""
+    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
+    sarm = importlib.import_module("sarm_windows")
+    dataset, lengths = Dataset(demo), read_lengths(demo)
+    assert sarm.past(8, 1.0, dataset.fps) == [-7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0]
+    windows = dict.fromkeys(CAMERAS, sarm.past(8, 1.0, dataset.fps))
+    with Loader(dataset, batch_size=8, delta_timestamps=windows, pipeline=sarm.for_clip(CAMERAS)) as loader:
+        batch = next(iter(loader))
+    mean, std = (torch.tensor(values)[:, None, None] * 255 for values in (sarm.CLIP_MEAN, sarm.CLIP_STD))
+    for camera in CAMERAS:
+        # crop_mirror_normalize takes its mean in the picture's own unit, which is [0, 1] here.
+        batch[camera] = (batch[camera].float() * std + mean).clamp(0, 255).round().byte()
+        check_identities(batch, camera, [-20 * step for step in reversed(range(8))], lengths)
+
+
+def test_action_chunks_with_augmented_pictures(demo: Path) -> None:
+    arguments = ["pipelines/action_chunks.py", demo, "--batch-size", 4, "--batches", 2, "--image-size", 64, 80, "--chunk", 16]
+    out = run(*arguments)
+    for camera in CAMERAS:
+        assert f"{camera}: (4, 3, 64, 80) torch.float32" in out
+    assert "action: (4, 16, 4) torch.float32" in out
+    assert "action_is_pad: (4, 16) torch.bool" in out
 
 
 def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:

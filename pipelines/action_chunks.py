@@ -1,0 +1,63 @@
+"""What action chunking policies (ACT, diffusion, flow matching) train on: current pictures, augmented, and the actions to come.
+
+python pipelines/action_chunks.py URI [--chunk 50] [--batch-size 32] [--batches 50] [--image-size 224 224] [--seed 0]
+
+Actions come out as (B, chunk, D) in [-1, 1], with `action_is_pad` where the episode has ended; the state has mean 0 and
+deviation 1. The same position of the order gets the same augmented pixels in every run (see `dali_stream.augment`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from nvidia.dali import math
+from show import show
+
+import dali_stream
+from dali_stream import augment
+
+
+def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
+    """A graph function that crops, turns and colours the pictures of each camera on its own. Tabular keys pass through."""
+
+    def graph(nodes: dict[str, Any]) -> dict[str, Any]:
+        draw = augment.Draw(nodes["sample"])
+        for key in cameras:
+            picture = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))
+            picture = augment.random_rotation(picture, draw, degrees=3)
+            picture = augment.color_jitter(picture, draw, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.03)
+            nodes[key] = math.clamp(picture, 0.0, 1.0)
+        return nodes
+
+    return graph
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Streams some batches and prints their shapes and the rate."""
+    parser = argparse.ArgumentParser(description="Current pictures, augmented, and chunks of the actions to come")
+    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batches", type=int, default=50)
+    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--seed", type=int, default=0, help="of order and augmentation")
+    arguments = parser.parse_args(argv)
+
+    dataset = dali_stream.Dataset(arguments.uri)
+    scales = {"action": "min_max", "observation.state": "mean_std"}
+    loader = dali_stream.Loader(
+        dataset,
+        batch_size=arguments.batch_size,
+        delta_timestamps={"action": [step / dataset.fps for step in range(arguments.chunk)]},
+        pipeline=augmented(dataset.cameras, tuple(arguments.image_size)),
+        normalize={"action": "min_max"}
+        | ({"observation.state": "mean_std"} if "observation.state" in dataset.features else {}),
+        seed=arguments.seed,
+    )
+    show(loader, arguments.batches)
+
+
+if __name__ == "__main__":
+    main()

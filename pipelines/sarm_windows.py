@@ -1,0 +1,63 @@
+"""Windows of the past, as a stage-aware reward model (SARM) sees a task: 8 steps, a second apart, of all cameras.
+
+python pipelines/sarm_windows.py URI [--steps 8] [--spacing 1.0] [--batch-size 8] [--batches 20] [--image-size 224 224]
+
+Pictures come out as float16, (B, steps, 3, H, W), in the mean and deviation that CLIP's image encoders were trained with.
+Steps before the episode's beginning show its first frame; `<camera>_is_pad` says which those are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from nvidia.dali import fn, types
+from show import show
+
+import dali_stream
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # openai/CLIP, clip.py
+
+
+def for_clip(cameras: Sequence[str]) -> Any:
+    """A graph function that brings the windows of these cameras to what CLIP takes. Tabular keys pass through."""
+
+    def graph(nodes: dict[str, Any]) -> dict[str, Any]:
+        normal = {"mean": CLIP_MEAN, "std": CLIP_STD, "dtype": types.FLOAT16, "output_layout": "FCHW"}
+        return nodes | {key: fn.crop_mirror_normalize(nodes[key], **normal) for key in cameras}
+
+    return graph
+
+
+def past(steps: int, spacing: float, fps: float) -> list[float]:
+    """Seconds of each step before the current frame, the oldest first; `spacing` is rounded to whole frames."""
+    frames = max(round(spacing * fps), 1)
+    return [-frames * step / fps for step in reversed(range(steps))]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Streams some batches and prints their shapes and the rate."""
+    parser = argparse.ArgumentParser(description="Windows of the past, of all cameras")
+    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--spacing", type=float, default=1.0, help="seconds between steps")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
+    arguments = parser.parse_args(argv)
+
+    dataset = dali_stream.Dataset(arguments.uri)
+    window = past(arguments.steps, arguments.spacing, dataset.fps)
+    loader = dali_stream.Loader(
+        dataset,
+        batch_size=arguments.batch_size,
+        delta_timestamps={key: window for key in (*dataset.cameras, "observation.state") if key in dataset.features},
+        image_size=tuple(arguments.image_size),
+        pipeline=for_clip(dataset.cameras),
+    )
+    show(loader, arguments.batches)
+
+
+if __name__ == "__main__":
+    main()

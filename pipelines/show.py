@@ -1,0 +1,24 @@
+"""What the pipelines' programs print: the first batch's keys and shapes, the routes, and the rate."""
+
+from __future__ import annotations
+
+import time
+
+import dali_stream
+
+
+def show(loader: dali_stream.Loader, batches: int) -> None:
+    """Streams some batches of one epoch, and prints what came."""
+    with loader:
+        for camera, route in loader.routes.items():
+            print(f"{camera} by {route.decoder}: {route.reason}")
+        started, samples = time.perf_counter(), 0
+        for number, batch in enumerate(loader, start=1):
+            samples += len(batch["index"])
+            if number == 1:
+                for key, value in batch.items():
+                    is_tensor = hasattr(value, "shape")
+                    print(f"{key}: {tuple(value.shape)} {value.dtype}" if is_tensor else f"{key}: {value[0]!r}, ...")
+            if number == batches:
+                break
+        print(f"{samples / (time.perf_counter() - started):.0f} samples/s, the first batch included")
