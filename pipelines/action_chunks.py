@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch_size=arguments.batch_size,
         delta_timestamps={"action": [step / dataset.fps for step in range(arguments.chunk)]},
         pipeline=augmented(dataset.cameras, tuple(arguments.image_size)),
-        normalize={"action": "min_max"}
-        | ({"observation.state": "mean_std"} if "observation.state" in dataset.features else {}),
+        normalize={key: scale for key, scale in scales.items() if key in dataset.features},
         seed=arguments.seed,
     )
     show(loader, arguments.batches)
