@@ -152,6 +152,15 @@ class Loader:
         self._routes = self._choose_routes()
         budget.check(self._plan)
 
+    def __getattr__(self, name: str) -> Any:
+        # What Accelerate asks of a loader that it would split by rank, or skip batches of.
+        if name in ("sampler", "batch_sampler"):
+            raise AttributeError(
+                f"a Loader has no {name}: it is split by rank already, and goes on where it was through load_state_dict. Use "
+                "it as it is, without accelerate's prepare_data_loader or skip_first_batches"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
         return self._plan.batches.count(0)

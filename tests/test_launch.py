@@ -1,0 +1,110 @@
+"""Ranks under a real `accelerate launch`: processes of their own that talk over gloo, on this machine's CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.data_loader import skip_first_batches
+from accelerate.state import AcceleratorState
+
+from dali_stream import Dataset, Loader
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from accelerate import Accelerator
+import dali_stream
+
+accelerator = Accelerator(cpu=True)
+root, out, last_batch, steps = sys.argv[1:]
+with dali_stream.Loader(dali_stream.Dataset(root, cameras=[]), batch_size=8, consumers=8, device="cpu", threads=1,
+                        last_batch=last_batch) as loader:
+    loader = accelerator.prepare(loader)
+    state = Path(out, "state.json")
+    if state.exists():
+        loader.load_state_dict(json.loads(state.read_text()))
+    epochs = []
+    for epoch in range(2):
+        epochs.append([])
+        for batch in loader:
+            accelerator.wait_for_everyone()  # as the gradients of a step do: a rank with another number of batches hangs
+            epochs[-1].append(batch["index"].tolist())
+            if steps != "all" and epoch == 0 and len(epochs[0]) == int(steps):
+                break
+        if steps != "all":
+            break
+    saved = loader.state_dict()
+    if accelerator.is_main_process and steps != "all":
+        state.write_text(json.dumps(saved))
+    result = {"rank": accelerator.process_index, "ranks": accelerator.num_processes, "length": len(loader), "epochs": epochs}
+    Path(out, f"{accelerator.process_index}.json").write_text(json.dumps(result | {"state": saved}))
+accelerator.wait_for_everyone()
+accelerator.end_training()
+"""
+
+
+def launch(processes: int, root: Path, out: Path, last_batch: str = "drop", steps: int | str = "all") -> list[dict[str, Any]]:
+    """What each rank has seen. Fails where a rank did not start, failed, or hung."""
+    out.mkdir(exist_ok=True)
+    program = out / "program.py"
+    program.write_text(PROGRAM)
+    # --multi_gpu is Accelerate's name for processes under torch.distributed; the program asks for the CPU, and so for gloo.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", processes]
+    command += ["--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*map(str, command), str(program), str(root), str(out), last_batch, str(steps)],
+        capture_output=True, text=True, timeout=300, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads((out / f"{rank}.json").read_text()) for rank in range(processes)]
+    assert [(each["rank"], each["ranks"]) for each in found] == [(rank, processes) for rank in range(processes)]
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_share_every_epoch_and_end_it_together(processes: int, demo: Path, tmp_path: Path) -> None:
+    frames = Dataset(demo).num_frames
+    found = launch(processes, demo, tmp_path, last_batch="partial")
+    for epoch in range(2):
+        seen = [index for each in found for batch in each["epochs"][epoch] for index in batch]
+        assert sorted(seen) == list(range(frames))  # disjoint, and all of it
+        assert {len(each["epochs"][epoch]) for each in found} == {found[0]["length"]}
+    assert found[0]["epochs"][0] != found[0]["epochs"][1]
+    assert all(each["state"] == found[0]["state"] for each in found)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(demo: Path, tmp_path: Path) -> None:
+    """Two processes, cut short; then four: together one epoch, and the global batches of an uninterrupted run."""
+    cut = launch(2, demo, tmp_path / "run", steps=5)
+    after = launch(4, demo, tmp_path / "run", last_batch="partial")
+    seen = [index for each in cut for batch in each["epochs"][0] for index in batch]
+    rest = [index for each in after for batch in each["epochs"][0] for index in batch]
+    assert len(seen) == 5 * 8 * 2
+    assert sorted(seen + rest) == list(range(Dataset(demo).num_frames))
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """One of this process, which forgets that it was."""
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_leaves_the_loader_as_it_is_or_is_told_why_not(demo: Path, accelerator: Accelerator) -> None:
+    """It is split by rank already; what Accelerate would split again would show a rank a W-th of its share."""
+    with Loader(demo, batch_size=8, device="cpu") as loader:
+        assert accelerator.prepare(loader) is loader
+        for wrong in (accelerator.prepare_data_loader, lambda given: skip_first_batches(given, 2)):
+            with pytest.raises(AttributeError, match=r"split by rank already.*load_state_dict"):
+                wrong(loader)
+        assert not hasattr(loader, "batch_sampler")
