@@ -10,6 +10,7 @@ from dali_stream.order import Order
 
 if TYPE_CHECKING:
     from dali_stream.loader import Loader
+    from dali_stream.sampler import FrameSampler
     from dali_stream.video.route import Route
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __all__ = [
     "Dataset",
     "DatasetError",
     "DecodeError",
+    "FrameSampler",
     "Loader",
     "MemoryBudgetError",
     "Order",
@@ -33,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from dali_stream.loader import Loader
 
         return Loader
+    if name == "FrameSampler":
+        from dali_stream.sampler import FrameSampler
+
+        return FrameSampler
     if name == "Route":
         from dali_stream.video.route import Route
 

@@ -46,7 +46,7 @@ class Order:
         consumers: int = 32,
         episode_pool_size: int = 8,
     ) -> None:
-        lengths = _checked_lengths(episode_lengths)
+        lengths = checked_lengths(episode_lengths)
         check_order_arguments(shuffle, seed, consumers, episode_pool_size)
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; it counts from 0")
@@ -281,7 +281,7 @@ class _Consumer:
                 return
 
 
-def _checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+def checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
     lengths = np.asarray(episode_lengths)
     if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
         raise ValueError(f"episode_lengths has shape {lengths.shape} and dtype {lengths.dtype}; it is a list of integers")

@@ -1,0 +1,245 @@
+"""The loader's orders for who stays with a map-style dataset and PyTorch's DataLoader: indices of frames, one rank's share."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from dali_stream import process
+from dali_stream.arguments import positive
+from dali_stream.dataset import Dataset
+from dali_stream.errors import ResumeError
+from dali_stream.order import Order, Shuffle, checked_lengths, check_order_arguments, check_world
+
+_log = logging.getLogger("dali_stream")
+_STATE_VERSION = 1
+_BLOCK = 4096  # indices computed at a time
+
+
+@dataclass
+class _Passage:
+    """One way through an epoch, from `start` on."""
+
+    epoch: int
+    start: int = 0
+    begun: bool = False
+    given: int = 0  # indices of this rank, so far
+
+
+class FrameSampler(Sampler[int]):
+    """Indices into a map-style dataset such as LeRobotDataset, in the order that `Loader` has with the same arguments.
+
+        sampler = FrameSampler(lengths, seed=1)
+        loader = DataLoader(lerobot_dataset, batch_size=64, sampler=sampler, num_workers=8, drop_last=True)
+        for batch in loader: ...    # one epoch; the next loop is the next epoch
+
+    Each process has its own share of the epoch's positions, so nothing may split the DataLoader by rank once more: do not
+    give it to `accelerator.prepare`, and give Lightning's Trainer `use_distributed_sampler=False`. Every rank has the same
+    number of samples: the fewer than world_size positions at the end of an epoch that are no whole turn of the ranks are
+    left out. With `drop_last=True` the batches are those of a Loader with `last_batch="drop"`.
+
+    Only the boundaries of the episodes are held in memory, and the indices are computed a few thousand at a time.
+
+    Args:
+        episode_lengths: frames of each episode, in the order in which the map-style dataset lays them end to end; or a
+            `Dataset` with the same episodes selected, whose lengths are taken, by rising episode index.
+        shuffle, seed, consumers, episode_pool_size: as of `Loader`. `consumers` must be a multiple of every world size that a
+            run is to be resumed on.
+        drop_first, drop_last: frames at the beginning and the end of each episode that are never sampled. Episodes that are
+            no longer than both together give none.
+        rank, world_size: as of `Loader`.
+
+    Raises:
+        ValueError: a bad argument, or fewer frames than ranks.
+    """
+
+    def __init__(
+        self,
+        episode_lengths: Dataset | Sequence[int] | npt.NDArray[np.integer[Any]],
+        *,
+        shuffle: Shuffle = True,
+        seed: int = 0,
+        consumers: int = 32,
+        episode_pool_size: int = 8,
+        drop_first: int = 0,
+        drop_last: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
+        self._rank, self._world = process.rank_and_world(rank, world_size)
+        self._consumers = int(consumers) if shuffle is True else None
+        check_world(self._rank, self._world, self._consumers)
+        lengths = checked_lengths(episode_lengths.lengths if isinstance(episode_lengths, Dataset) else episode_lengths)
+        drop_first, drop_last = _from_zero("drop_first", drop_first), _from_zero("drop_last", drop_last)
+        self._kept = np.maximum(lengths - drop_first - drop_last, 0)
+        self._first = np.cumsum(lengths) - lengths + drop_first
+        self._frames = int(self._kept.sum())
+        if self._frames < self._world:
+            raise ValueError(
+                f"{len(lengths)} episodes with {int(lengths.sum())} frames, drop_first={drop_first} and drop_last={drop_last} "
+                f"leave {self._frames} frames for world_size={self._world}; each rank needs one or more, so drop fewer frames "
+                "or give more episodes"
+            )
+        self._arguments = (shuffle, int(seed), int(consumers), int(episode_pool_size))
+        self._drops = {"drop_first": drop_first, "drop_last": drop_last}
+        self._fingerprint = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16).hexdigest()
+        self._now = _Passage(0)
+
+    def __len__(self) -> int:
+        """Indices of a whole epoch, the same on each rank. The rest of an epoch that was resumed is shorter, as of `Loader`."""
+        return self._share(0)
+
+    def __iter__(self) -> Iterator[int]:
+        """One epoch: the first, the one that was set or loaded, or the one after the last that was begun.
+
+        So a loop that forgets `set_epoch` does not see the same order again and again.
+        """
+        if self._now.begun:
+            self._now = _Passage(self._now.epoch + 1)
+        now = self._now
+        now.begun = True
+        shuffle, seed, consumers, pool = self._arguments
+        order = Order(self._kept, shuffle, seed, now.epoch, consumers, pool)
+        left, position = self._share(now.start), now.start
+        while left:
+            count = min(left, _BLOCK)
+            episode, frame = order.read(position, count, self._rank, self._world)
+            for index in (self._first[episode] + frame).tolist():
+                now.given += 1
+                yield index
+            left, position = left - count, position + count * self._world
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next iteration serves, from its beginning; a place in this very epoch that was loaded stays."""
+        epoch, now = _from_zero("epoch", epoch), self._now
+        if epoch == now.epoch and not now.begun:
+            return
+        if not now.begun and now.start and self._share(now.start):
+            _log.warning(
+                "set_epoch(%d) gives up the place that was resumed, position %d of epoch %d; begin with that epoch to go on",
+                *(epoch, now.start, now.epoch),
+            )
+        self._now = _Passage(epoch)
+
+    def state_dict(self, *, step: int, batch_size: int) -> dict[str, Any]:
+        """Where the run is: a small JSON-serialisable dict, the same on each rank.
+
+        What has been delivered must be told, since a DataLoader takes indices ahead of the batches that it delivers.
+        torchdata's StatefulDataLoader asks without arguments, so give it `batch_sampler=torch.utils.data.BatchSampler(...)`
+        over this sampler: then it counts by itself, for one world size and one epoch.
+
+        Args:
+            step: batches that this loop over the DataLoader has delivered, as `enumerate(loader, 1)` counts them: 0 before the
+                first, and from 0 again after a resume. Batches, not optimizer steps.
+            batch_size: of the DataLoader, per rank.
+
+        Raises:
+            ValueError: this iteration has not given out so much.
+        """
+        step, batch_size, now = _from_zero("step", step), positive("batch_size", batch_size), self._now
+        share = self._share(now.start)
+        delivered = min(step * batch_size, share)
+        if delivered > now.given or step > -(-share // batch_size):
+            raise ValueError(
+                f"step={step} with batch_size={batch_size} is more than the {now.given} indices that this sampler has given "
+                f"out in its iteration of epoch {now.epoch}; step counts the batches that the present loop over the DataLoader "
+                "has delivered to this rank, from 0 in each loop, also in the first one after a resume"
+            )
+        return {
+            "version": _STATE_VERSION,
+            "epoch": now.epoch,
+            "position": now.start + delivered * self._world,
+            "episode_lengths": self._fingerprint,
+            "order": self._order_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on at the very next position where `state` was taken, whatever the batch size, on any allowed world size.
+
+        Only before the DataLoader is iterated. The state of an epoch's end leads to an iteration without indices, after which
+        the next epoch comes.
+
+        Raises:
+            ResumeError: iteration has begun, or the state is of other episodes or of another order.
+        """
+        self._check_not_begun("load_state_dict")
+        if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION or "episode_lengths" not in state:
+            raise ResumeError(f"this is no state of a FrameSampler (version {_STATE_VERSION}): {str(state)[:200]}")
+        if state["episode_lengths"] != self._fingerprint:
+            raise ResumeError(
+                f"the state is of other episodes: the fingerprint of their lengths is {state['episode_lengths']}, and here it "
+                f"is {self._fingerprint}; resume with the dataset and the episodes of that run"
+            )
+        saved, own = state.get("order"), self._order_state()
+        if saved != own:
+            raise ResumeError(f"the state is of the order {saved}, and this sampler has {own}; resume with the same arguments")
+        epoch, position = state.get("epoch"), state.get("position")
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= self._frames:
+            raise ResumeError(
+                f"the state is at epoch {epoch}, position {position}; an epoch counts from 0 and has {self._frames} positions"
+            )
+        self._now = _Passage(epoch, position)
+
+    def resume(self, *, epoch: int, step: int, batch_size: int, world_size: int) -> None:
+        """Goes on where a checkpoint that holds only these numbers was taken; see `load_state_dict`, which also checks.
+
+        Args:
+            epoch, step: the epoch, from 0, and batches delivered to each rank since its beginning.
+            batch_size, world_size: of the run that took the checkpoint, for the whole epoch; batch_size is per rank.
+
+        Raises:
+            ResumeError: iteration has begun.
+            ValueError: an epoch has not so many batches, or the order cannot be shared by so many ranks.
+        """
+        self._check_not_begun("resume")
+        epoch, step = _from_zero("epoch", epoch), _from_zero("step", step)
+        batch_size, world_size = positive("batch_size", batch_size), positive("world_size", world_size)
+        check_world(0, world_size, self._consumers)
+        share = self._frames // world_size
+        batches = -(-share // batch_size)
+        if step > batches:
+            raise ValueError(
+                f"step is {step}, and with batch_size={batch_size} on {world_size} ranks an epoch has {batches} batches; "
+                "step counts from the beginning of the epoch. Of a count from the start of training, divmod(count, "
+                "len(dataloader)) with that run's DataLoader is (epoch, step)"
+            )
+        position = min(step * batch_size, share) * world_size
+        self._now = _Passage(epoch, position)
+        _log.warning(
+            "resumed at position %d of epoch %d, from step=%d, batch_size=%d, world_size=%d alone. What holds: each frame "
+            "still comes once in this epoch, if the episodes, %s are those of that run, which these numbers do not tell. The "
+            "global batches are those of the uninterrupted run only while batch_size * world_size stays %d",
+            *(position, epoch, step, batch_size, world_size, ", ".join(self._order_state()), batch_size * world_size),
+        )
+
+    def _share(self, start: int) -> int:
+        """Samples of each rank from a position to the end of the epoch."""
+        return (self._frames - start) // self._world
+
+    def _check_not_begun(self, what: str) -> None:
+        if self._now.begun:
+            raise ResumeError(f"{what} was called after iteration began; call it on a new FrameSampler, before iterating")
+
+    def _order_state(self) -> dict[str, Any]:
+        """What the order is a function of, beside episode lengths and epoch."""
+        shuffle, seed, consumers, pool = self._arguments
+        state: dict[str, Any] = {"shuffle": shuffle}
+        if shuffle:
+            state["seed"] = seed
+        if shuffle is True:
+            state |= {"consumers": consumers, "episode_pool_size": pool}
+        return state | self._drops
+
+
+def _from_zero(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ValueError(f"{name} is {value!r}; it is an integer of 0 or more")
+    return int(value)

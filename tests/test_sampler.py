@@ -1,0 +1,392 @@
+"""FrameSampler: the Loader's orders under PyTorch's own DataLoader, each kept frame once, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from loader_data import read_lengths, samples
+from torch.utils.data import BatchSampler, DataLoader
+
+import dali_stream
+from dali_stream import Dataset, FrameSampler, Loader, Order, ResumeError
+
+SHUFFLES = (True, "global", False)
+WORLDS = (1, 2, 3, 4, 6, 12)  # the divisors of the consumers below
+LENGTHS = [5, 1, 0, 8, 7, 30]  # 51 frames
+ORDER: dict[str, Any] = {"consumers": 12, "episode_pool_size": 2}
+
+arguments = st.fixed_dictionaries(
+    {
+        "shuffle": st.sampled_from(SHUFFLES),
+        "seed": st.integers(-5, 2**40),
+        "consumers": st.just(12),
+        "episode_pool_size": st.integers(1, 5),
+        "drop_first": st.integers(0, 4),
+        "drop_last": st.integers(0, 4),
+    }
+)
+lengths = st.lists(st.integers(0, 25), min_size=1, max_size=10)
+
+
+class Frames(torch.utils.data.Dataset[int]):
+    """Item i is i."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def make(episode_lengths: Any = LENGTHS, rank: int = 0, world: int = 1, **options: Any) -> FrameSampler:
+    return FrameSampler(episode_lengths, rank=rank, world_size=world, **(ORDER | options))
+
+
+def load(sampler: FrameSampler, batch_size: int = 4, **options: Any) -> DataLoader[int]:
+    return DataLoader(Frames(), batch_size=batch_size, sampler=sampler, **options)
+
+
+def epoch_order(epoch: int = 0, episode_lengths: list[int] = LENGTHS, **options: Any) -> list[int]:
+    """The global index of every position, out of `Order` alone."""
+    first, last = options.pop("drop_first", 0), options.pop("drop_last", 0)
+    kept = [max(length - first - last, 0) for length in episode_lengths]
+    episode, frame = Order(kept, epoch=epoch, **(ORDER | options)).read(0, sum(kept))
+    return (np.cumsum([0, *episode_lengths])[episode] + first + frame).tolist()
+
+
+def kept_frames(episode_lengths: list[int], first: int, last: int) -> list[int]:
+    starts = np.cumsum([0, *episode_lengths])
+    return [int(starts[e]) + f for e, n in enumerate(episode_lengths) for f in range(first, n - last)]
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(state))
+
+
+# ----------------------------------------------------------------------------------------------------- exactly once
+
+
+@given(lengths, arguments, st.sampled_from(WORLDS), st.integers(0, 3))
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_ranks_share_the_kept_frames_and_never_see_the_dropped(
+    episode_lengths: list[int], options: dict[str, Any], world: int, epoch: int
+) -> None:
+    kept = kept_frames(episode_lengths, options["drop_first"], options["drop_last"])
+    assume(len(kept) >= world)
+    ranks = [make(episode_lengths, rank, world, **options) for rank in range(world)]
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    shares = [list(sampler) for sampler in ranks]
+    assert {len(share) for share in shares} == {len(sampler) for sampler in ranks} == {len(kept) // world}
+    served = [index for turn in zip(*shares, strict=True) for index in turn]
+    order = epoch_order(epoch, episode_lengths, **options)
+    assert sorted(order) == kept
+    assert served == order[: len(served)], "position g is served by rank g mod W"
+    assert all(type(index) is int for index in served)
+
+
+def test_a_dataset_gives_the_lengths_of_its_selected_episodes(demo: Path) -> None:
+    whole = [length for _, length in sorted(read_lengths(demo).items())]
+    assert list(make(Dataset(demo, cameras=[]))) == epoch_order(0, whole)
+    assert list(make(Dataset(demo, cameras=[], episodes=[1, 4]))) == epoch_order(0, [whole[1], whole[4]])
+
+
+def test_orders_longer_than_a_block_are_whole() -> None:
+    episode_lengths = [3000, 1, 9000, 2500]
+    shares = [list(make(episode_lengths, rank, 3, drop_first=1)) for rank in range(3)]
+    order = epoch_order(0, episode_lengths, drop_first=1)
+    assert [share == order[rank:14496:3] for rank, share in enumerate(shares)] == [True] * 3
+
+
+# ----------------------------------------------------------------------------------------------------------- epochs
+
+
+def test_a_loop_without_set_epoch_goes_on_to_the_next_epoch() -> None:
+    sampler = make()
+    assert [list(sampler) for _ in range(3)] == [epoch_order(epoch) for epoch in range(3)]
+    next(iter(sampler))  # an epoch that is left early is over
+    assert list(sampler) == epoch_order(4)
+
+
+def test_set_epoch_says_what_comes_next() -> None:
+    sampler = make()
+    for epoch in (5, 0, 0, 2):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == epoch_order(epoch)
+    assert list(sampler) == epoch_order(3)
+
+
+def test_set_epoch_keeps_a_place_in_that_epoch_and_warns_of_leaving_it(caplog: pytest.LogCaptureFixture) -> None:
+    first = make()
+    next(islice(it := iter(first), 9, None))
+    state = first.state_dict(step=10, batch_size=1)
+    del it
+    for epoch, expected in ((0, epoch_order(0)[10:]), (1, epoch_order(1))):
+        sampler = make()
+        sampler.load_state_dict(state)
+        sampler.set_epoch(epoch)
+        assert ("gives up the place that was resumed, position 10 of epoch 0" in caplog.text) == bool(epoch)
+        assert list(sampler) == expected
+
+
+# --------------------------------------------------------------------------------------------------- as the Loader
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("last_batch", ["drop", "partial"])
+def test_a_dataloader_has_the_batches_of_a_loader(demo: Path, shuffle: bool | str, last_batch: str) -> None:
+    dataset, order = Dataset(demo, cameras=[]), {"shuffle": shuffle, "seed": 3, **ORDER}
+    for rank, world in ((0, 1), (1, 3)):
+        if last_batch == "partial" and world > 1:
+            continue  # a Loader deals the last positions, fewer than ranks, to some of the ranks
+        sampler = FrameSampler(dataset, rank=rank, world_size=world, **order)
+        dataloader = load(sampler, 7, drop_last=last_batch == "drop")
+        with Loader(dataset, batch_size=7, last_batch=last_batch, rank=rank, world_size=world, threads=1, **order) as loader:
+            assert len(dataloader) == len(loader)
+            for _ in range(2):
+                assert [batch.tolist() for batch in dataloader] == [samples([batch]) for batch in loader]
+
+
+def test_workers_that_persist_deliver_epoch_after_epoch() -> None:
+    dataloader = load(make(rank=1, world=2), num_workers=2, persistent_workers=True, drop_last=True)
+    for epoch in range(3):
+        share = epoch_order(epoch)[1:50:2]
+        assert [batch.tolist() for batch in dataloader] == [share[i : i + 4] for i in range(0, 24, 4)]
+
+
+def test_batch_samplers_and_loaders_without_batches_take_it() -> None:
+    dataloader = DataLoader(Frames(), batch_sampler=BatchSampler(make(), 10, drop_last=False))
+    assert [len(batch) for batch in dataloader] == [10, 10, 10, 10, 10, 1]
+    assert torch.cat(list(dataloader)).tolist() == epoch_order(1)
+    assert list(DataLoader(Frames(), batch_size=None, sampler=make(), num_workers=1)) == epoch_order(0)
+
+
+# ----------------------------------------------------------------------------------------------------------- resume
+
+
+@given(lengths, arguments, st.data())
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_any_position_resumes_on_other_ranks_at_the_very_next(
+    episode_lengths: list[int], options: dict[str, Any], data: st.DataObject
+) -> None:
+    """A run on changing numbers of ranks and batch sizes walks one epoch, without a gap and without a repetition."""
+    epoch = data.draw(st.integers(0, 2), "epoch")
+    assume(len(kept_frames(episode_lengths, options["drop_first"], options["drop_last"])) >= max(WORLDS))
+    order, served, state = epoch_order(epoch, episode_lengths, **options), [], None
+    for world in [*data.draw(st.lists(st.sampled_from(WORLDS), min_size=1, max_size=3), "world sizes"), 1]:
+        left = (len(order) - len(served)) // world
+        batch_size = data.draw(st.integers(1, 8), "batch size")
+        steps = -(-left // batch_size) if world == 1 else data.draw(st.integers(0, left // batch_size), "steps")
+        turn = [(len(served) + i) % world for i in range(world)]  # whose position is next
+        ranks = [make(episode_lengths, rank, world, **options) for rank in turn]
+        states, shares = [], []
+        for sampler in ranks:
+            if state is not None:
+                sampler.load_state_dict(state)
+            sampler.set_epoch(epoch)
+            shares.append(list(islice(it := iter(sampler), steps * batch_size)))
+            states.append(json.dumps(sampler.state_dict(step=steps, batch_size=batch_size)))
+            del it
+        assert len(set(states)) == 1, "ranks disagree"
+        state = json.loads(states[0])
+        served += [index for indices in zip(*shares, strict=True) for index in indices]
+        assert (state["epoch"], state["position"]) == (epoch, len(served))
+    assert served == order
+
+
+def test_a_state_counts_what_was_delivered_and_not_what_workers_have_taken_ahead() -> None:
+    for step, batch in enumerate(load(first := make(), num_workers=2, prefetch_factor=3), 1):
+        if step == 3:
+            state = saved(first.state_dict(step=step, batch_size=4))
+            assert batch.tolist() == epoch_order()[8:12]
+            break
+    second = make()
+    second.load_state_dict(state)
+    dataloader = load(second, 5)
+    assert torch.cat(list(dataloader)).tolist() == epoch_order()[12:]
+    assert second.state_dict(step=8, batch_size=5)["position"] == 51, "of a smaller last batch, what it has"
+    assert torch.cat(list(dataloader)).tolist() == epoch_order(1)
+    assert len(second) == 51
+
+
+def test_the_state_of_an_epochs_end_leads_to_the_next_epoch() -> None:
+    first = make(world=2)
+    steps = len(list(load(first, 5)))
+    second = make(world=2)
+    second.load_state_dict(saved(first.state_dict(step=steps, batch_size=5)))
+    assert list(second) == []  # so a training program that counts epochs itself stays in step
+    assert list(second) == epoch_order(1)[:50:2]
+
+
+def test_positions_that_no_turn_of_the_ranks_took_are_served_on_fewer() -> None:
+    list(first := make(world=4))
+    state = first.state_dict(step=12, batch_size=1)
+    second = make()
+    second.load_state_dict(state)
+    assert list(second) == epoch_order()[48:]
+
+
+def test_a_resumed_sampler_before_its_first_step_has_the_state_it_loaded() -> None:
+    list(islice(first := make(), 0))
+    assert first.state_dict(step=0, batch_size=4)["position"] == 0
+    list(islice(it := iter(first), 8))
+    state = first.state_dict(step=2, batch_size=4)
+    del it
+    second = make(world=3)
+    second.load_state_dict(state)
+    assert second.state_dict(step=0, batch_size=64) == state
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_checkpoint_of_plain_numbers_resumes_with_a_warning(world: int, caplog: pytest.LogCaptureFixture) -> None:
+    for rank in range(world):
+        sampler = make(rank=rank, world=world, drop_last=1)
+        sampler.resume(epoch=2, step=3, batch_size=2, world_size=4)
+        order = epoch_order(2, drop_last=1)[24:]
+        assert list(sampler) == order[(rank - 24) % world : len(order) // world * world : world]
+    warning = caplog.records[0].getMessage()
+    assert caplog.records[0].levelno == logging.WARNING
+    assert "position 24 of epoch 2, from step=3, batch_size=2, world_size=4" in warning
+    assert "each frame still comes once in this epoch, if the episodes, shuffle, seed, consumers" in warning
+    assert "only while batch_size * world_size stays 8" in warning
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"episode_lengths": [5, 1, 8, 7, 30]}, "of other episodes: the fingerprint .* resume with the dataset"),
+        ({"seed": 1}, "of the order .*'seed': 0.*'seed': 1.*resume with the same arguments"),
+        ({"consumers": 24}, "of the order"),
+        ({"episode_pool_size": 3}, "of the order"),
+        ({"shuffle": "global"}, "of the order"),
+        ({"shuffle": False}, "of the order"),
+        ({"drop_first": 1}, "of the order .*'drop_first': 0.*'drop_first': 1"),
+        ({"drop_last": 1}, "of the order"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(options: dict[str, Any], message: str) -> None:
+    state = make().state_dict(step=0, batch_size=1)
+    with pytest.raises(ResumeError, match=message):
+        make(**options).load_state_dict(state)
+
+
+BROKEN = [{"epoch": -1}, {"epoch": True}, {"epoch": "0"}, {"position": -1}, {"position": 52}, {"position": 2.0}, {"version": 9}]
+
+
+@pytest.mark.parametrize("change", [*BROKEN, {"epoch": None}, {"order": None}, {"episode_lengths": None}])
+def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
+    state = make().state_dict(step=0, batch_size=1)
+    for damaged in (state | change, {key: value for key, value in state.items() if key not in change}):
+        with pytest.raises(ResumeError):
+            make().load_state_dict(damaged)
+
+
+def test_what_is_no_state_is_refused(demo: Path) -> None:
+    with Loader(Dataset(demo, cameras=[]), threads=1) as loader:
+        others = [loader.state_dict(), None, [], {}, "state"]
+    for other in others:
+        with pytest.raises(ResumeError, match="this is no state of a FrameSampler"):
+            make().load_state_dict(other)  # type: ignore[arg-type]
+
+
+def test_a_place_comes_before_the_first_index() -> None:
+    sampler = make()
+    next(iter(sampler))
+    with pytest.raises(ResumeError, match="load_state_dict was called after iteration began; call it on a new FrameSampler"):
+        sampler.load_state_dict(sampler.state_dict(step=0, batch_size=1))
+    with pytest.raises(ResumeError, match="resume was called after iteration began"):
+        sampler.resume(epoch=0, step=0, batch_size=1, world_size=1)
+
+
+def test_a_step_beyond_what_was_given_out_is_refused() -> None:
+    """Such as a count from the start of training, or from before a resume."""
+    sampler = make()
+    list(islice(it := iter(sampler), 8))
+    with pytest.raises(ValueError, match=r"step=3 with batch_size=4 is more than the 8 indices .* the present loop"):
+        sampler.state_dict(step=3, batch_size=4)
+    list(it)
+    assert sampler.state_dict(step=13, batch_size=4)["position"] == 51
+    with pytest.raises(ValueError, match="step=14 with batch_size=4 is more than the 51"):
+        sampler.state_dict(step=14, batch_size=4)
+    with pytest.raises(ValueError, match=r"step=1 .* is more than the 0 indices"):
+        make().state_dict(step=1, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 8}, r"step is 8, and with batch_size=2 on 4 ranks an epoch has 6 batches; .*divmod\(count"),
+        ({"step": -1}, "step is -1; it is an integer of 0 or more"),
+        ({"epoch": 0.5}, "epoch is 0.5; it is an integer of 0 or more"),
+        ({"batch_size": 0}, "batch_size is 0; it is an integer of 1 or more"),
+        ({"world_size": 5}, "world_size is 5, which does not divide consumers=12; allowed"),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make().resume(**({"epoch": 0, "step": 3, "batch_size": 2, "world_size": 4} | change))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drop_first": -1}, "drop_first is -1; it is an integer of 0 or more"),
+        ({"drop_last": 1.5}, "drop_last is 1.5; it is an integer"),
+        ({"drop_first": 20, "drop_last": 10}, "6 episodes with 51 frames, .* leave 0 frames for world_size=1; .* drop fewer"),
+        ({"drop_first": 20, "drop_last": 5, "world": 6}, "leave 5 frames for world_size=6"),
+        ({"shuffle": "pool"}, "shuffle is 'pool'; allowed are"),
+        ({"seed": 0.5}, "seed is 0.5"),
+        ({"consumers": 0}, "consumers is 0"),
+        ({"world": 5}, "world_size is 5, which does not divide consumers=12; allowed with these consumers are 1, 2, 3"),
+        ({"rank": 2, "world": 2}, "rank is 2 and world_size is 2"),
+        ({"rank": None}, "give both or neither"),
+        ({"episode_lengths": [3, -1]}, "episode 1 has length -1"),
+        ({"episode_lengths": "lerobot/pusht"}, "episode_lengths has shape"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_the_rank_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert list(FrameSampler(LENGTHS, **ORDER)) == epoch_order()[2::3]
+
+
+# ------------------------------------------------------------------------------------------------------------ scale
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_only_the_boundaries_of_episodes_are_in_memory(shuffle: bool | str) -> None:
+    """A million episodes with a hundred million frames: a list of their indices alone would take 800 MB."""
+    episode_lengths = np.full(1_000_000, 100)
+    tracemalloc.start()
+    try:
+        sampler = FrameSampler(episode_lengths, shuffle=shuffle, drop_first=1, rank=1, world_size=8)
+        first = list(islice(iter(sampler), 1000))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(sampler) == 99_000_000 // 8
+    assert len(set(first)) == 1000
+    assert peak < 100e6, "about ten numbers per episode"
+
+
+def test_the_package_is_imported_without_torch() -> None:
+    code = "import sys, dali_stream; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert dali_stream.FrameSampler is FrameSampler
