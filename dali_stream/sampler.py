@@ -16,7 +16,7 @@ from dali_stream import process
 from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
-from dali_stream.order import Order, Shuffle, checked_lengths, check_order_arguments, check_world
+from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
