@@ -79,7 +79,8 @@ def _end(pool: ThreadPoolExecutor, futures: Iterable[Future[str | None]], datase
     """Ends what is being read and all that has not begun."""
     pool.shutdown(wait=False, cancel_futures=True)
     dataset.close()
-    while wait(futures, timeout=0.5).not_done:
+    begun = [future for future in futures if not future.cancelled()]  # `wait` waits for the others for ever
+    while wait(begun, timeout=0.5).not_done:
         dataset.close()  # a thread was between two reads
 
 

@@ -18,6 +18,7 @@ from faults import hang
 from servers import Request, Server
 
 from dali_stream import Dataset, Loader, StorageError
+from dali_stream import index as index_module
 from dali_stream.cli import main
 from dali_stream.index import build_index
 
@@ -125,7 +126,13 @@ def test_broken_files_are_named_and_the_others_read(
     assert sum(line.startswith(f"broken: {server.url}") for line in said) == 3
 
 
-def test_an_interrupted_run_goes_on_where_it_was(server: Server, demo_copy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 16])
+def test_an_interrupted_run_goes_on_where_it_was(
+    threads: int, server: Server, demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one thread, most files have not been begun when it is interrupted, as in a large dataset."""
+    monkeypatch.setattr(index_module, "THREADS", threads)
+
     def stop(done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
