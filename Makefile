@@ -26,7 +26,7 @@ demo: install ## make a small dataset in .demo/dataset and stream it
 
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones
-	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile $(ARGS)
 
 # pytest exits 5 where no test is marked slow: nothing failed.
 test-slow: install ## run the slow tests
