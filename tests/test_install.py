@@ -72,6 +72,7 @@ def write_wheels(folder: Path, torch: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="INSTALL=dependencies reads pyproject.toml with tomllib")
 @pytest.mark.parametrize("wheel", ["2.13.0+cu126", "2.13.0"])
 def test_the_build_of_torch_that_was_named_is_installed_or_none(wheel: str, tmp_path: Path) -> None:

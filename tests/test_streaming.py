@@ -117,6 +117,7 @@ def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_twelve_episodes_in_a_file(twelve: Path) -> None:
     """Few bytes for nothing; in recorded order, whose neighbours come up together, also few requests."""
     size = sum(path.stat().st_size for path in twelve.rglob("*") if path.is_file())

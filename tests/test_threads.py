@@ -311,7 +311,9 @@ def test_a_forked_process_survives_the_loader(demo: Path, use: str) -> None:
     assert done.stdout.split()[-1:] == ["0"], done.stderr
 
 
-@pytest.mark.parametrize("end", ["pass", "list(iterator)", "del loader"])
+@pytest.mark.parametrize(
+    "end", ["pass", *(pytest.param(end, marks=pytest.mark.slow) for end in ("list(iterator)", "del loader"))]
+)
 def test_a_process_ends_with_its_loader_open(demo: Path, end: str) -> None:
     done = script(demo, end)
     assert done.returncode == 0, done.stderr
