@@ -88,10 +88,7 @@ def random_resized_crop(
         scale: share of the picture's area that the part has, unless it would be higher or wider than the picture.
         ratio: width by height of the part, as a multiple of the picture's own; its logarithm is drawn uniformly.
     """
-    area = draw.uniform(*_range("scale", scale, 0, 1))
-    low, high = _range("ratio", ratio, 0, math.inf)
-    height, width = _sides(area, dali_math.exp(draw.uniform(math.log(low), math.log(high))))
-    top, left = draw.uniform() * (1 - height), draw.uniform() * (1 - width)
+    top, left, height, width = _part(draw, scale, ratio)
     part = {"roi_start": fn.stack(top, left), "roi_end": fn.stack(top + height, left + width), "roi_relative": True}
     return fn.resize(picture, size=[*map(int, size)], **part)
 
@@ -153,10 +150,7 @@ def random_erasing(
         scale, ratio: of the rectangle, as in `random_resized_crop`.
         value: of every channel, in the picture's own unit.
     """
-    area = draw.uniform(*_range("scale", scale, 0, 1))
-    low, high = _range("ratio", ratio, 0, math.inf)
-    height, width = _sides(area, dali_math.exp(draw.uniform(math.log(low), math.log(high))))
-    top, left = draw.uniform() * (1 - height), draw.uniform() * (1 - width)
+    top, left, height, width = _part(draw, scale, ratio)
     there = draw.coin(probability)
     return fn.erase(
         picture, anchor=fn.stack(top, left), shape=fn.stack(height * there, width * there), axis_names="HW",
@@ -164,9 +158,13 @@ def random_erasing(
     )  # fmt: skip
 
 
-def _sides(area: DataNode, ratio: DataNode) -> tuple[DataNode, DataNode]:
-    """(height, width) of a part of the picture, as shares of its own."""
-    return dali_math.min(dali_math.sqrt(area / ratio), 1.0), dali_math.min(dali_math.sqrt(area * ratio), 1.0)
+def _part(draw: Draw, scale: Range, ratio: Range) -> tuple[DataNode, DataNode, DataNode, DataNode]:
+    """(top, left, height, width) of a random part of the picture, as shares of its own sides. Draws 4 numbers."""
+    area = draw.uniform(*_range("scale", scale, 0, 1))
+    low, high = _range("ratio", ratio, 0, math.inf)
+    shape = dali_math.exp(draw.uniform(math.log(low), math.log(high)))
+    height, width = dali_math.min(dali_math.sqrt(area / shape), 1.0), dali_math.min(dali_math.sqrt(area * shape), 1.0)
+    return draw.uniform() * (1 - height), draw.uniform() * (1 - width), height, width
 
 
 def _range(name: str, given: Range, least: float, most: float) -> tuple[float, float]:

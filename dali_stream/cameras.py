@@ -25,7 +25,7 @@ from dali_stream.tables import Tables
 from dali_stream.video import decode, image
 from dali_stream.video.clip import HiddenFrames, config, pack
 from dali_stream.video.format import VideoFormat, describe
-from dali_stream.video.route import Route, hidden_frames_refusal, refusal
+from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
@@ -224,8 +224,7 @@ class VideoCamera:
             clip = pack(self._store, [request.table] * len(unique), unique.tolist(), shown_only=self._gpu is not None)
         except HiddenFrames as error:
             where = self._dataset.data_store.where(request.table.path)
-            codec = self._format(request.table, int(unique[0])).codec
-            raise RouteChange([self.key], f"{where}: {hidden_frames_refusal(codec)} ({error})") from error
+            raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
             return {request.row: self._named(request, request.frames, error)}
         self._counters.decoded(started, clip.pictures)

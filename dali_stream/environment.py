@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
+from pathlib import Path
 from typing import Any
 
 import dali_stream
@@ -35,6 +38,14 @@ def machine(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
     }
+
+
+def memory_bytes(figure: str) -> int | None:
+    """A figure of this process's memory: "VmRSS", what it holds, or "VmHWM", its peak; None where /proc does not say."""
+    with contextlib.suppress(OSError):
+        if found := re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
+    return None
 
 
 def gpu_bytes_used(gpu: int | None) -> int | None:

@@ -20,6 +20,7 @@ from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.run import Batch, Run
 from dali_stream.stage import SAMPLE, Plan, closed
+from dali_stream.state import check_state, order_state
 from dali_stream.tables import Tables
 from dali_stream.video.route import DECODE, Route, choose
 from dali_stream.video.trial import trial
@@ -204,16 +205,7 @@ class Loader:
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
                 f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
             )
-        saved, own = state.get("order"), self._order_state()
-        if saved != own:
-            raise ResumeError(f"the state is of the order {saved}, and this loader has {own}; resume with the same arguments")
-        epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= self.dataset.num_frames:
-            raise ResumeError(
-                f"the state is at epoch {epoch}, position {position}; an epoch counts from 0 and has {self.dataset.num_frames} "
-                "positions"
-            )
-        self._epoch, self._position = epoch, position
+        self._epoch, self._position = check_state(state, "loader", self._order_state(), self.dataset.num_frames)
 
     @property
     def routes(self) -> dict[str, Route]:
@@ -330,14 +322,10 @@ class Loader:
             raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
 
     def _order_state(self) -> dict[str, Any]:
-        """What the order is a function of, beside dataset and epoch."""
+        """What order and augmentation are a function of, beside dataset and epoch."""
         plan = self._plan
-        state: dict[str, Any] = {"shuffle": plan.shuffle}
-        if plan.shuffle or plan.augments:
-            state["seed"] = plan.seed
-        if plan.shuffle is True:
-            state |= {"consumers": plan.consumers, "episode_pool_size": plan.episode_pool_size}
-        return state
+        state = order_state(plan.shuffle, plan.seed, plan.consumers, plan.episode_pool_size)
+        return state | ({"seed": plan.seed} if plan.augments else {})
 
     def _choose_routes(self) -> dict[str, Route]:
         routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}

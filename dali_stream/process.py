@@ -70,7 +70,8 @@ def gpu(device: str) -> int | None:
     Raises:
         ValueError: another name, or a GPU that torch does not find.
     """
-    found = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", str(device))
+    # "cpu:0" is Accelerate's name for the CPU of one of several processes.
+    found = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", "cpu" if str(device) == "cpu:0" else str(device))
     if not found or (found[2] and found[1] != "cuda"):
         raise ValueError(f'device is {device!r}; allowed are "auto", "cpu", "cuda" and "cuda:<index>"')
     if found[1] == "cpu" or (found[1] == "auto" and not _has_driver()):

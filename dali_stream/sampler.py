@@ -17,6 +17,7 @@ from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths
+from dali_stream.state import check_state, order_state
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
@@ -178,15 +179,7 @@ class FrameSampler(Sampler[int]):
                 f"the state is of other episodes: the fingerprint of their lengths is {state['episode_lengths']}, and here it "
                 f"is {self._fingerprint}; resume with the dataset and the episodes of that run"
             )
-        saved, own = state.get("order"), self._order_state()
-        if saved != own:
-            raise ResumeError(f"the state is of the order {saved}, and this sampler has {own}; resume with the same arguments")
-        epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= self._frames:
-            raise ResumeError(
-                f"the state is at epoch {epoch}, position {position}; an epoch counts from 0 and has {self._frames} positions"
-            )
-        self._now = _Passage(epoch, position)
+        self._now = _Passage(*check_state(state, "sampler", self._order_state(), self._frames))
 
     def resume(self, *, epoch: int, step: int, batch_size: int, world_size: int) -> None:
         """Goes on where a checkpoint that holds only these numbers was taken; see `load_state_dict`, which also checks.
@@ -230,13 +223,7 @@ class FrameSampler(Sampler[int]):
 
     def _order_state(self) -> dict[str, Any]:
         """What the order is a function of, beside episode lengths and epoch."""
-        shuffle, seed, consumers, pool = self._arguments
-        state: dict[str, Any] = {"shuffle": shuffle}
-        if shuffle:
-            state["seed"] = seed
-        if shuffle is True:
-            state |= {"consumers": consumers, "episode_pool_size": pool}
-        return state | self._drops
+        return order_state(*self._arguments) | self._drops
 
 
 def _from_zero(name: str, value: int) -> int:

@@ -24,6 +24,7 @@ from transcode_data import (
     difference,
     probe,
     recorded,
+    small,
     table_of,
     transcoded,
     video,
@@ -35,13 +36,8 @@ from dali_stream.transcode.encoders import encoder
 from dali_stream.transcode.meta import renewed
 from dali_stream.transcode.video import Share
 
+__all__ = ["small"]
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
-    return write_demo(tmp_path_factory.mktemp("small") / "av1", episodes=2, size=(120, 128))
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,13 @@ from loader_data import CAMERAS, pictures
 
 import dali_stream
 from dali_stream import Dataset
-from dali_stream.demo import read_identities, stamp
+from dali_stream.demo import read_identities, stamp, write_demo
 from dali_stream.storage import LocalStore
 from dali_stream.transcode import Report, transcode
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.table import SampleTable, read_table
 
+FAST = ["--codec", "h264", "--encoder", "cpu"]
 OPTIONS: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "last_batch": "partial"}
 
 # Plays ffmpeg: notes its arguments, may change them, may have no NVENC, and else is the real one.
@@ -48,6 +49,12 @@ LACKS_NVENC = """
 if any(a.endswith("_nvenc") for a in arguments):
     sys.exit("[hevc_nvenc @ 0x1] OpenEncodeSessionEx failed: no encode device (1): (no details)")
 """
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
+    return write_demo(tmp_path_factory.mktemp("small") / "av1", episodes=2, size=(120, 128))
 
 
 def transcoded(source: Path | str, out: Path, **options: Any) -> Report:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import resource
 import time
 from contextlib import suppress
@@ -118,7 +117,4 @@ def _forget_peak() -> None:
 
 
 def _peak_rss() -> int:
-    with suppress(OSError):
-        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return environment.memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -149,17 +149,18 @@ def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | 
     """Decodes one frame of a packed clip, by torchcodec or by DALI, and saves it as NumPy array (H, W, 3) in `out`."""
     import numpy as np
 
-    data = Path(clip).read_bytes()
+    from dali_stream.video.clip import Clip
+
+    packed = Clip(Path(clip).read_bytes(), [frame], 0)
     if dali:
         from dali_stream.video import dali as by_dali
 
-        [frames] = by_dali.decode([(np.frombuffer(data, np.uint8), np.array([frame], np.int32))], gpu, 1)
+        [frames] = by_dali.decode([by_dali.encoded(packed)], gpu, 1)
     else:
-        from dali_stream.video.clip import Clip
         from dali_stream.video.decode import decode_clip
         from dali_stream.video.format import VideoFormat
 
-        frames = decode_clip(Clip(data, [frame], 0), VideoFormat(**video))
+        frames = decode_clip(packed, VideoFormat(**video))
     np.save(out, frames[0])
     return {"shape": frames[0].shape}
 

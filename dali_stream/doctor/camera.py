@@ -14,7 +14,7 @@ from dali_stream.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
 from dali_stream.doctor.gpu import NOTHING_TO_DO
 from dali_stream.doctor.looks import look
 from dali_stream.doctor.report import OK, PROBLEM, WARNING, Finding
-from dali_stream.doctor.stream import edit_list, matrix
+from dali_stream.doctor.stream import edit_list
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.inspect import CameraReport, describe_video, video_files
 from dali_stream.rows import RowReader
@@ -22,7 +22,7 @@ from dali_stream.video.capability import capability
 from dali_stream.video.clip import is_avc, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.hidden import hidden_frames
-from dali_stream.video.route import refusal_of_file
+from dali_stream.video.route import refusal
 from dali_stream.video.table import LACKING, SampleTable, read_table
 
 _SHOWN = 3  # broken files of a camera, each with what it looks like
@@ -90,7 +90,7 @@ class Camera:
         self.facts["routes"] = {
             where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in reports.items()
         }
-        self._choose_frame(table, video, rows)
+        self._choose_frame(table, video, rows, list(self._routes(video, table, reports)))
 
     def _tables(self, chosen: list[str]) -> list[SampleTable]:
         """The sample tables of those files that have one; the others are findings."""
@@ -126,7 +126,7 @@ class Camera:
         has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"edit list ({edits})": bool(edits),
                f"{hidden} hidden frames in {of} pictures": bool(hidden)}  # fmt: skip
         traits = [name for name, there in has.items() if there]
-        text = f"{', '.join(traits) or 'no open GOPs, B-frames, edit list or hidden frames'}; colours {matrix(video)}"
+        text = f"{', '.join(traits) or 'no open GOPs, B-frames, edit list or hidden frames'}; colours {video.matrix_name}"
         self.findings.append(Finding("dataset", f"{self.key} structure", OK, text))
         own = dataclasses.asdict(report)
         for key in ("route", "route_change", "bytes"):  # of this machine as a whole; here, routes are per GPU
@@ -146,7 +146,9 @@ class Camera:
         remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
         return Finding("dataset", name, WARNING, text, remedy)
 
-    def _choose_frame(self, table: SampleTable, video: VideoFormat, rows: RowReader) -> None:
+    def _choose_frame(
+        self, table: SampleTable, video: VideoFormat, rows: RowReader, routes: list[tuple[str, bool, int | None]]
+    ) -> None:
         """The middle of the first selected episode in this file, so that pictures before it are needed."""
         dataset = self._dataset
         files = dataset.table.video[self.key]
@@ -166,18 +168,20 @@ class Camera:
             raise DatasetError(f"has pictures of {video.height}×{video.width}, and {promised}")
         # FFmpeg shows all pictures of an H.264 file with open GOPs only where it begins with the first (see `decode`).
         clip = pack(dataset.data_store, [table], [sample], from_the_start=table.open_gops and is_avc(table))
-        if routes := list(self._routes(video, table)):
+        if routes:
             self.task = Task(self.key, clip, video, routes)
 
-    def _routes(self, video: VideoFormat, table: SampleTable) -> Iterator[tuple[str, bool, int | None]]:
+    def _routes(
+        self, video: VideoFormat, table: SampleTable, reports: Mapping[str, CameraReport]
+    ) -> Iterator[tuple[str, bool, int | None]]:
         """The decoders that a Loader could choose for this video."""
         if self._decoders.torchcodec:
             yield "torchcodec", False, None
         if self._decoders.dali:
-            if not refusal_of_file(None, video, table, self._dataset.data_store):
+            if not refusal(None, video, table):
                 yield "DALI on the CPU", True, None
             for name, gpu in self._decoders.gpus.items():  # not run on a GPU yet
-                if not refusal_of_file(gpu, video, table, self._dataset.data_store):
+                if reports[name].route.decoder == "dali":
                     yield f"NVDEC of {name}", True, gpu
 
 

@@ -1,4 +1,4 @@
-"""What lies in a video file beside its pictures: edit list, colours."""
+"""What lies in a video file beside its pictures: its edit list."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ import struct
 
 from dali_stream.storage import Store
 from dali_stream.video.boxes import children, find, read_moov
-from dali_stream.video.format import VideoFormat
-
-_MATRICES = {0: "RGB", 1: "BT.709", 2: "not said", 5: "BT.601", 6: "BT.601", 9: "BT.2020", 10: "BT.2020"}
-
-
-def matrix(video: VideoFormat) -> str:
-    """The colour matrix by its name (ISO/IEC 23091-2)."""
-    return "not said" if video.matrix is None else _MATRICES.get(video.matrix, f"matrix {video.matrix}")
 
 
 def edit_list(store: Store, path: str) -> str:

@@ -4,4 +4,5 @@ checks   what has to hold before anything is written, and what makes a run the s
 folder   the folder that is written: resuming, and nothing outside it
 work     several things at a time, and how far they are
 copy     files that stay as they are
+samples  encoded pictures of a video file
 """

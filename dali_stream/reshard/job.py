@@ -14,6 +14,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.output.checks import check_outside, check_whole, content_hash, identity, shown
 from dali_stream.output.folder import AGAIN, Folder
+from dali_stream.output.samples import read_samples
 from dali_stream.output.work import Progress, Work
 from dali_stream.reshard import mp4, rows, video
 from dali_stream.reshard.checks import check_columns, check_names, chunks_size
@@ -202,7 +203,7 @@ class Job:
             marks = []
             for run in file.runs:
                 found: list[bytes] = []
-                for samples in video.read_samples(self.store, self.table_of(run.source.path), run.start, run.stop):
+                for samples in read_samples(self.store, self.table_of(run.source.path), run.start, run.stop):
                     out.writelines(samples)
                     found += map(video.mark, samples)
                     self.work.advance(sum(map(len, samples)))

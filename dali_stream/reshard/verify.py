@@ -14,6 +14,7 @@ from dali_stream.errors import DaliStreamError
 from dali_stream.metadata import Episodes
 from dali_stream.output.copy import check_same, episode_files, small_files
 from dali_stream.output.folder import AGAIN
+from dali_stream.output.samples import read_samples
 from dali_stream.reshard import rows, video
 from dali_stream.reshard.digest import Rows
 from dali_stream.reshard.meta import DATA_PATH, VIDEO_PATH, renewed
@@ -112,7 +113,7 @@ class _Check:
         note, files = job.folder.finished(file.path), self._table.video[camera]
         with job.folder.blaming(file.path, f"{camera}: its index cannot be read: "):
             table = read_table(self.indices, file.path)
-        for samples in video.read_samples(out.data_store, table, 0, len(table)):
+        for samples in read_samples(out.data_store, table, 0, len(table)):
             marks += map(video.mark, samples)
             job.work.advance(sum(map(len, samples)))
         whole = np.frombuffer(b"".join(marks), np.uint8).reshape(-1, 16)

@@ -9,22 +9,19 @@ and codec; their sample descriptions may differ.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.errors import DecodeError
 from dali_stream.output.checks import refuse_sound
-from dali_stream.output.copy import RANGE
 from dali_stream.reshard.mp4 import Track
 from dali_stream.storage import Store
 from dali_stream.video.clip import span
 from dali_stream.video.table import Int64, SampleTable, read_table
 
-HOLE = 256 << 10  # bytes between samples that are rather fetched than left out
 _MOST_CONFIGS = 127  # sample descriptions of a file that are read
 
 
@@ -215,29 +212,6 @@ def _is_sync(table: SampleTable, start: int, stop: int) -> npt.NDArray[np.bool_]
     first, last = np.searchsorted(table.sync, [start, stop])
     found[table.sync[first:last] - start] = True
     return found
-
-
-def read_samples(store: Store, table: SampleTable, start: int, stop: int) -> Iterator[list[memoryview]]:
-    """The samples [start, stop) in decode order, as many at a time as one range of a few megabytes holds.
-
-    Raises:
-        DecodeError: the file has become shorter.
-    """
-    offset, end = table.offset, table.offset + table.size
-    while start < stop:
-        last, after = start, int(end[start])
-        while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:
-            last += 1
-            after = int(end[last])
-        begin = int(offset[start])
-        data = memoryview(store.read(table.path, begin, after))
-        if len(data) != after - begin:
-            raise DecodeError(
-                f"{store.where(table.path)}: bytes {begin} to {after} are not all there: the file has become shorter since its "
-                "index was read"
-            )
-        yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
-        start = last + 1
 
 
 def mark(sample: memoryview) -> bytes:

@@ -43,9 +43,8 @@ def _measure(found: list[Video], shape: str, gpu: int | None) -> dict[str, Any]:
         shown = videos.request(shape, len(video.identity), rng)
         asked.append((video, shown, video.clip(shown)))
     count = sum(len(shown) for _, shown, _ in asked)
-    clips = [(np.frombuffer(clip.data, np.uint8), np.array(clip.frames, np.int32)) for _, _, clip in asked]
     try:
-        decoded = dali.decode(clips, gpu, 2)
+        decoded = dali.decode([dali.encoded(clip) for _, _, clip in asked], gpu, 2)
     except DecodeError as error:
         return {"pictures": count, "wrong": count, "mean_error": None, "failed": str(error)}
     wrong, errors = 0, []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +36,7 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
                     found, bad = _check(batch, camera, number, _STEPS if camera == windowed else (0,), dataset.lengths)
                     pictures, wrong = pictures + found, wrong + bad
             epochs += 1
-            memory.append(_resident())
+            memory.append(environment.memory_bytes("VmRSS"))
             gpu_memory.append(environment.gpu_bytes_used(batch["index"].device.index))
         stats, routes = loader.stats(), {camera: route.decoder for camera, route in loader.routes.items()}
     return {
@@ -66,10 +63,3 @@ def _check(batch: dict[str, Any], camera: str, number: int, steps: tuple[int, ..
     except ValueError:  # some are not readable
         wrong = len(expected)
     return len(expected), wrong
-
-
-def _resident() -> int | None:
-    """Bytes of this process; None where /proc does not say."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmRSS:\s*(\d+) kB", status.read_text()) if os.path.exists(status) else None
-    return int(found[1]) * 1024 if found else None

@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from nvidia.dali import fn, types
-from nvidia.dali.pipeline import Pipeline
 
 from dali_stream import environment
 from dali_stream.selftest import videos
@@ -70,17 +68,8 @@ def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
 
 def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: int) -> Callable[[], Any]:
     """A call that decodes the next batch and returns when its pictures are there."""
-    batches = [
-        ([np.frombuffer(clip.data, np.uint8) for clip in batch], [np.array(clip.frames, np.int32) for clip in batch])
-        for batch in made
-    ]
-    number, size = itertools.count(), len(made[0])
-    pipeline = Pipeline(batch_size=size, num_threads=threads, device_id=gpu, prefetch_queue_depth=prefetch, exec_dynamic=True)
-    with pipeline:
-        clips, frames = fn.external_source(
-            lambda: batches[next(number) % len(batches)], num_outputs=2, dtype=[types.UINT8, types.INT32], ndim=[1, 1]
-        )
-        pipeline.set_outputs(dali.operator(clips, frames, gpu))
+    batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in made])
+    pipeline = dali.pipeline(lambda: next(batches), len(made[0]), gpu, threads, prefetch)
     pipeline.build()
     if gpu is None:
         return pipeline.run

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.output.copy import RANGE
+from dali_stream.output.samples import read_samples
 from dali_stream.storage import Store
 from dali_stream.video.boxes import UPRIGHT
 from dali_stream.video.damage import checker
@@ -44,7 +44,7 @@ def refusal(table: SampleTable, codec: str, gop: int) -> str:
         return f"it has {len(table.configs)} sample descriptions"
     if (video.chroma, video.depth) != ("420", 8) or video.profile not in PROFILES[codec]:
         return f"it is {video.pixel_format} of profile {video.profile}"
-    if video.matrix not in (None, 2, 5, 6):
+    if not video.like_bt601:
         return f"it says that its colours have matrix {video.matrix}, and not BT.601"
     if table.track_header[:36] != UPRIGHT:
         return "its pictures are to be turned"
@@ -76,33 +76,16 @@ def scan(video: Video) -> int:
     head[table.sync] = True
     checks = [checker(config) for config in table.configs]
     codecs = [codec_of(config) for config in table.configs]
-    for first, begin, data in _stretches(video):
-        for sample, at in enumerate(begin.tolist(), first):
-            size, kind = int(table.size[sample]), table.config[sample]
-            check = checks[kind]
-            if size and check and (wrong := check(data, at, at + size, bool(head[sample]))):
-                where = f"at bytes {table.offset[sample]} to {table.offset[sample] + size}"
-                raise DecodeError(f"the encoded picture {where} is damaged: {wrong}. Copy the file again")
-            if codecs[kind] in CODECS:
-                hidden_ones += hidden(codecs[kind], data[at : at + size])
+    samples = itertools.chain.from_iterable(read_samples(video.store, table, 0, len(table)))
+    for number, data in enumerate(map(bytes, samples)):
+        kind = table.config[number]
+        check = checks[kind]
+        if data and check and (wrong := check(data, 0, len(data), bool(head[number]))):
+            where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
+            raise DecodeError(f"the encoded picture {where} is damaged: {wrong}. Copy the file again")
+        if codecs[kind] in CODECS:
+            hidden_ones += hidden(codecs[kind], data)
     return hidden_ones
-
-
-def _stretches(video: Video) -> Iterator[tuple[int, Int64, bytes]]:
-    """(first sample, where each of them begins, bytes) of samples that lie end to end, a few megabytes at a time."""
-    table, first = video.table, 0
-    while first < len(table):
-        same = int(np.searchsorted(table.stretch, table.stretch[first], side="right"))
-        fits = int(
-            np.searchsorted(table.offset[first:same] + table.size[first:same], table.offset[first] + RANGE, side="right")
-        )
-        stop = first + max(min(same - first, fits), 1)
-        begin, end = int(table.offset[first]), int(table.offset[stop - 1] + table.size[stop - 1])
-        data = video.store.read(table.path, begin, end)
-        if len(data) != end - begin:
-            raise DecodeError("it has become shorter since its index was read")
-        yield first, table.offset[first:stop] - begin, data
-        first = stop
 
 
 def compare(source: Video, out: Video, shown: Int64, shown_out: Int64, what: str) -> list[float]:

@@ -92,8 +92,8 @@ class _Run:
         """Decoders pass over most damage, so what can be seen of it is looked for here (see `damage`)."""
         table, at = self.table, 0
         config = table.configs[table.config[self.samples[0]]]
-        check, codec = checker(config), codec_of(config)
-        look = shown_only and codec in hidden.CODECS
+        check, codec = checker(config), codec_of(config) if shown_only else ""
+        look = codec in hidden.CODECS
         if check is None and not look:
             return
         for sample, size in zip(self.samples.tolist(), table.size[self.samples].tolist(), strict=True):
@@ -103,7 +103,8 @@ class _Run:
                     f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or leave its episodes out"
                 )
             if look and hidden.hidden(codec, data[at : at + size]):
-                raise HiddenFrames(f"the {codec} picture at byte {table.offset[sample]} comes with frames that are never shown")
+                what = f"the {codec} picture at byte {table.offset[sample]} comes with frames that are never shown"
+                raise HiddenFrames(f"{hidden.hidden_frames_refusal(codec)} ({what})")
             at += size
 
 

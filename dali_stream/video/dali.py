@@ -5,7 +5,7 @@ The loader has the operator in its pipeline; `decode` runs it by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,10 @@ except ImportError as error:
 if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
 
+    from dali_stream.video.clip import Clip
+
 Frames = npt.NDArray[np.uint8]
+Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # a clip's bytes, and which pictures of it, rising and each once
 
 COLOUR_TOLERANCE = 4.0
 """How far DALI's pictures may be from FFmpeg's: mean absolute difference of 8 bit RGB values. DALI upsamples chroma and
@@ -51,11 +54,38 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)
 
 
-def decode(clips: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]], gpu: int | None, threads: int) -> list[Frames]:
+def encoded(clip: Clip) -> Encoded:
+    """A clip as `pipeline` and `decode` take it, if its frames are rising and each once."""
+    return np.frombuffer(clip.data, np.uint8), np.array(clip.frames, np.int32)
+
+
+def pipeline(
+    source: Callable[[], Sequence[Encoded]], batch_size: int, gpu: int | None, threads: int, prefetch: int
+) -> Pipeline:
+    """A pipeline that does nothing but decode.
+
+    Args:
+        source: gives a batch of clips each time it is called.
+        batch_size: how many those are at most.
+        gpu: the CUDA device; None on a CPU.
+        threads: of the decoder.
+        prefetch: batches that it is ahead.
+    """
+    made = Pipeline(batch_size=batch_size, num_threads=threads, device_id=gpu, prefetch_queue_depth=prefetch, exec_dynamic=True)
+    with made:
+        clips, frames = fn.external_source(
+            lambda: [list(parts) for parts in zip(*source(), strict=True)],
+            num_outputs=2, dtype=[types.UINT8, types.INT32], ndim=[1, 1],
+        )  # fmt: skip
+        made.set_outputs(operator(clips, frames, gpu))
+    return made
+
+
+def decode(clips: Sequence[Encoded], gpu: int | None, threads: int) -> list[Frames]:
     """Decodes clips in one batch.
 
     Args:
-        clips: per clip, its bytes and which pictures of it, rising and each once.
+        clips: the batch.
         gpu: the CUDA device; None on a CPU.
         threads: of the decoder.
 
@@ -65,16 +95,10 @@ def decode(clips: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]],
     Raises:
         DecodeError: DALI cannot decode one of them.
     """
-    pipeline = Pipeline(batch_size=len(clips), num_threads=threads, device_id=gpu, prefetch_queue_depth=1, exec_dynamic=True)
-    with pipeline:
-        data, frames = fn.external_source(
-            lambda: ([clip for clip, _ in clips], [places for _, places in clips]),
-            num_outputs=2, dtype=[types.UINT8, types.INT32], ndim=[1, 1],
-        )  # fmt: skip
-        pipeline.set_outputs(operator(data, frames, gpu))
+    decoder = pipeline(lambda: clips, len(clips), gpu, threads, prefetch=1)
     try:
-        pipeline.build()
-        [decoded] = pipeline.run()
+        decoder.build()
+        [decoded] = decoder.run()
         on_cpu = decoded if gpu is None else decoded.as_cpu()
         return [np.array(on_cpu.at(i)) for i in range(len(clips))]
     except RuntimeError as error:

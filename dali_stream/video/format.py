@@ -17,6 +17,7 @@ CODECS = {
     b"vp08": "vp8", b"vp09": "vp9", b"mp4v": "mpeg4", b"jpeg": "mjpeg", b"mjpg": "mjpeg", b"png ": "png",
 }  # fmt: skip
 PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # those of 8 bit 4:2:0 that NVDEC documents
+_MATRICES = {0: "RGB", 1: "BT.709", 2: "not said", 5: "BT.601", 6: "BT.601", 9: "BT.2020", 10: "BT.2020"}
 _CHROMA = {0: "gray", 1: "420", 2: "422", 3: "444"}
 
 
@@ -41,6 +42,16 @@ class VideoFormat:
             return "rgb24"
         deep = f"{self.depth}le" if self.depth > 8 else ""
         return f"gray{deep}" if self.chroma == "gray" else f"yuv{self.chroma}p{deep}"
+
+    @property
+    def matrix_name(self) -> str:
+        """The matrix by its name."""
+        return "not said" if self.matrix is None else _MATRICES.get(self.matrix, f"matrix {self.matrix}")
+
+    @property
+    def like_bt601(self) -> bool:
+        """Whether decoders take the colours for BT.601, as they do where nothing is said."""
+        return self.matrix in (None, 2, 5, 6)
 
 
 def describe(config: bytes) -> VideoFormat:

@@ -26,6 +26,8 @@ def hidden(codec: str, data: bytes) -> int:
         codec: one of `CODECS`.
         data: the whole sample, which has been found undamaged (`damage.checker`).
     """
+    if not data:  # which the decoder refuses
+        return 0
     if codec == "av1":
         return _av1(data)
     if codec == "vp9":
@@ -52,6 +54,11 @@ def hidden_frames(store: Store, table: SampleTable, codec: str) -> tuple[int, in
                 count += hidden(codec, data[at : at + int(table.size[sample])])
                 seen += 1
     return count, seen
+
+
+def hidden_frames_refusal(codec: str) -> str:
+    """Why NVDEC does not get a video with hidden frames."""
+    return f"{codec} with hidden frames: DALI pairs times with decoded frames on a GPU, and would deliver others than asked for"
 
 
 def _av1(data: bytes) -> int:

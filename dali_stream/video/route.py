@@ -8,13 +8,11 @@ from dali_stream.storage import Store
 from dali_stream.video.boxes import UPRIGHT
 from dali_stream.video.capability import capability
 from dali_stream.video.format import PROFILES, VideoFormat
-from dali_stream.video.hidden import hidden_frames
+from dali_stream.video.hidden import hidden_frames, hidden_frames_refusal
 from dali_stream.video.table import SampleTable
 
 DECODE = ("auto", "dali", "torchcodec")
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
-_LIKE_BT601 = (None, 2, 5, 6)  # ISO/IEC 23091-2: not said, unspecified, BT.601 of 625 and of 525 lines
-_MATRICES = {1: "BT.709", 9: "BT.2020", 10: "BT.2020"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,6 @@ def refusal_of_file(gpu: int | None, video: VideoFormat, table: SampleTable, sto
     return hidden_frames_refusal(video.codec) if gpu is not None and hidden_frames(store, table, video.codec)[0] else ""
 
 
-def hidden_frames_refusal(codec: str) -> str:
-    """Why NVDEC does not get a video with hidden frames."""
-    return f"{codec} with hidden frames: DALI pairs times with decoded frames on a GPU, and would deliver others than asked for"
-
-
 def refusal(gpu: int | None, video: VideoFormat, table: SampleTable) -> str:
     """Why DALI must not decode this video, as far as its index tells; empty where it may."""
     if gpu is None:
@@ -85,9 +78,8 @@ def _unsafe_on_nvdec(video: VideoFormat, table: SampleTable) -> str:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
     if video.profile not in PROFILES.get(video.codec, (video.profile,)):
         return f"NVDEC is not documented to decode {video.codec} of profile {video.profile}"
-    if video.matrix not in _LIKE_BT601:
-        named = _MATRICES.get(video.matrix, f"of matrix {video.matrix}")
-        return f"the colours are {named}, and DALI converts all as BT.601 on a GPU"
+    if not video.like_bt601:
+        return f"the colours are those of {video.matrix_name}, and DALI converts all as BT.601 on a GPU"
     return ""
 
 

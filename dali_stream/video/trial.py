@@ -37,7 +37,7 @@ def trial(store: Store, table: SampleTable, video: VideoFormat, gpu: int | None)
     if gpu is not None and (named := colour_space(clip)) not in _LIKE_BT601:
         return f"its pictures say that their colours are {named}, and DALI converts all as BT.601 on a GPU"
     try:
-        [found] = dali.decode([(np.frombuffer(clip.data, np.uint8), np.array(clip.frames, np.int32))], gpu, 1)
+        [found] = dali.decode([dali.encoded(clip)], gpu, 1)
     except DecodeError as error:
         return f"{error}, tried on its first pictures"
     if found.shape != expected.shape:

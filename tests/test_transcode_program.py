@@ -1,0 +1,128 @@
+"""`dali-stream transcode` and the program ffmpeg: the encoders that it has, and what it does otherwise than it was told to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import video_data
+from cli_data import failed
+from reshard_data import videos
+from transcode_data import (
+    FAST,
+    LACKS_NVENC,
+    PLAYS_NVENC,
+    assert_same_but_for_pictures,
+    recorded,
+    runs,
+    small,
+    stub,
+    transcoded,
+)
+
+from dali_stream import DaliStreamError
+from dali_stream.cli import main
+
+__all__ = ["small"]
+pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
+
+
+# ---- NVENC, played by a stub
+
+
+def test_nvenc_is_taken_where_it_works(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = stub(tmp_path, monkeypatch, PLAYS_NVENC)
+    report = transcoded(small, tmp_path / "out", codec="hevc", encoder="auto", crf=19)
+    assert {camera.encoder for camera in report.cameras.values()} == {"hevc_nvenc"}
+    assert_same_but_for_pictures(small, tmp_path / "out")
+    told = "-c:v hevc_nvenc -bf 0 -tag:v hvc1 -g 2 -preset p5 -rc vbr -cq 19 -b:v 0 -no-scenecut 1 -forced-idr 1"
+    encoding = [" ".join(run) for run in runs(log) if "hevc_nvenc" in run]
+    assert len(encoding) == 1 + len(videos(small))  # tried once, with the size of the cameras
+    assert "-s 128x120" in encoding[0]
+    assert all(told in run for run in encoding)
+    assert "rawvideo" in encoding[0]
+    for run in encoding[1:]:
+        for part in ("-nostdin", "-protocol_whitelist file -f mov -i file:", "-copyts", "passthrough", "-xerror", "+faststart"):
+            assert part in run
+
+
+def test_without_nvenc_the_cpu_is_taken(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(tmp_path, monkeypatch, LACKS_NVENC)
+    line = failed(capsys, ["transcode", small, tmp_path / "out", "--codec", "h264", "--encoder", "nvenc"], 2)
+    for said in ("h264_nvenc", "no encode device", "--encoder cpu"):
+        assert said in line
+    assert not (tmp_path / "out").exists()
+    assert main(["transcode", str(small), str(tmp_path / "out"), "--codec", "h264", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {camera["encoder"] for camera in report["cameras"].values()} == {"libx264"}
+
+
+def test_a_size_that_nvenc_does_not_take_is_the_cpus(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_small = "if 'hevc_nvenc' in arguments and '128x120' in arguments: sys.exit('Frame Dimension less than the minimum')"
+    stub(tmp_path, monkeypatch, too_small + PLAYS_NVENC)
+    report = transcoded(small, tmp_path / "out", codec="hevc", encoder="auto")
+    assert {camera.encoder for camera in report.cameras.values()} == {"libx265"}
+    with pytest.raises(ValueError, match=r"Frame Dimension less than the minimum \(pictures of 120×128\)"):
+        transcoded(small, tmp_path / "other", codec="hevc", encoder="nvenc")
+
+
+def test_nvenc_is_asked_for_key_frames_alone(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = stub(tmp_path, monkeypatch, LACKS_NVENC)
+    transcoded(small, tmp_path / "out", codec="h264", gop=1, encoder="auto")
+    [told] = [" ".join(run) for run in runs(log) if "h264_nvenc" in run]
+    assert "-g 250 -force_key_frames expr:1" in told
+    assert "-forced-idr 1" in told
+
+
+def test_quality_beyond_what_nvenc_counts_is_the_cpus(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = stub(tmp_path, monkeypatch, "")
+    with pytest.raises(ValueError, match="64"):
+        transcoded(small, tmp_path / "out", codec="av1", encoder="auto", crf=64)
+    assert not any("av1_nvenc" in run for run in runs(log))
+
+
+# ---- what ffmpeg lacks, or does otherwise
+
+
+def test_a_missing_program_and_a_missing_encoder_are_named(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(tmp_path, monkeypatch, "if 'libx264' in arguments: sys.exit(\"Unknown encoder 'libx264'\")")
+    line = failed(capsys, ["transcode", small, tmp_path / "out", *FAST], 1)
+    assert "libx264" in line
+    assert "Unknown encoder" in line
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "apt-get install ffmpeg" in failed(capsys, ["transcode", small, tmp_path / "out", *FAST], 1)
+    assert not (tmp_path / "out").exists()
+
+
+_FILTER = "at = arguments.index('-vf') + 1; arguments[at]"
+_ANOTHER = ",trim=start_frame=1,tpad=stop=1:stop_mode=clone,setpts=PTS-512"
+_WRONG = {
+    "pictures are lost": ("arguments[-1:-1] = ['-frames:v', '20']", "pictures went in, and 20 came out"),
+    "pictures are late": (f"{_FILTER} += ',setpts=PTS+0.02/TB'", "has moved by 0.0"),
+    "pictures are others": (f"{_FILTER} += '{_ANOTHER}'", r"episode \d+, frame \d+: it looks like frame \d+ of the source"),
+    "pictures are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and 25 is the least"),
+    "colours are of another range": (f"{_FILTER} = 'scale=out_range=pc,setparams=range=pc'", "full range|yuvj420p"),
+    "GOPs are longer": ("arguments = ['9' if a == '2' else a for a in arguments]", "longest GOP has 9"),
+    "there are B-frames": ("arguments = [{'0': '2', '2': '12'}.get(a, a) for a in arguments]", "B-frames"),
+}
+
+
+@pytest.mark.parametrize("how", _WRONG)
+def test_nothing_else_comes_out_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    change, said = _WRONG[how]
+    root = recorded(tmp_path, video_data.mpeg4(12))
+    stub(tmp_path, monkeypatch, f"if encoding:\n    {change}")
+    with pytest.raises(DaliStreamError, match=said) as caught:
+        transcoded(root, tmp_path / "out", codec="h264")
+    assert video_data.CAMERA in str(caught.value)
+    assert video_data.VIDEO.format(video_data.CAMERA, 0) in str(caught.value)
+    assert not (tmp_path / "out/meta").exists()
+    assert not list((tmp_path / "out").rglob("*.mp4"))
