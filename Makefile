@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python -m
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu check lint format clean
+.PHONY: help install demo train-demo test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,12 @@ install: ## set up .venv with all that is needed (and FFmpeg, as root on Debian 
 
 demo: install ## make a small dataset in .demo/dataset and stream it
 	$(VENV)/bin/dali-stream demo --root .demo/dataset $(ARGS)
+
+# What is there already goes on: with all of its steps behind it, it draws its pictures only.
+train-demo: install ## train a policy on a demo dataset, in a few minutes of a CPU; curves and predictions in .demo/run
+	test -d .demo/small || $(VENV)/bin/dali-stream demo --root .demo/small --episodes 32 --size 120x160
+	$(VENV)/bin/python pipelines/train.py .demo/small --out .demo/run --resume --device cpu --val-episodes 4 \
+	    --image-size 96 128 --chunk 20 --max-steps 400 --val-every 100 --save-every 100 --learning-rate 5e-4 $(ARGS)
 
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones
@@ -42,7 +48,7 @@ check: install lint ## lint, format check, types
 
 lint: install ## lint the image, its deployments and the shell scripts
 	$(VENV)/bin/hadolint docker/Dockerfile
-	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch
+	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/slurm/*.sbatch
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 

@@ -1,0 +1,224 @@
+"""Behaviour cloning with action chunks on one or many GPUs: pictures, state and task in, the actions to come out.
+
+python pipelines/train.py URI --out DIR [--resume] [--max-steps N] [--val-episodes N] ...
+accelerate launch --num_processes 8 pipelines/train.py URI --out DIR ...
+
+DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
+chunks.png. A run that was killed goes on with --resume at the very next sample, on any number of processes that divides
+--consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM the batch at hand is
+finished, the run saved, and the exit code is 143. Needs tensorboard and matplotlib: pip install 'dali-stream[train]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from training import charts, checkpoint
+from training.arguments import parse
+from training.data import Data, batches, open_data
+from training.journal import Journal, read
+from training.lerobot_act import LeRobotAct
+from training.policy import ACTION, ChunkPolicy
+from training.preemption import Preemption
+
+import dali_stream
+
+WARM_UP = 100  # steps
+MODEL = ("policy", "chunk", "image_size")  # the arguments that make a model; a checkpoint fits the same ones
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains; exits with 143 where SIGTERM cut it short."""
+    preemption = Preemption()
+    arguments = parse(argv)
+    cpu = arguments.device == "cpu" or not torch.cuda.is_available()
+    bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
+    try:
+        run = Run(arguments, accelerator)
+    except (ValueError, dali_stream.DaliStreamError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        finished = run.train(preemption)
+    finally:
+        run.close()
+    accelerator.end_training()
+    if not finished:
+        preemption.leave()
+
+
+def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
+    """The policy that was asked for, with weights of the seed."""
+    torch.manual_seed(arguments.seed)
+    if arguments.policy == "compact":
+        return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks)
+    size, pretrained = tuple(arguments.image_size), not arguments.from_scratch
+    return LeRobotAct(data.cameras, size, data.state, len(data.action_names), arguments.chunk, pretrained)
+
+
+class Run:
+    """A run from its start or its checkpoint on.
+
+    Raises:
+        ValueError: arguments, dataset and checkpoint do not go together.
+        DaliStreamError: the dataset cannot be read, or the checkpoint is of another one.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
+        self.arguments, self.accelerator, self.step = arguments, accelerator, 0
+        self.file = arguments.out / "checkpoint.pt"
+        if self.file.exists() and not arguments.resume:
+            raise ValueError(f"{self.file} is there already; go on from it with --resume, or name another --out")
+        self.data = open_data(arguments, accelerator)
+        if not arguments.dummy:
+            model = make_policy(arguments, self.data)
+            optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, weight_decay=arguments.weight_decay)
+            self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        if self.file.exists():
+            self._load()
+        self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(arguments.out, self.step) if accelerator.is_main_process else None
+        self._mark()
+
+    def train(self, preemption: Preemption) -> bool:
+        """Steps up to --max-steps; returns whether it got there, or SIGTERM came before."""
+        arguments = self.arguments
+        with self._progress() as bar:
+            for batch in self._batches():
+                self.step += 1
+                loss = self._descend(batch)
+                asked, last = preemption.agreed(), self.step == arguments.max_steps
+                if self.step % arguments.log_every == 0 or last:
+                    self._log(loss)
+                if self.step % arguments.val_every == 0 or last:
+                    self._validate()
+                if self.step % arguments.save_every == 0 or last or asked:
+                    self._save()
+                bar.update(bar.task_ids[0], completed=self.step)
+                if asked and not last:
+                    self.console.print(f"SIGTERM: saved at step {self.step}; --resume goes on from there")
+                    return False
+        if self.accelerator.is_main_process and not arguments.dummy:
+            charts.loss_curves(arguments.out / "loss.png", read(arguments.out))
+            charts.action_chunks(arguments.out / "chunks.png", self.data, self.accelerator.unwrap_model(self.model))
+        return True
+
+    def close(self) -> None:
+        """Stops the loaders and writes the journal out."""
+        self.data.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        while self.step < self.arguments.max_steps:
+            for batch in batches(self.data.train):
+                yield batch
+                if self.step == self.arguments.max_steps:
+                    return
+
+    def _descend(self, batch: dict[str, Any]) -> Tensor | None:
+        """One step of the optimizer; the loss of this process's part of the batch."""
+        if self.arguments.dummy:
+            return None
+        # What a policy draws is a function of the step, so that a resumed run draws what an uninterrupted one does.
+        torch.manual_seed(hash((self.arguments.seed, self.step, self.accelerator.process_index)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        loss = self.model(batch)
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _rate(self) -> float:
+        cosine = (1 + math.cos(math.pi * (self.step - 1) / self.arguments.max_steps)) / 2
+        return self.arguments.learning_rate * min(self.step / WARM_UP, cosine)
+
+    def _log(self, loss: Tensor | None) -> None:
+        """Notes this step's loss over all processes, and the speed since the last note."""
+        values: dict[str, Any] = {}
+        if loss is not None:
+            values = {"loss": float(self.accelerator.reduce(loss, "mean")), "learning_rate": self._rate()}
+            if not math.isfinite(values["loss"]):
+                raise FloatingPointError(f"the loss is {values['loss']} at step {self.step}; try a smaller --learning-rate")
+        loader, (step, marked, waited) = self.data.train, self.marked
+        seconds = time.perf_counter() - marked
+        state = loader.state_dict()
+        values |= {
+            "samples_per_s": (self.step - step) * self.arguments.batch_size / seconds,
+            "wait_share": (loader.stats()["wait_s"] - waited) / seconds,
+            "epoch": state["epoch"],
+            "position": state["position"],
+        }
+        self._note("train", values)
+        self._mark()
+
+    def _mark(self) -> None:
+        """From here on the speed is measured."""
+        self.marked = (self.step, time.perf_counter(), self.data.train.stats()["wait_s"])
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Notes the mean absolute error on the episodes held out, and that of predicting the mean, in standard deviations."""
+        if self.data.val is None or self.arguments.dummy:
+            return
+        policy, totals = self.accelerator.unwrap_model(self.model).eval(), torch.zeros(3, device=self.accelerator.device)
+        for batch in batches(self.data.val):
+            seen = ~batch["action_is_pad"][..., None].expand_as(batch[ACTION])
+            with self.accelerator.autocast():
+                wrong = policy.predict(batch) - batch[ACTION]
+            totals += torch.stack([wrong[seen].abs().sum(), batch[ACTION][seen].abs().sum(), seen.sum()])
+        policy.train()
+        own, mean, count = self.accelerator.reduce(totals, "sum").tolist()
+        self._note("validation", {"val_error": own / count, "mean_error": mean / count})
+        self._mark()
+
+    def _note(self, kind: str, values: dict[str, Any]) -> None:
+        if self.journal is not None:
+            self.journal.add(self.step, kind, values)
+            text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self.console.print(f"step {self.step}: {text}", soft_wrap=True)
+
+    def _save(self) -> None:
+        """Saves the run. All processes are at the same step, and the loader's state is the same on each."""
+        if self.accelerator.is_main_process and not self.arguments.dummy:
+            state = {
+                "arguments": {name: getattr(self.arguments, name) for name in MODEL},
+                "model": self.accelerator.unwrap_model(self.model).state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "loader": self.data.train.state_dict(),
+                "step": self.step,
+            }
+            checkpoint.save(self.file, state)
+        self.accelerator.wait_for_everyone()  # a process that ended earlier would have the others killed
+        self._mark()
+
+    def _load(self) -> None:
+        state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})
+        self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.data.train.load_state_dict(state["loader"])
+        self.step = state["step"]
+
+    def _progress(self) -> Progress:
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        bar.add_task("", total=self.arguments.max_steps, completed=self.step)
+        return bar
+
+
+if __name__ == "__main__":
+    main()

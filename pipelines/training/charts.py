@@ -1,0 +1,68 @@
+"""Pictures of a training run: the loss curves, and predicted beside recorded action chunks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import dali_stream
+from training.data import Data, batches
+from training.policy import ACTION
+
+
+def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Draws the journal's entries: training loss, validation error, and the error of predicting the mean."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps, losses = _curve(entries, "loss")
+    axes.plot(steps, losses, color="0.8", linewidth=1)
+    axes.plot(steps, _smooth(losses), label="training")
+    axes.plot(*_curve(entries, "val_error"), "o-", label="validation")
+    axes.plot(*_curve(entries, "mean_error"), "k--", label="validation, predicting the mean")
+    axes.set(xlabel="step", ylabel="mean absolute error / standard deviation", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+@torch.no_grad()
+def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
+    """Draws a row per frame of `data.shown`: what the policy saw, and per action what was recorded and what it predicts."""
+    with dali_stream.Loader(**data.shown) as loader:
+        batch = next(batches(loader))
+        both = [loader.normalizer.inverse({ACTION: each})[ACTION] for each in (batch[ACTION], policy.eval().predict(batch))]
+    recorded, predicted = (each.masked_fill(batch["action_is_pad"][..., None], math.nan).cpu() for each in both)
+    names = data.action_names[:6]
+    figure = Figure(figsize=(3 * (len(names) + 1), 2.4 * len(recorded)), layout="constrained")
+    rows = figure.subplots(len(recorded), len(names) + 1, squeeze=False)
+    seconds = [step / loader.dataset.fps for step in range(recorded.shape[1])]
+    for number, (first, *rest) in enumerate(rows):
+        first.imshow(batch[data.cameras[0]][number].permute(1, 2, 0).cpu().numpy())
+        first.set_title(f"episode {batch['episode_index'][number]}, frame {batch['frame_index'][number]}", fontsize=9)
+        first.set_axis_off()
+        for action, (axes, name) in enumerate(zip(rest, names, strict=True)):
+            axes.plot(seconds, recorded[number, :, action], "k", label="recorded")
+            axes.plot(seconds, predicted[number, :, action], "C1--", label="predicted")
+            axes.set_title(name, fontsize=9)
+    rows[0, 1].legend(fontsize=8)
+    for axes in rows[-1, 1:]:
+        axes.set_xlabel("s from now")
+    figure.savefig(path, dpi=100)
+
+
+def _curve(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _smooth(values: list[float], share: float = 0.9) -> list[float]:
+    """An exponential mean, without the pull of its beginning (Kingma and Ba 2015, section 3)."""
+    mean, smooth = 0.0, []
+    for count, value in enumerate(values, start=1):
+        mean = share * mean + (1 - share) * value
+        smooth.append(mean / (1 - share**count))
+    return smooth

@@ -1,0 +1,93 @@
+"""Training that is killed and goes on with another number of processes: it is the run that nobody interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from train_data import ENVIRONMENT, command, losses, train
+
+pytestmark = pytest.mark.slow
+STEPS, SAVE_EVERY = 12, 3
+OPTIONS = ["--max-steps", STEPS, "--save-every", SAVE_EVERY]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of 12 steps by two processes."""
+    out = tmp_path_factory.mktemp("elastic") / "run"
+    train(demo, out, *OPTIONS, processes=2)
+    return losses(out)
+
+
+@pytest.fixture(scope="module")
+def killed(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same run, one of whose two processes was killed after step 5."""
+    out = tmp_path_factory.mktemp("elastic") / "run"
+    with start(demo, out) as launcher:
+        wait_for(launcher, "step 5:")
+        os.kill(ranks(launcher)[1], signal.SIGKILL)
+        launcher.stderr.read()
+    assert launcher.returncode != 0
+    return out
+
+
+@pytest.mark.parametrize("processes", [2, 1, 4])
+def test_a_killed_run_goes_on_with_any_number_of_processes(
+    killed: Path, uninterrupted: dict[int, float], demo: Path, tmp_path: Path, processes: int
+) -> None:
+    """Each step's loss is that of the very samples that come next: one sample more, less or another would change it."""
+    out = Path(shutil.copytree(killed, tmp_path / "run"))
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert state["step"] in range(SAVE_EVERY, STEPS, SAVE_EVERY)
+    assert state["loader"]["position"] == 8 * state["step"]
+    train(demo, out, *OPTIONS, "--resume", processes=processes)
+    # Other processes add the same gradients up in another order; that is all that may differ.
+    assert losses(out) == (uninterrupted if processes == 2 else pytest.approx(uninterrupted, rel=1e-4))
+
+
+def test_sigterm_to_one_process_ends_all_of_them_at_one_step(
+    uninterrupted: dict[int, float], demo: Path, tmp_path: Path
+) -> None:
+    with start(demo, tmp_path) as launcher:
+        wait_for(launcher, "step 4:")
+        os.kill(ranks(launcher)[1], signal.SIGTERM)
+        said = launcher.stderr.read()
+    step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
+    assert f"SIGTERM: saved at step {step}" in said
+    assert said.count("exitcode  : 143") == 2, said  # as torchrun reports its processes
+    train(demo, tmp_path, *OPTIONS, "--resume", processes=2)
+    assert losses(tmp_path) == uninterrupted
+
+
+def start(dataset: Path, out: Path) -> subprocess.Popen[str]:
+    """A run of two processes, whose progress can be read."""
+    return subprocess.Popen(command(dataset, out, *OPTIONS, processes=2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
+    """Reads what a run says up to a line."""
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith(beginning):
+            return
+    pytest.fail(f"the run ended before {beginning!r}:\n{''.join(said)[-3000:]}")
+
+
+def ranks(launcher: subprocess.Popen[str]) -> dict[int, int]:
+    """{rank: process id} of what torchrun started."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # what has ended meanwhile
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == launcher.pid:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                found |= {int(each[5:]): int(folder.name) for each in variables if each.startswith(b"RANK=")}
+    assert sorted(found) == [0, 1]
+    return found

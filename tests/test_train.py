@@ -1,0 +1,143 @@
+"""The training program: what it writes, what it refuses, and an end in the middle."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train_data import ENVIRONMENT, ROOT, SMALL, command, journal, losses, train
+
+from dali_stream import Dataset
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 8 steps that nothing interrupted."""
+    out = tmp_path_factory.mktemp("train") / "run"
+    train(demo, out, "--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4)
+    return out
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """The program in this process, which then forgets Accelerate's state and the handler of SIGTERM."""
+    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
+    before = signal.getsignal(signal.SIGTERM)
+    yield importlib.import_module("train").main
+    signal.signal(signal.SIGTERM, before)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_run_leaves_its_checkpoint_journal_and_pictures(finished: Path, demo: Path) -> None:
+    assert list(losses(finished)) == list(range(1, STEPS + 1))
+    state = torch.load(finished / "checkpoint.pt", weights_only=True)
+    assert state["step"] == STEPS
+    assert (state["loader"]["epoch"], state["loader"]["position"]) == (0, 8 * STEPS)
+    assert all(0 <= entry["wait_share"] <= 1 and entry["samples_per_s"] > 0 for entry in journal(finished) if "loss" in entry)
+    for name in ("loss.png", "chunks.png"):
+        assert np.asarray(Image.open(finished / name)).std() > 10  # something is drawn
+
+
+def test_tensorboard_has_what_the_journal_has(finished: Path) -> None:
+    events = EventAccumulator(str(finished / "tensorboard"))
+    events.Reload()
+    found = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert found == pytest.approx(losses(finished), rel=1e-6)
+    assert [event.step for event in events.Scalars("validation/val_error")] == [4, 8]
+
+
+def test_validation_is_of_the_episodes_held_out(finished: Path, demo: Path) -> None:
+    """Predicting the mean is wrong by what the episodes' own actions say, computed here from the rows alone."""
+    from dali_stream import Loader
+
+    with Loader(Dataset(demo, cameras=[], episodes=[1, 4]), batch_size=10**9, shuffle=False, last_batch="partial",
+                delta_timestamps={"action": [step / 20 for step in range(8)]}, device="cpu") as loader:  # fmt: skip
+        batch = next(iter(loader))
+    stats = Dataset(demo).stats["action"]
+    wrong = np.abs((batch["action"].numpy() - stats["mean"]) / stats["std"])[~batch["action_is_pad"].numpy()]
+    found = [entry["mean_error"] for entry in journal(finished) if "mean_error" in entry]
+    assert found == pytest.approx([wrong.mean()] * 2, rel=1e-4)
+
+
+def test_sigterm_finishes_the_batch_saves_and_ends_with_143_and_the_run_goes_on(
+    finished: Path, demo: Path, tmp_path: Path
+) -> None:
+    options = ["--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4]
+    with subprocess.Popen(command(demo, tmp_path, *options), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("step 3:"):
+                process.terminate()
+                break
+        said = process.stderr.read()
+    assert process.returncode == 143
+    step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
+    assert 3 <= step < STEPS
+    assert f"saved at step {step}" in said
+    assert list(losses(tmp_path)) == list(range(1, step + 1))
+    train(demo, tmp_path, *options, "--resume")
+    assert losses(tmp_path) == losses(finished)
+
+
+def test_dummy_trains_nothing_and_measures_the_loader(main: Callable[..., None], demo: Path, tmp_path: Path) -> None:
+    main([*map(str, [demo, "--out", tmp_path, *SMALL, "--dummy", "--max-steps", 3])])
+    assert not (tmp_path / "checkpoint.pt").exists()
+    assert [set(entry) for entry in journal(tmp_path)] == [{"step", "samples_per_s", "wait_share", "epoch", "position"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-steps", 0], "--max-steps is 0; give 1 or more"),
+        (["--val-episodes", 6], "--val-episodes is 6, and the dataset has 6 episodes"),
+        (["--batch-size", 1000], "batch_size=1000 on 1 ranks needs 1000 frames"),
+        (["--policy", "lerobot-act"], "LeRobot's ACT cannot be imported"),
+    ],
+)
+def test_what_does_not_go_together_is_said_in_a_line(
+    main: Callable[..., None],
+    demo: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[object],
+    said: str,
+) -> None:
+    if "lerobot-act" in arguments and importlib.util.find_spec("lerobot"):
+        pytest.skip("LeRobot is installed")
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, [demo, "--out", tmp_path, *SMALL, *arguments])])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "is there already; go on from it with --resume"),
+        (["--resume", "--chunk", 9], "is of chunk=8, and this run has chunk=9"),
+        (["--resume", "--seed", 1], "the state is of the order"),
+        (["--resume", "--val-episodes", 1], "the state is of another dataset or of other episodes"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    main: Callable[..., None],
+    finished: Path,
+    demo: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[object],
+    said: str,
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *arguments])])
+    assert said in capsys.readouterr().err
+    assert losses(finished)  # it is as it was
