@@ -78,8 +78,8 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         self.arguments, self.accelerator, self.step = arguments, accelerator, 0
         self.file = arguments.out / "checkpoint.pt"
-        if self.file.exists() and not arguments.resume:
-            raise ValueError(f"{self.file} is there already; go on from it with --resume, or name another --out")
+        if self.file.exists() and (arguments.dummy or not arguments.resume):
+            raise ValueError(f"{self.file} is there already; train on from it with --resume, or name another --out")
         self.data = open_data(arguments, accelerator)
         if not arguments.dummy:
             model = make_policy(arguments, self.data)
@@ -108,7 +108,7 @@ class Run:
                     self._save()
                 bar.update(bar.task_ids[0], completed=self.step)
                 if asked and not last:
-                    self.console.print(f"SIGTERM: saved at step {self.step}; --resume goes on from there")
+                    self.console.print(f"SIGTERM: ended at step {self.step}; a run that trains goes on with --resume")
                     return False
         if self.accelerator.is_main_process and not arguments.dummy:
             charts.loss_curves(arguments.out / "loss.png", read(arguments.out))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from slurm_data import Cluster
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
@@ -179,12 +179,8 @@ def test_no_token_is_written_anywhere() -> None:
     )
 
 
-# Plays srun, scontrol, apptainer, dali-stream and a training program, whichever name it is called by, and notes each call.
-STUB = """#!{python}
-import json, os, subprocess, sys
-name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
-with open(os.environ["CALLS"], "a") as file:
-    print(json.dumps([name, arguments, dict(os.environ)]), file=file)
+# Plays srun, scontrol, apptainer, dali-stream and a training program, whichever name it is called by.
+STUB = """
 if name == "scontrol":
     print("node0", "node1", sep="\\n")
 elif name == "apptainer":
@@ -194,7 +190,7 @@ elif name == "apptainer":
             arguments.pop(0)
     sys.exit(subprocess.call(arguments[1:]))
 elif name == "srun":
-    options = {{}}
+    options = {}
     while arguments[0].startswith("--"):
         key, _, value = arguments.pop(0).partition("=")
         options[key] = value
@@ -203,38 +199,22 @@ elif name == "srun":
     codes = []
     for task in range(tasks):
         own = dict(SLURM_PROCID=task, SLURM_LOCALID=task % on_each, SLURM_NTASKS=tasks, NODE=task // on_each)
-        codes.append(subprocess.call(arguments, env=os.environ | {{key: str(own[key]) for key in own}}))
+        codes.append(subprocess.call(arguments, env=os.environ | {key: str(own[key]) for key in own}))
     sys.exit(max(codes))
 elif name == "dali-stream":
     sys.exit(os.environ["NODE"] == os.environ.get("BAD_NODE"))
 """
 
 
-class Cluster:
-    """Two nodes with four GPUs each, played by stubs."""
+class GpuCluster(Cluster):
+    """Two nodes with four GPUs each."""
 
     def __init__(self, folder: Path) -> None:
-        self.calls_file = folder / "calls"
-        self.submitted_from = folder / "my project"
-        self.submitted_from.mkdir()
+        super().__init__(folder, STUB, ("srun", "scontrol", "apptainer", "dali-stream", "train"))
         self.cache = folder / "scratch/cache"
-        programs = folder / "bin"
-        programs.mkdir()
-        for name in ("srun", "scontrol", "apptainer", "dali-stream", "train"):
-            (programs / name).write_text(STUB.format(python=sys.executable))
-            (programs / name).chmod(0o755)
-        self.script = folder / "slurm_script"  # where sbatch puts its copy
-        self.env = {
-            "PATH": f"{programs}:/usr/bin:/bin",
-            "CALLS": str(self.calls_file),
-            "SLURM_SUBMIT_DIR": str(self.submitted_from),
-            "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NODELIST": "node[0-1]",
-            "SLURM_JOB_NUM_NODES": "2",
+        self.env |= {
             "SLURM_NTASKS": "8",
             "SLURM_NTASKS_PER_NODE": "4",
-            "SLURM_GPUS_PER_NODE": "h100:4",
-            "SLURM_CPUS_PER_TASK": "12",
             "IMAGE": "/images/dali_stream.img",
             "CACHE_DIR": str(self.cache),
             "HF_TOKEN": TOKEN,
@@ -242,22 +222,16 @@ class Cluster:
         }
 
     def run(self, script: str, *command: str, **env: str | None) -> subprocess.CompletedProcess[str]:
-        shutil.copy(DOCKER / "slurm" / script, self.script)
-        given = {name: value for name, value in (self.env | env).items() if value is not None}
-        return subprocess.run(["bash", str(self.script), *command], env=given, capture_output=True, text=True, timeout=300)
-
-    def calls(self, name: str) -> list[tuple[list[str], dict[str, str]]]:
-        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
-        return [(arguments, env) for called, arguments, env in map(json.loads, lines) if called == name]
+        return super().run(DOCKER / "slurm" / script, *command, **env)
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path)
+def cluster(tmp_path: Path) -> GpuCluster:
+    return GpuCluster(tmp_path)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_starts_one_task_per_gpu_with_its_rank_and_the_capabilities(script: str, cluster: Cluster) -> None:
+def test_slurm_starts_one_task_per_gpu_with_its_rank_and_the_capabilities(script: str, cluster: GpuCluster) -> None:
     arguments = ["two words", "", "$HOME", "--x=*"]
     done = cluster.run(script, "train", *arguments)
     assert done.returncode == 0, done.stderr
@@ -275,22 +249,22 @@ def test_slurm_starts_one_task_per_gpu_with_its_rank_and_the_capabilities(script
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_runs_the_doctor_once_on_each_node_and_first(script: str, cluster: Cluster) -> None:
+def test_slurm_runs_the_doctor_once_on_each_node_and_first(script: str, cluster: GpuCluster) -> None:
     assert cluster.run(script, "train").returncode == 0
     assert [(given, env["NODE"]) for given, env in cluster.calls("dali-stream")] == [(["doctor"], "0"), (["doctor"], "1")]
-    called = [json.loads(line)[0] for line in cluster.calls_file.read_text().splitlines()]
+    called = cluster.called()
     assert called.index("train") > len(called) - 1 - called[::-1].index("dali-stream")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_does_not_train_where_a_node_is_not_well(script: str, cluster: Cluster) -> None:
+def test_slurm_does_not_train_where_a_node_is_not_well(script: str, cluster: GpuCluster) -> None:
     assert cluster.run(script, "train", BAD_NODE="1").returncode != 0
     assert len(cluster.calls("dali-stream")) == 2
     assert not cluster.calls("train")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_mounts_the_cache_of_the_node_and_the_datasets_read_only(script: str, cluster: Cluster) -> None:
+def test_slurm_mounts_the_cache_of_the_node_and_the_datasets_read_only(script: str, cluster: GpuCluster) -> None:
     assert cluster.run(script, "train", DATASET_DIR="/shared/datasets").returncode == 0
     assert cluster.cache.is_dir()
     mounts = f"{cluster.submitted_from}:/work,{cluster.cache}:/cache,/shared/datasets:/data:ro"
@@ -311,7 +285,7 @@ def test_slurm_mounts_the_cache_of_the_node_and_the_datasets_read_only(script: s
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_hands_the_token_on_without_writing_it(script: str, cluster: Cluster) -> None:
+def test_slurm_hands_the_token_on_without_writing_it(script: str, cluster: GpuCluster) -> None:
     done = cluster.run(script, "train")
     assert all(env["HF_TOKEN"] == TOKEN for _, env in cluster.calls("train"))
     commands = [json.loads(line)[1] for line in cluster.calls_file.read_text().splitlines()]
@@ -328,7 +302,7 @@ def test_slurm_hands_the_token_on_without_writing_it(script: str, cluster: Clust
     ],
 )
 def test_slurm_says_what_is_missing(
-    script: str, command: list[str], env: dict[str, str | None], said: str, cluster: Cluster
+    script: str, command: list[str], env: dict[str, str | None], said: str, cluster: GpuCluster
 ) -> None:
     done = cluster.run(script, *command, **env)
     assert done.returncode == 2

@@ -60,7 +60,7 @@ def test_sigterm_to_one_process_ends_all_of_them_at_one_step(
         os.kill(ranks(launcher)[1], signal.SIGTERM)
         said = launcher.stderr.read()
     step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
-    assert f"SIGTERM: saved at step {step}" in said
+    assert f"SIGTERM: ended at step {step}" in said
     assert said.count("exitcode  : 143") == 2, said  # as torchrun reports its processes
     train(demo, tmp_path, *OPTIONS, "--resume", processes=2)
     assert losses(tmp_path) == uninterrupted

@@ -83,7 +83,7 @@ def test_sigterm_finishes_the_batch_saves_and_ends_with_143_and_the_run_goes_on(
     assert process.returncode == 143
     step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
     assert 3 <= step < STEPS
-    assert f"saved at step {step}" in said
+    assert f"ended at step {step}" in said
     assert list(losses(tmp_path)) == list(range(1, step + 1))
     train(demo, tmp_path, *options, "--resume")
     assert losses(tmp_path) == losses(finished)
@@ -123,7 +123,8 @@ def test_what_does_not_go_together_is_said_in_a_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "is there already; go on from it with --resume"),
+        (["--resume", "--dummy"], "is there already"),
+        ([], "is there already; train on from it with --resume"),
         (["--resume", "--chunk", 9], "is of chunk=8, and this run has chunk=9"),
         (["--resume", "--seed", 1], "the state is of the order"),
         (["--resume", "--val-episodes", 1], "the state is of another dataset or of other episodes"),

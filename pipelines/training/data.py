@@ -78,7 +78,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         cameras=whole.cameras,
         state=math.prod(whole.features[STATE]["shape"]) if STATE in whole.features else 0,
         action_names=_names(whole.features[ACTION]),
-        tasks=max(whole.tasks) + 1,
+        tasks=max(whole.tasks, default=0) + 1,
     )
 
 
