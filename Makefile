@@ -26,9 +26,9 @@ demo: install ## make a small dataset in .demo/dataset and stream it
 
 # What is there already goes on: with all of its steps behind it, it draws its pictures only.
 train-demo: install ## train a policy on a demo dataset, in a few minutes of a CPU; curves and predictions in .demo/run
-	test -d .demo/small || $(VENV)/bin/dali-stream demo --root .demo/small --episodes 32 --size 120x160
+	test -d .demo/small || $(VENV)/bin/dali-stream demo --root .demo/small --episodes 56 --size 120x160
 	$(VENV)/bin/python pipelines/train.py .demo/small --out .demo/run --resume --device cpu --val-episodes 4 \
-	    --image-size 96 128 --chunk 20 --max-steps 400 --val-every 100 --save-every 100 --learning-rate 5e-4 $(ARGS)
+	    --image-size 96 128 --chunk 20 --max-steps 500 --val-every 100 --save-every 100 --learning-rate 5e-4 $(ARGS)
 
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones

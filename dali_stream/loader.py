@@ -252,10 +252,12 @@ class Loader:
         self._check_usable()
         self._iteration += 1
         iteration, self._began = self._iteration, True
+        batches = self._plan.batches
         if self._abandoned:
-            self._stop()
+            if batches.count(self._position):
+                self._stop()
             self._epoch, self._position = self._epoch + 1, 0
-        self._abandoned, batches = True, self._plan.batches
+        self._abandoned = True
         try:
             while batches.count(self._position):
                 self._check_current(iteration)
@@ -276,8 +278,9 @@ class Loader:
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
-            # An epoch that was left early, or that failed: what is under way belongs to it, so it goes.
-            if self._abandoned and iteration == self._iteration:
+            # An epoch that was left early, or that failed: what is under way belongs to it, so it goes. Who takes len(loader)
+            # batches and does not ask for one more has not left early.
+            if self._abandoned and iteration == self._iteration and batches.count(self._position):
                 self._stop()
 
     def _next(self) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -100,6 +101,17 @@ def test_after_a_loop_that_was_left_early(demo: Path) -> None:
         assert not any("dali_stream" in name for name in names)
         assert files == before[1]
         del loader
+
+
+def test_who_takes_all_batches_and_asks_for_no_more_keeps_what_is_under_way(demo: Path) -> None:
+    """As `islice` and Lightning's Trainer do: the threads that are at the next epoch already go on with it."""
+    with Loader(demo, batch_size=8) as loader:
+        threads = []
+        for epoch in range(2):
+            assert len(list(itertools.islice(loader, len(loader)))) == len(loader)
+            assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (epoch, 8 * len(loader))
+            threads.append({thread for thread in threading.enumerate() if "dali_stream" in thread.name})
+        assert threads[0] == threads[1] != set()
 
 
 def test_after_an_exception_in_the_loop(demo: Path) -> None:

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_data import ENVIRONMENT, ROOT, SMALL, command, journal, losses, train
 
 from dali_stream import Dataset
+from dali_stream.demo import write_demo
 
 STEPS = 8
 
@@ -142,3 +143,13 @@ def test_a_checkpoint_of_another_run_is_refused(
         main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *arguments])])
     assert said in capsys.readouterr().err
     assert losses(finished)  # it is as it was
+
+
+@pytest.mark.slow
+def test_the_policy_learns(tmp_path: Path) -> None:
+    """As `make train-demo` does, with less of everything: episodes that it has never seen, clearly better than the mean."""
+    root = write_demo(tmp_path / "demo", episodes=24, size=(120, 128))
+    options = ["--image-size", 96, 96, "--chunk", 20, "--batch-size", 32, "--max-steps", 120, "--val-episodes", 3]
+    train(root, tmp_path / "run", *options, "--learning-rate", 5e-4)
+    [found] = [entry for entry in journal(tmp_path / "run") if "val_error" in entry]
+    assert found["val_error"] < 0.85 * found["mean_error"]

@@ -38,7 +38,7 @@ def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
     recorded, predicted = (each.masked_fill(batch["action_is_pad"][..., None], math.nan).cpu() for each in both)
     names = data.action_names[:6]
     figure = Figure(figsize=(3 * (len(names) + 1), 2.4 * len(recorded)), layout="constrained")
-    rows = figure.subplots(len(recorded), len(names) + 1, squeeze=False)
+    rows = figure.subplots(len(recorded), len(names) + 1, squeeze=False, sharey="col")  # one scale for an action
     seconds = [step / loader.dataset.fps for step in range(recorded.shape[1])]
     for number, (first, *rest) in enumerate(rows):
         first.imshow(batch[data.cameras[0]][number].permute(1, 2, 0).cpu().numpy())

@@ -70,7 +70,8 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
     }
     plain = common | {"image_size": size}
     own = common | {"seed": arguments.seed, "consumers": arguments.consumers, "pipeline": augmented(whole.cameras, size)}
-    one_rank = {"batch_size": 4, "shuffle": "global", "last_batch": "pad", "rank": 0, "world_size": 1}
+    # Each consumer has a part of the episodes of its own, so the 4 frames are of different places.
+    one_rank = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}
     return Data(
         train=dali_stream.Loader(train, **own),
         val=dali_stream.Loader(val, **plain, shuffle=False, last_batch="partial") if val else None,

@@ -1,0 +1,99 @@
+"""Behaviour cloning under PyTorch Lightning's Trainer (pip install lightning), on one or many GPUs.
+
+python pipelines/lightning_module.py URI --out DIR [--resume] [--max-steps 1000] [--batch-size 32] [--devices 8] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from action_chunks import augmented
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from training.policy import ACTION, STATE, ChunkPolicy
+
+import dali_stream
+
+
+class Epochs(dali_stream.Loader):
+    """The Loader. Its state at the end of an epoch is an empty rest of it; a resumed Trainer may be in the next one by then."""
+
+    trainer: Any
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from super().__iter__()
+        if self.trainer.fit_loop.batch_idx < 0:  # the Trainer has had no batch of its epoch
+            yield from super().__iter__()
+
+
+class Cloning(LightningModule):
+    """A policy that imitates recorded actions, and the loader that it learns from."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__()
+        self.arguments, self.dataset, self.saved = arguments, dali_stream.Dataset(arguments.uri), None
+        state, action = (math.prod(self.dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
+        self.policy = ChunkPolicy(self.dataset.cameras, state, action, arguments.chunk, max(self.dataset.tasks) + 1)
+
+    def train_dataloader(self) -> dali_stream.Loader:
+        """Made here, where torch.distributed tells its rank by now. Lightning leaves it as it is, being no torch DataLoader."""
+        self.loader = Epochs(
+            self.dataset,
+            batch_size=self.arguments.batch_size // self.trainer.world_size,
+            delta_timestamps={ACTION: [step / self.dataset.fps for step in range(self.arguments.chunk)]},
+            pipeline=augmented(self.dataset.cameras, tuple(self.arguments.image_size)),
+            normalize={key: "mean_std" for key in (ACTION, STATE) if key in self.dataset.features},
+            device=str(self.device),
+        )
+        self.loader.trainer = self.trainer
+        if self.saved:
+            self.loader.load_state_dict(self.saved)
+        return self.loader
+
+    def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
+        self.log("loss", loss := self.policy(batch), prog_bar=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 3e-4)
+
+    # Lightning does both by itself, but a run without max_steps that goes on from the end of an epoch loads nothing.
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loader"] = self.loader.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved = checkpoint["loader"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains. Saves each 500 steps and at the end of each epoch, to which Lightning also counts the step --max-steps."""
+    parser = argparse.ArgumentParser(description="Behaviour cloning under PyTorch Lightning")
+    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser.add_argument("--out", type=Path, required=True, help="folder of last.ckpt and of logs")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; without one there, start")
+    parser.add_argument("--max-steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
+    parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
+    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--devices", default="auto", help="how many GPUs; with --device cpu, how many processes")
+    arguments = parser.parse_args(argv)
+    if (file := arguments.out / "last.ckpt").exists() and not arguments.resume:
+        parser.error(f"{file} is there already; go on from it with --resume, or name another --out")
+    saves = [ModelCheckpoint(arguments.out, "last", every_n_train_steps=n, enable_version_counter=False) for n in (500, None)]
+    where: dict[str, Any] = {"default_root_dir": arguments.out, "accelerator": arguments.device, "devices": arguments.devices}
+    trainer = Trainer(max_steps=arguments.max_steps, callbacks=[*saves], **where)
+    if arguments.batch_size % trainer.world_size:
+        parser.error(f"--batch-size is {arguments.batch_size}; give a multiple of the {trainer.world_size} processes")
+    torch.manual_seed(0)
+    trainer.fit(module := Cloning(arguments), ckpt_path=file if file.exists() else None)
+    module.loader.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A plain PyTorch training loop over the Loader: behaviour cloning, without a framework around it.
+
+python pipelines/plain_loop.py URI --out DIR [--resume] [--max-steps 1000] [--batch-size 32] [--chunk 50] [--image-size 224 224]
+torchrun --nproc_per_node 8 pipelines/plain_loop.py URI --out DIR ...
+
+From a loop over a `torch.utils.data.DataLoader` it differs in the loader alone, and there is no DistributedSampler (each
+process gets its own share), no set_epoch (each `for` is the next epoch), no worker_init_fn (augmentation is a function of
+seed and position), no pin_memory and no `.to(device)` (batches come on the device).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from action_chunks import augmented
+from torch import distributed, nn
+from training.policy import ACTION, STATE, ChunkPolicy
+
+import dali_stream
+
+LOG_EVERY, SAVE_EVERY = 10, 500  # steps
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+
+
+def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: int) -> None:
+    """Steps up to `max_steps`, from the checkpoint `file` on if it is there."""
+    model = nn.parallel.DistributedDataParallel(policy) if RANKS > 1 else policy
+    optimizer, step = torch.optim.AdamW(policy.parameters(), 3e-4), 0
+    parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "loader": loader}
+    if file.exists():
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        step = saved["step"]
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    while step < max_steps:
+        for batch in islice(loader, max_steps - step):  # an epoch, or what is left of the one in the checkpoint
+            loss = model(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % LOG_EVERY == 0:
+                if RANKS > 1:
+                    distributed.all_reduce(loss.detach_())
+                if RANK == 0:
+                    print(f"step {step}: loss {loss.item() / RANKS:.6g}", flush=True)
+            if RANK == 0 and (step % SAVE_EVERY == 0 or step == max_steps):  # the loader's state is the same on each rank
+                saved = {name: part.state_dict() for name, part in parts.items()} | {"step": step}
+                torch.save(saved, file.with_suffix(".partial"))
+                file.with_suffix(".partial").replace(file)  # at once: who is killed on the way leaves the checkpoint before
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Makes the loader and a policy, and trains."""
+    parser = argparse.ArgumentParser(description="Behaviour cloning in a plain PyTorch loop")
+    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint.pt, the same for all processes")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; without one there, start")
+    parser.add_argument("--max-steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
+    parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
+    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if (file := arguments.out / "checkpoint.pt").exists() and not arguments.resume:
+        parser.error(f"{file} is there already; go on from it with --resume, or name another --out")
+    if arguments.batch_size % RANKS:
+        parser.error(f"--batch-size is {arguments.batch_size}, of all {RANKS} processes together; give a multiple of {RANKS}")
+    gpu = arguments.device == "auto" and torch.cuda.is_available()
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
+    if RANKS > 1:
+        distributed.init_process_group("nccl" if gpu else "gloo")
+    dataset = dali_stream.Dataset(arguments.uri)
+    state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
+    torch.manual_seed(0)
+    policy = ChunkPolicy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks) + 1).to(device)
+    with dali_stream.Loader(  # its rank is torch.distributed's
+        dataset,
+        batch_size=arguments.batch_size // RANKS,
+        delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},
+        pipeline=augmented(dataset.cameras, tuple(arguments.image_size)),
+        normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
+        device=device,
+    ) as loader:
+        train(loader, policy, file, arguments.max_steps)
+    if RANKS > 1:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
