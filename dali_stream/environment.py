@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def memory_bytes(figure: str) -> int | None:
         if found := re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
             return int(found[1]) * 1024
     return None
+
+
+def forget_peak() -> None:
+    """Lets the peak of this process begin anew, where Linux allows it, so that it is of what comes now."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Bytes of memory that this process has held at most, since its start or `forget_peak`."""
+    return memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gpu_bytes_used(gpu: int | None) -> int | None:

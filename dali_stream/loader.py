@@ -27,7 +27,7 @@ from dali_stream.video.trial import trial
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
-TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes")
+TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
 class Loader:
@@ -221,9 +221,10 @@ class Loader:
         planner, `starved_s` that DALI's source waited for frames; `padded` and `substituted` samples; `route_changes`;
         `resident_bytes` of rows, indices and, of remote data, encoded video.
 
-        Of remote data also `requests`, `retries`, `fetched_bytes` over the network and `cached_bytes` out of `cache_dir`, all
-        since the dataset was opened; `needed_bytes`, the indices, rows and encoded pictures that the episodes which have come
-        up need, each counted once an epoch; `evicted_early`, the blocks that memory_budget had no room to keep.
+        Of remote data also `requests`, `retries`, `fetched_bytes` over the network, `fetch_s` of all reads that waited, and
+        `cached_bytes` out of `cache_dir`, all since the dataset was opened; `needed_bytes`, the indices, rows and encoded
+        pictures that the episodes which have come up need, each counted once an epoch; `evicted_early`, the blocks that
+        memory_budget had no room to keep.
         """
         counters = {key: value for key, value in vars(self._counters).items() if key != "lock"}
         counters["needed_bytes"] += self._plan.tables.index_bytes if self.dataset.data_store.remote else 0

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 import dali_stream
+from dali_stream.cli.bench import bench
 from dali_stream.cli.demo import demo
 from dali_stream.cli.doctor import doctor
 from dali_stream.cli.index import index
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(short_help="Measure data loading alone.")(bench)
 app.command(short_help="Make a small dataset, stream it, measure it.")(demo)
 app.command(short_help="Say what this machine decodes, and what is wrong.")(doctor)
 app.command(short_help="Read a remote dataset's indices into a cache.")(index)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +32,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
     Raises:
         DecodeError: a picture is of another frame than its row says.
     """
-    _forget_peak()
+    environment.forget_peak()
     task = bar.add_task("streaming one epoch", total=dataset.num_frames)
     first: list[sheet.Sample] = []
     indices: list[int] = []
@@ -81,7 +78,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
         "batch_size": batch_size,
         "routes": routes,
         "device": device_used,
-        "peak_rss_bytes": _peak_rss(),
+        "peak_rss_bytes": environment.peak_rss(),
         "peak_gpu_bytes": gpu_bytes,
         "versions": environment.versions(),
         "machine": environment.machine(device_used),
@@ -108,13 +105,3 @@ def _check_pictures(dataset: Dataset, shown: list[sheet.Sample]) -> int:
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
     return {f"p{p}": float(np.percentile(seconds, p)) * 1000 for p in (50, 95, 99)}
-
-
-def _forget_peak() -> None:
-    """Lets the peak of this process begin anew, where Linux allows it: writing the dataset is not what is measured."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_rss() -> int:
-    return environment.memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -190,7 +191,11 @@ class RemoteStore(Store):
             if at < min(stop, answer.version.size):
                 raise TransientError(answer.cut or f"the answer ended at byte {at}")
 
-        self._retried(f"{self.where(path)}, bytes {start} to {stop}", attempt)
+        began = time.perf_counter()
+        try:
+            self._retried(f"{self.where(path)}, bytes {start} to {stop}", attempt)
+        finally:
+            self.traffic.add(fetch_s=time.perf_counter() - began)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _version(self, path: str) -> Version | None:

@@ -20,21 +20,26 @@ class Traffic:
         fetched_bytes: of the answers' bodies, those of failed attempts too.
         retries: attempts after the first.
         cached_bytes: that came out of `cache_dir` instead.
+        fetch_s: seconds that reads have waited for the network, added up over the threads.
     """
 
     requests: int = 0
     fetched_bytes: int = 0
     retries: int = 0
     cached_bytes: int = 0
+    fetch_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, *, requests: int = 0, fetched_bytes: int = 0, retries: int = 0, cached_bytes: int = 0) -> None:
+    def add(
+        self, *, requests: int = 0, fetched_bytes: int = 0, retries: int = 0, cached_bytes: int = 0, fetch_s: float = 0.0
+    ) -> None:
         """Counts; safe from several threads."""
         with self.lock:
             self.requests += requests
             self.fetched_bytes += fetched_bytes
             self.retries += retries
             self.cached_bytes += cached_bytes
+            self.fetch_s += fetch_s
 
 
 class Store(abc.ABC):

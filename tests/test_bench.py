@@ -1,0 +1,102 @@
+"""`dali-stream bench` and benchmarks/streaming.py: figures that add up, of what was asked for."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Server
+
+from dali_stream import Dataset
+from dali_stream.cli import main
+
+ROOT = Path(__file__).parents[1]
+SHORT = ["--batch-size", "8", "--num-batches", "6", "--warmup", "2", "--device", "cpu"]
+
+
+def bench(capsys: pytest.CaptureFixture[str], uri: object, *arguments: str) -> dict[str, Any]:
+    """The report of a measurement that ended well."""
+    assert main(["bench", str(uri), *SHORT, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("mode", "frames"), [("single", 2), ("sarm", 16), ("action_chunk", 2)])
+def test_rates_are_what_came_over_the_time_that_it_took(
+    capsys: pytest.CaptureFixture[str], demo: Path, mode: str, frames: int
+) -> None:
+    found = bench(capsys, demo, "--mode", mode)
+    assert (found["samples"], found["frames"]) == (48, 48 * frames)  # of both cameras
+    assert found["frames_per_s_node"] == pytest.approx(found["frames"] / found["wallclock_s"])
+    assert found["samples_per_s"] == pytest.approx(found["samples"] / found["wallclock_s"])
+    assert 0 < found["p50_sample_latency_ms"] <= found["p95_sample_latency_ms"] <= found["p99_sample_latency_ms"]
+    assert found["wait_s_total"] <= found["wallclock_s"]
+    assert found["decode_s_total"] > 0
+    assert found["cpu_s_per_sample"] > 0
+    assert 0.5 <= found["decoded_per_delivered_frame"] <= 2  # a GOP has two pictures; a window clamps and repeats some
+    assert 1 <= found["unique_episodes_per_batch"] <= 6
+    assert found["peak_rss_bytes"] > 100e6
+    assert [point["s"] for point in found["timeline"]] == sorted(point["s"] for point in found["timeline"])
+    assert found["timeline"][-1]["s"] <= found["wallclock_s"]
+
+
+def test_bytes_of_the_network_and_of_the_cache_are_told_apart(
+    capsys: pytest.CaptureFixture[str], demo: Path, tmp_path: Path
+) -> None:
+    videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
+    local = bench(capsys, demo)
+    assert local["source"] == "local"
+    assert local["fetched_bytes"] == local["cached_bytes"] == local["fetch_s_total"] == 0
+    with Server(demo) as server:
+        # Not all of it fits, and there are more batches than an epoch has: every byte is read after the warm-up as well.
+        options = ["--cache-dir", str(tmp_path), "--memory-budget", "600kB", "--num-batches", "140"]
+        cold, warm = (bench(capsys, server.url, *options) for _ in range(2))
+    assert (cold["source"], warm["source"]) == ("http", "http")
+    assert cold["fetched_bytes"] > 0 < cold["requests"]
+    assert cold["fetch_s_total"] > 0
+    assert warm["fetched_bytes"] < 0.05 * videos < warm["cached_bytes"]
+
+
+def test_reports_are_written_as_json_and_as_a_row(capsys: pytest.CaptureFixture[str], demo: Path, tmp_path: Path) -> None:
+    found = bench(capsys, demo, "--source", "bucket", "--mode", "sarm", "--out-dir", str(tmp_path / "results"))
+    path = tmp_path / "results/bucket-sarm-auto.json"
+    assert found.pop("written") == str(path)
+    assert json.loads(path.read_text()) == found
+    [row] = csv.DictReader(path.with_suffix(".csv").open())
+    assert float(row["frames_per_s_node"]) == found["frames_per_s_node"]
+
+
+def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_copy: Path) -> None:
+    info = json.loads((demo_copy / "meta/info.json").read_text())
+    info["features"] = {key: feature for key, feature in info["features"].items() if feature["dtype"] != "video"}
+    (demo_copy / "meta/info.json").write_text(json.dumps(info))
+    assert main(["bench", str(demo_copy), *SHORT]) == 1
+    assert "no frame was measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--mode", "double"], "mode is 'double'; it is one of single, sarm, action_chunk"), (["--threads", "0"], "'0'")],
+)
+def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], demo: Path, arguments: list[str], said: str) -> None:
+    assert main(["bench", str(demo), *SHORT, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_are_measured_together(demo: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += ["benchmarks/streaming.py", str(demo), *SHORT, "--out-dir", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "local-single-auto.json").read_text())
+    assert (found["nodes"], found["ranks"], found["samples"]) == (1, 2, 2 * 48)
+    assert found["samples_per_s"] == pytest.approx(found["samples"] / found["wallclock_s"])
+    assert Dataset(demo).num_frames > found["samples"]
