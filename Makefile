@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python -m
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo test test-slow test-gpu check lint format clean
+.PHONY: help install demo train-demo bench test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,11 @@ train-demo: install ## train a policy on a demo dataset, in a few minutes of a C
 	test -d .demo/small || $(VENV)/bin/dali-stream demo --root .demo/small --episodes 56 --size 120x160
 	$(VENV)/bin/python pipelines/train.py .demo/small --out .demo/run --resume --device cpu --val-episodes 4 \
 	    --image-size 96 128 --chunk 20 --max-steps 500 --val-every 100 --save-every 100 --learning-rate 5e-4 $(ARGS)
+
+bench: install ## measure data loading on the demo dataset; ends with a table, and a page in .demo/bench
+	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
+	RUN=here SOURCES=local=.demo/dataset OUT_DIR=.demo/bench DECODES=auto NUM_BATCHES=60 BATCH_SIZE=32 WARMUP=5 $(ARGS) \
+	    bash benchmarks/slurm/matrix.sh
 
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones
@@ -48,7 +53,7 @@ check: install lint ## lint, format check, types
 
 lint: install ## lint the image, its deployments and the shell scripts
 	$(VENV)/bin/hadolint docker/Dockerfile
-	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/slurm/*.sbatch
+	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/slurm/*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 

@@ -1,0 +1,155 @@
+"""benchmarks/slurm/matrix.sh and benchmarks/summarize.py: each measurement by itself, and all in one table."""
+
+from __future__ import annotations
+
+import csv
+import html.parser
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MATRIX, SUMMARIZE = ROOT / "benchmarks/slurm/matrix.sh", ROOT / "benchmarks/summarize.py"
+SHORT = {"BATCH_SIZE": "4", "NUM_BATCHES": "2", "WARMUP": "1", "DEVICE": "cpu"}
+
+# Plays sbatch and dali-stream: notes how it was called.
+STUB = f"""#!{sys.executable}
+import json, os, sys
+with open(os.environ["CALLS"], "a") as file:
+    print(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:]]), file=file)
+print(4711)
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+def matrix(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script in a folder."""
+    given = {name: value for name, value in os.environ.items() if name not in ("VENV", "OUT_DIR")} | environment
+    return subprocess.run(["bash", str(MATRIX), *arguments], cwd=folder, env=given, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> dict[str, str]:
+    """The environment in which sbatch and the environment's programs are played."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("sbatch", "dali-stream", "python"):
+        (venv / "bin" / name).write_text(STUB)
+        (venv / "bin" / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    return {"VENV": str(venv), "PATH": f"{venv}/bin:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
+
+
+def calls(tmp_path: Path) -> list[tuple[str, list[str]]]:
+    return [tuple(json.loads(line)) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_measurement_that_fails_takes_no_other_with_it(demo: Path, tmp_path: Path) -> None:
+    sources = f"none={tmp_path / 'nothing'} local={demo}"
+    options = {"RUN": "here", "SOURCES": sources, "MODES": "single", "DECODES": "auto", "VENV": sys.prefix, **SHORT}
+    done = matrix(tmp_path, **options)
+    assert done.returncode == 1, done.stderr
+    found = tmp_path / "bench"
+    rows = {row["source"]: row for row in csv.DictReader((found / "summary.csv").open())}
+    report = json.loads((found / "local-single-auto.json").read_text())
+    assert float(rows["local"]["frames_per_s_node"]) == report["frames_per_s_node"] > 0
+    assert rows["none-single-auto"]["status"] == "failed with exit code 1"
+    assert "none-single-auto" in done.stdout
+    # What was mended is not failed any more, and the other way round.
+    shutil.copytree(demo, tmp_path / "nothing")
+    options["SOURCES"] = f"none={tmp_path / 'nothing'} local={tmp_path / 'gone'}"
+    assert matrix(tmp_path, **options).returncode == 1
+    statuses = {row["source"]: row["status"] for row in csv.DictReader((found / "summary.csv").open())}
+    assert statuses == {"none": "ok", "local-single-auto": "failed with exit code 1"}
+
+
+def test_each_measurement_is_a_job_of_one_gpu(stubs: dict[str, str], tmp_path: Path) -> None:
+    environment = {"SOURCES": "a=/data/a b=s3://b/c", "MODES": "single sarm", "DECODES": "auto", "TIME": "7", "ACCOUNT": "us"}
+    done = matrix(tmp_path, **stubs, **environment)
+    assert done.returncode == 0, done.stderr
+    *jobs, (_, summary) = calls(tmp_path)
+    own = [arguments[arguments.index(str(MATRIX)) + 1 :] for _, arguments in jobs]
+    sources = (["a", "/data/a"], ["b", "s3://b/c"])
+    assert own == [["measure", *each, mode, "auto"] for each in sources for mode in ("single", "sarm")]
+    for name, arguments in jobs:
+        assert name == "sbatch"
+        assert {"--gpus=1", "--ntasks=1", "--time=7", "--account=us", "--export=ALL"} <= set(arguments)
+    assert "--dependency=afterany:4711:4711:4711:4711" in summary
+
+
+def test_a_job_measures_what_the_environment_says(stubs: dict[str, str], tmp_path: Path) -> None:
+    settings = {"BATCH_SIZE": "16", "IMAGE_SIZE": "64x80", "CACHE_DIR": "/a b", "OUT_DIR": str(tmp_path)}
+    done = matrix(tmp_path, "measure", "a", "/data/a", "sarm", "dali", **stubs, **settings, CODE="137")
+    assert done.returncode == 137
+    assert (tmp_path / "a-sarm-dali.failed").read_text() == "137\n"
+    [(name, arguments)] = calls(tmp_path)
+    head = ["bench", "/data/a", "--source", "a", "--mode", "sarm", "--decode", "dali", "--out-dir", str(tmp_path)]
+    assert (name, arguments) == ("dali-stream", [*head, "--batch-size", "16", "--image-size", "64x80", "--cache-dir", "/a b"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "SOURCES is not set"),
+        ({"SOURCES": "/data/a"}, "SOURCES has '/data/a'; it is LABEL=URI"),
+        ({"SOURCES": "a=/b", "RUN": "there"}, "RUN is 'there'; allowed: sbatch, here"),
+        ({"SOURCES": "a=/b", "VENV": "/nowhere"}, "no program /nowhere/bin/dali-stream"),
+    ],
+)
+def test_what_is_missing_is_said(stubs: dict[str, str], tmp_path: Path, environment: dict[str, str], said: str) -> None:
+    done = matrix(tmp_path, **(stubs | environment))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert calls(tmp_path) == []
+
+
+class Links(html.parser.HTMLParser):
+    """What a page would fetch, and how many drawings it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.drawings = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.drawings += tag == "svg"
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value and value[0] != "#"]
+
+
+def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(report(source="a<b>")))
+    (tmp_path / "other.json").write_text("[]")
+    assert subprocess.run([sys.executable, str(SUMMARIZE), str(tmp_path)], timeout=200, check=False).returncode == 0
+    page = (tmp_path / "summary.html").read_text()
+    links = Links()
+    links.feed(page)
+    assert (links.fetched, links.drawings) == ([], 3)
+    assert "a&lt;b&gt;" in page
+    assert "1234" in page
+
+
+def test_a_folder_without_reports_is_an_error(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(SUMMARIZE), str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "holds no report" in done.stderr
+
+
+def report(**given: Any) -> dict[str, Any]:
+    """One as `dali-stream bench` writes it."""
+    numbers = ("samples_per_s first_batch_latency_s p50_sample_latency_ms p95_sample_latency_ms p99_sample_latency_ms "
+               "decode_s_total fetch_s_total wait_s_total wallclock_s fetched_bytes decoded_per_delivered_frame "
+               "unique_episodes_per_batch cpu_s_per_sample peak_rss_bytes ranks nodes batch_size")  # fmt: skip
+    return {
+        **dict.fromkeys(numbers.split(), 1.0),
+        "source": "a", "mode": "single", "decode": "auto", "frames_per_s_node": 1234.0, "peak_gpu_bytes": None,
+        "routes": {"top": {"decoder": "torchcodec", "reason": "-"}}, "date": "2026-11-21",
+        "machine": {"processor": "x", "cores": 2, "gpu": None},
+        "timeline": [{"s": s, "wait_s": 0.1 * s, "decode_s": 2 * s, "fetch_s": s} for s in (1.0, 2.0)],
+    } | given  # fmt: skip
