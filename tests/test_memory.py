@@ -48,6 +48,7 @@ def check(found: dict[str, Any]) -> None:
     assert max(later) < second * 1.05, found
 
 
+@pytest.mark.slow
 def test_memory_of_windows_is_flat(demo: Path) -> None:
     deltas = {"observation.images.top": [-0.1, -0.05, 0.0], "action": [n / 20 for n in range(16)]}
     found = run(demo, [0, 1], batch_size=16, delta_timestamps=deltas, memory_budget="1MiB", consumers=4)

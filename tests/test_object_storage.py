@@ -96,7 +96,7 @@ def test_missing_and_refused_credentials_say_how_to_give_them(s3: S3) -> None:
 def test_faults_are_retried_by_our_rules(fault: faults.Fault) -> None:
     with Server({f"robots/{key}": data for key, data in FILES.items()}) as server:
         options = {"key": "k", "secret": "s", "endpoint_url": server.url, "config_kwargs": {"read_timeout": 0.3}}
-        store = open_store(ROOT, options, give_up_after_s=5)
+        store = open_store(ROOT, options, give_up_after_s=30)
         server.set_faults([fault, fault])
         assert store.read(BIG, 100, 90_000) == CONTENT[100:90_000]
         assert len(server.requests) == 3

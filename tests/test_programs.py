@@ -94,6 +94,7 @@ def test_damage_counts_every_trial(demo: Path) -> None:
     assert [sum(counts.values()) for counts in found["damage"].values()] == [5, 5, 5]
 
 
+@pytest.mark.slow
 def test_remote_compares_the_network_with_the_disk(demo: Path) -> None:
     out = run("benchmarks/remote.py", demo, "--latency-ms", 1, "--rounds", 1, "--batch-size", 16, "--json")
     medians = json.loads(out.splitlines()[-1])["medians"]

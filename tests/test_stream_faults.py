@@ -77,6 +77,7 @@ def test_an_epoch_survives_what_a_second_try_mends(small: Path, script: list[str
         assert epoch(server.url, small) == epoch(str(small), small)  # in the very order
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     script=st.lists(st.one_of(st.none(), st.none(), st.none(), st.sampled_from(sorted(HELPED | FINAL))), max_size=30),

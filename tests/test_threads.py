@@ -314,8 +314,10 @@ loader.close()
     "use",
     [
         "refused(lambda: next(iterator))",
-        "globals().pop('iterator'), globals().pop('loader')",
-        "sys.exit(0)",
+        *(
+            pytest.param(use, marks=pytest.mark.slow)
+            for use in ("globals().pop('iterator'), globals().pop('loader')", "sys.exit(0)")
+        ),
     ],
 )
 def test_a_forked_process_survives_the_loader(demo: Path, use: str) -> None:
