@@ -103,10 +103,16 @@ def _affine(dataset: Dataset, key: str, mode: str) -> tuple[npt.NDArray[np.float
     first, second = (_statistic(dataset, key, name) for name in MODES[mode])
     shift, scale = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
     flat = scale == 0
+    why = "std is 0" if mode == "mean_std" else f"{MODES[mode][0]} is {MODES[mode][1]}"
+    if {"min", "max"} <= dataset.stats.get(key, {}).keys():
+        # LeRobot adds a deviation up in float32, so that of a dimension that never changes is seldom quite 0.
+        least, most = (_statistic(dataset, key, name) for name in ("min", "max"))
+        why = why if flat.any() else "min is max"
+        flat, shift = flat | (least == most), np.where(least == most, least, shift)
     if flat.any():
         names = ", ".join(_name(dataset, key, place) for place in np.flatnonzero(flat).tolist())
         _log.warning("%s: dimension %s never changes by the dataset's statistics (%s); it is moved to 0, and not divided",
-                     key, names, "std is 0" if mode == "mean_std" else f"{MODES[mode][0]} is {MODES[mode][1]}")  # fmt: skip
+                     key, names, why)  # fmt: skip
     return shift.astype(np.float32), np.where(flat, 1, scale).astype(np.float32)
 
 

@@ -208,8 +208,9 @@ class FrameSampler(Sampler[int]):
         self._now = _Passage(epoch, position)
         _log.warning(
             "resumed at position %d of epoch %d, from step=%d, batch_size=%d, world_size=%d alone. What holds: each frame "
-            "still comes once in this epoch, if the episodes, %s are those of that run, which these numbers do not tell. The "
-            "global batches are those of the uninterrupted run only while batch_size * world_size stays %d",
+            "still comes at most once in this epoch, and only the last ones that are no whole turn of the ranks are left out, "
+            "if the episodes, %s are those of that run, which these numbers do not tell. The global batches are those of the "
+            "uninterrupted run only while batch_size * world_size stays %d",
             *(position, epoch, step, batch_size, world_size, ", ".join(self._order_state()), batch_size * world_size),
         )
 

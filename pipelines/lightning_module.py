@@ -38,7 +38,7 @@ class Cloning(LightningModule):
         super().__init__()
         self.arguments, self.dataset, self.saved = arguments, dali_stream.Dataset(arguments.uri), None
         state, action = (math.prod(self.dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
-        self.policy = ChunkPolicy(self.dataset.cameras, state, action, arguments.chunk, max(self.dataset.tasks) + 1)
+        self.policy = ChunkPolicy(self.dataset.cameras, state, action, arguments.chunk, max(self.dataset.tasks, default=0) + 1)
 
     def train_dataloader(self) -> dali_stream.Loader:
         """Made here, where torch.distributed tells its rank by now. Lightning leaves it as it is, being no torch DataLoader."""

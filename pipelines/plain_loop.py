@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = dali_stream.Dataset(arguments.uri)
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
-    policy = ChunkPolicy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks) + 1).to(device)
+    policy = ChunkPolicy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks, default=0) + 1).to(device)
     with dali_stream.Loader(  # its rank is torch.distributed's
         dataset,
         batch_size=arguments.batch_size // RANKS,

@@ -5,14 +5,18 @@ accelerate launch --num_processes 8 pipelines/train.py URI --out DIR ...
 
 DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
 chunks.png. A run that was killed goes on with --resume at the very next sample, on any number of processes that divides
---consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM the batch at hand is
-finished, the run saved, and the exit code is 143. Needs tensorboard and matplotlib: pip install 'dali-stream[train]'.
+--consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM or Ctrl-C the batch at hand
+is finished, the run saved, and each process exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill
+after 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
+
+Needs tensorboard and matplotlib: pip install 'dali-stream[train]'.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,33 +24,36 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from training import charts, checkpoint
 from training.arguments import parse
-from training.data import Data, batches, open_data
+from training.data import Data, open_data
 from training.journal import Journal, read
 from training.lerobot_act import LeRobotAct
-from training.policy import ACTION, ChunkPolicy
+from training.policy import ChunkPolicy, actions
 from training.preemption import Preemption
 
 import dali_stream
 
 WARM_UP = 100  # steps
 MODEL = ("policy", "chunk", "image_size")  # the arguments that make a model; a checkpoint fits the same ones
+COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  # those that may change, but change the run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains; exits with 143 where SIGTERM cut it short."""
+    """Trains; exits with 143 or 130 where SIGTERM or Ctrl-C cut it short."""
     preemption = Preemption()
     arguments = parse(argv)
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
+    accelerator.gradient_accumulation_steps = 1  # its configuration may say otherwise, which would divide the gradient
     try:
         run = Run(arguments, accelerator)
-    except (ValueError, dali_stream.DaliStreamError) as error:
+    except (ValueError, OSError, dali_stream.DaliStreamError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
     try:
@@ -77,23 +84,31 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         self.arguments, self.accelerator, self.step = arguments, accelerator, 0
+        self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.file = arguments.out / "checkpoint.pt"
         if self.file.exists() and (arguments.dummy or not arguments.resume):
             raise ValueError(f"{self.file} is there already; train on from it with --resume, or name another --out")
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(arguments.out / ".lock")
+        if accelerator.is_main_process:
+            try:
+                self.lock.acquire(timeout=0)
+            except Timeout:
+                raise ValueError(f"another run is writing to {arguments.out}; end it, or name another --out") from None
         self.data = open_data(arguments, accelerator)
         if not arguments.dummy:
             model = make_policy(arguments, self.data)
-            optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, weight_decay=arguments.weight_decay)
+            optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate)
             self.model, self.optimizer = accelerator.prepare(model, optimizer)
+            self.sound = torch.tensor(True, device=accelerator.device)
         if self.file.exists():
             self._load()
-        self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
-        arguments.out.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(arguments.out, self.step) if accelerator.is_main_process else None
+        self._introduce()
         self._mark()
 
     def train(self, preemption: Preemption) -> bool:
-        """Steps up to --max-steps; returns whether it got there, or SIGTERM came before."""
+        """Steps up to --max-steps; returns whether it got there, or a signal came before."""
         arguments = self.arguments
         with self._progress() as bar:
             for batch in self._batches():
@@ -102,13 +117,14 @@ class Run:
                 asked, last = preemption.agreed(), self.step == arguments.max_steps
                 if self.step % arguments.log_every == 0 or last:
                     self._log(loss)
-                if self.step % arguments.val_every == 0 or last:
-                    self._validate()
+                if not asked and (self.step % arguments.val_every == 0 or last):
+                    asked = not self._validate(preemption)
                 if self.step % arguments.save_every == 0 or last or asked:
                     self._save()
                 bar.update(bar.task_ids[0], completed=self.step)
-                if asked and not last:
-                    self.console.print(f"SIGTERM: ended at step {self.step}; a run that trains goes on with --resume")
+                if asked:
+                    self.console.print(f"{signal.Signals(preemption.signal).name}: ended at step {self.step}"
+                                       + ("" if arguments.dummy else ", saved; --resume goes on from there"))  # fmt: skip
                     return False
         if self.accelerator.is_main_process and not arguments.dummy:
             charts.loss_curves(arguments.out / "loss.png", read(arguments.out))
@@ -116,14 +132,15 @@ class Run:
         return True
 
     def close(self) -> None:
-        """Stops the loaders and writes the journal out."""
+        """Stops the loaders, writes the journal out, and lets another run into the folder."""
         self.data.close()
+        self.lock.release()
         if self.journal is not None:
             self.journal.close()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         while self.step < self.arguments.max_steps:
-            for batch in batches(self.data.train):
+            for batch in self.data.train:
                 yield batch
                 if self.step == self.arguments.max_steps:
                     return
@@ -134,11 +151,12 @@ class Run:
             return None
         # What a policy draws is a function of the step, so that a resumed run draws what an uninterrupted one does.
         torch.manual_seed(hash((self.arguments.seed, self.step, self.accelerator.process_index)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+        for group in self.optimizer.param_groups:  # a checkpoint brings its own
+            group["lr"], group["weight_decay"] = self._rate(), self.arguments.weight_decay
         loss = self.model(batch)
         self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.clip)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.clip)
+        self.sound &= torch.isfinite(norm)  # looked at when it is saved or logged: that waits for the GPU
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -151,9 +169,8 @@ class Run:
         """Notes this step's loss over all processes, and the speed since the last note."""
         values: dict[str, Any] = {}
         if loss is not None:
+            self._check_sound()
             values = {"loss": float(self.accelerator.reduce(loss, "mean")), "learning_rate": self._rate()}
-            if not math.isfinite(values["loss"]):
-                raise FloatingPointError(f"the loss is {values['loss']} at step {self.step}; try a smaller --learning-rate")
         loader, (step, marked, waited) = self.data.train, self.marked
         seconds = time.perf_counter() - marked
         state = loader.state_dict()
@@ -170,21 +187,38 @@ class Run:
         """From here on the speed is measured."""
         self.marked = (self.step, time.perf_counter(), self.data.train.stats()["wait_s"])
 
+    def _check_sound(self) -> None:
+        """All processes have the same gradient, so that all of them end here or none."""
+        if not self.sound:
+            raise FloatingPointError(
+                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved from there on; go on "
+                "from the last checkpoint with a smaller --learning-rate, or a smaller --clip"
+            )
+
     @torch.no_grad()
-    def _validate(self) -> None:
-        """Notes the mean absolute error on the episodes held out, and that of predicting the mean, in standard deviations."""
+    def _validate(self, preemption: Preemption) -> bool:
+        """Notes the mean absolute error on the episodes held out, and that of predicting the mean, in standard deviations.
+
+        Returns:
+            Whether it got to the end: it gives up where a signal asks for that.
+        """
         if self.data.val is None or self.arguments.dummy:
-            return
+            return True
         policy, totals = self.accelerator.unwrap_model(self.model).eval(), torch.zeros(3, device=self.accelerator.device)
-        for batch in batches(self.data.val):
-            seen = ~batch["action_is_pad"][..., None].expand_as(batch[ACTION])
+        for batch in self.data.val:
+            recorded, real = actions(batch), ~batch["action_is_pad"]
             with self.accelerator.autocast():
-                wrong = policy.predict(batch) - batch[ACTION]
-            totals += torch.stack([wrong[seen].abs().sum(), batch[ACTION][seen].abs().sum(), seen.sum()])
+                wrong = policy.predict(batch) - recorded
+            totals += torch.stack([wrong[real].abs().sum(), recorded[real].abs().sum(), real.sum() * recorded.shape[-1]])
+            if preemption.agreed():  # each process has as many batches
+                break
         policy.train()
         own, mean, count = self.accelerator.reduce(totals, "sum").tolist()
-        self._note("validation", {"val_error": own / count, "mean_error": mean / count})
         self._mark()
+        if preemption.signal:
+            return False
+        self._note("validation", {"val_error": own / count, "mean_error": mean / count})
+        return True
 
     def _note(self, kind: str, values: dict[str, Any]) -> None:
         if self.journal is not None:
@@ -194,9 +228,11 @@ class Run:
 
     def _save(self) -> None:
         """Saves the run. All processes are at the same step, and the loader's state is the same on each."""
+        if not self.arguments.dummy:
+            self._check_sound()
         if self.accelerator.is_main_process and not self.arguments.dummy:
             state = {
-                "arguments": {name: getattr(self.arguments, name) for name in MODEL},
+                "arguments": {name: getattr(self.arguments, name) for name in (*MODEL, *COURSE)},
                 "model": self.accelerator.unwrap_model(self.model).state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "loader": self.data.train.state_dict(),
@@ -208,10 +244,26 @@ class Run:
 
     def _load(self) -> None:
         state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})
+        self.data.train.load_state_dict(state["loader"])  # first: it knows best what another dataset is
         self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.data.train.load_state_dict(state["loader"])
         self.step = state["step"]
+        for name in COURSE:
+            before, now = state["arguments"].get(name), getattr(self.arguments, name)
+            if before != now:
+                self.console.print(f"--{name.replace('_', '-')} was {before} and is {now} from here on: it is not the same run")
+
+    def _introduce(self) -> None:
+        """Says what will be done, and by how many: a launcher may have started fewer processes than one thinks."""
+        data, arguments = self.data, self.arguments
+        held_out = data.val.dataset.num_episodes if data.val else 0
+        episodes = f"{data.train.dataset.num_episodes} episodes to train on, {held_out} to validate on"
+        todo = f"steps {self.step + 1} to {arguments.max_steps}"
+        if self.step >= arguments.max_steps:
+            todo = f"step {self.step} is done already, of {arguments.max_steps}: nothing is trained"
+        self.console.print(
+            f"{self.accelerator.num_processes} processes on {self.accelerator.device.type}; {episodes}; {todo}", soft_wrap=True
+        )
 
     def _progress(self) -> Progress:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -100,6 +100,20 @@ def test_a_dimension_that_never_changes_is_named_and_comes_out_as_0(demo_copy: P
     torch.testing.assert_close(first[ACTION][:, 2], plain[ACTION][:, 2] - 0.25)
 
 
+@pytest.mark.parametrize("mode", ["mean_std", "quantiles"])
+def test_a_deviation_that_rounding_left_behind_is_none(demo_copy: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
+    """LeRobot's deviation of what is always -1.57 is 6.6e-4, since it is added up in float32; min and max are exact."""
+    near = {name: Dataset(demo_copy).stats[ACTION][name].tolist() for name in ("mean", "std", "min", "max", "q01", "q99")}
+    values = {"mean": -1.5699, "std": 6.6e-4, "min": -1.57, "max": -1.57, "q01": -1.571, "q99": -1.5701}
+    changed(demo_copy, ACTION, **{name: [*was[:2], values[name], was[3]] for name, was in near.items()})
+    with caplog.at_level(logging.WARNING, "dali_stream"):
+        normalizer = Normalizer(Dataset(demo_copy), {ACTION: mode})
+    assert "action: dimension 2 (vz) never changes by the dataset's statistics (min is max)" in caplog.text
+    recorded = {ACTION: torch.tensor([[0.0, 0.0, -1.57, 0.0]])}
+    assert normalizer(recorded)[ACTION][0, 2] == 0
+    assert torch.allclose(normalizer.inverse(normalizer(recorded))[ACTION], recorded[ACTION], atol=1e-6)
+
+
 def test_it_is_done_behind_the_users_function(demo: Path) -> None:
     dataset = Dataset(demo, episodes=[0])
     doubled = batches(dataset, pipeline=lambda nodes: nodes | {ACTION: nodes[ACTION] * 2.0}, normalize={ACTION: "min_max"})

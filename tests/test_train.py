@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import signal
+import importlib.util
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_data import ENVIRONMENT, ROOT, SMALL, command, journal, losses, train
+from train_data import ENVIRONMENT, SMALL, command, journal, losses, program, train
 
 from dali_stream import Dataset
 from dali_stream.demo import write_demo
 
+__all__ = ["program"]
 STEPS = 8
 
 
@@ -28,16 +27,6 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("train") / "run"
     train(demo, out, "--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4)
     return out
-
-
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """The program in this process, which then forgets Accelerate's state and the handler of SIGTERM."""
-    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
-    before = signal.getsignal(signal.SIGTERM)
-    yield importlib.import_module("train").main
-    signal.signal(signal.SIGTERM, before)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_run_leaves_its_checkpoint_journal_and_pictures(finished: Path, demo: Path) -> None:
@@ -90,8 +79,8 @@ def test_sigterm_finishes_the_batch_saves_and_ends_with_143_and_the_run_goes_on(
     assert losses(tmp_path) == losses(finished)
 
 
-def test_dummy_trains_nothing_and_measures_the_loader(main: Callable[..., None], demo: Path, tmp_path: Path) -> None:
-    main([*map(str, [demo, "--out", tmp_path, *SMALL, "--dummy", "--max-steps", 3])])
+def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, tmp_path: Path) -> None:
+    program.main([*map(str, [demo, "--out", tmp_path, *SMALL, "--dummy", "--max-steps", 3])])
     assert not (tmp_path / "checkpoint.pt").exists()
     assert [set(entry) for entry in journal(tmp_path)] == [{"step", "samples_per_s", "wait_share", "epoch", "position"}] * 3
 
@@ -106,7 +95,7 @@ def test_dummy_trains_nothing_and_measures_the_loader(main: Callable[..., None],
     ],
 )
 def test_what_does_not_go_together_is_said_in_a_line(
-    main: Callable[..., None],
+    program: Any,
     demo: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -116,7 +105,7 @@ def test_what_does_not_go_together_is_said_in_a_line(
     if "lerobot-act" in arguments and importlib.util.find_spec("lerobot"):
         pytest.skip("LeRobot is installed")
     with pytest.raises(SystemExit) as ended:
-        main([*map(str, [demo, "--out", tmp_path, *SMALL, *arguments])])
+        program.main([*map(str, [demo, "--out", tmp_path, *SMALL, *arguments])])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -132,7 +121,7 @@ def test_what_does_not_go_together_is_said_in_a_line(
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
-    main: Callable[..., None],
+    program: Any,
     finished: Path,
     demo: Path,
     capsys: pytest.CaptureFixture[str],
@@ -140,7 +129,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     said: str,
 ) -> None:
     with pytest.raises(SystemExit):
-        main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *arguments])])
+        program.main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *arguments])])
     assert said in capsys.readouterr().err
     assert losses(finished)  # it is as it was
 

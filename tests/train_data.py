@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).parents[1]
 # Pictures of one token, and every step in the journal.
 SMALL = ["--image-size", 32, 32, "--chunk", 8, "--batch-size", 8, "--consumers", 8, "--log-every", 1, "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The program as a module of this process, which then forgets Accelerate's state and the handlers of signals."""
+    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield importlib.import_module("train")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def command(dataset: Path, out: Path, *arguments: object, processes: int = 1) -> list[str]:

@@ -39,4 +39,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("max_steps", "batch_size", "chunk", "val_every", "save_every", "log_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; give 1 or more")
+    if min(arguments.image_size) < 32:
+        parser.error(f"--image-size is {arguments.image_size}; give 32 or more, what a policy makes one token of")
+    if arguments.clip <= 0:
+        parser.error(f"--clip is {arguments.clip}; give more than 0, the largest norm that a gradient keeps")
     return arguments

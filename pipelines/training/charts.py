@@ -11,21 +11,25 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import dali_stream
-from training.data import Data, batches
-from training.policy import ACTION
+from training.data import Data
+from training.policy import ACTION, actions
 
 
 def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Draws the journal's entries: training loss, validation error, and the error of predicting the mean."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    """Draws the journal's entries: the training loss; beside it validation error, and the error of predicting the mean.
+
+    Each has an axis of its own: the loss may hold more than an error, and counts what is padded.
+    """
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    training, validation = figure.subplots(1, 2)
     steps, losses = _curve(entries, "loss")
-    axes.plot(steps, losses, color="0.8", linewidth=1)
-    axes.plot(steps, _smooth(losses), label="training")
-    axes.plot(*_curve(entries, "val_error"), "o-", label="validation")
-    axes.plot(*_curve(entries, "mean_error"), "k--", label="validation, predicting the mean")
-    axes.set(xlabel="step", ylabel="mean absolute error / standard deviation", ylim=(0, None))
-    axes.legend()
+    training.plot(steps, losses, color="0.8", linewidth=1)
+    training.plot(steps, _smooth(losses))
+    training.set(title="training", xlabel="step", ylabel="loss of the policy")
+    validation.plot(*_curve(entries, "val_error"), "o-", label="policy")
+    validation.plot(*_curve(entries, "mean_error"), "k--", label="predicting the mean")
+    validation.set(title="validation", xlabel="step", ylabel="mean absolute error / standard deviation", ylim=(0, None))
+    validation.legend()
     figure.savefig(path, dpi=120)
 
 
@@ -33,8 +37,9 @@ def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
 def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
     """Draws a row per frame of `data.shown`: what the policy saw, and per action what was recorded and what it predicts."""
     with dali_stream.Loader(**data.shown) as loader:
-        batch = next(batches(loader))
-        both = [loader.normalizer.inverse({ACTION: each})[ACTION] for each in (batch[ACTION], policy.eval().predict(batch))]
+        batch = next(iter(loader))
+        both = (batch[ACTION], policy.eval().predict(batch).reshape(batch[ACTION].shape))
+        both = [actions(batch | loader.normalizer.inverse({ACTION: each})) for each in both]
     recorded, predicted = (each.masked_fill(batch["action_is_pad"][..., None], math.nan).cpu() for each in both)
     names = data.action_names[:6]
     figure = Figure(figsize=(3 * (len(names) + 1), 2.4 * len(recorded)), layout="constrained")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,15 +93,6 @@ def held_out(episodes: Sequence[int], count: int) -> tuple[list[int], list[int]]
         raise ValueError(f"--val-episodes is {count}, and the dataset has {len(episodes)} episodes; leave one to train on")
     out = {(2 * number + 1) * len(episodes) // (2 * count) for number in range(count)}
     return [e for n, e in enumerate(episodes) if n not in out], [e for n, e in enumerate(episodes) if n in out]
-
-
-def batches(loader: dali_stream.Loader) -> Iterator[dict[str, Any]]:
-    """One epoch, with actions (B, T, D) and states (B, D) also where D is 1, which LeRobot leaves out."""
-    for batch in loader:
-        batch[ACTION] = batch[ACTION].reshape(*batch["action_is_pad"].shape, -1)
-        if STATE in batch:
-            batch[STATE] = batch[STATE].reshape(len(batch[STATE]), -1)
-        yield batch
 
 
 def _names(feature: dict[str, Any]) -> list[str]:

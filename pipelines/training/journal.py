@@ -21,7 +21,9 @@ class Journal:
 
     def __init__(self, out: Path, step: int) -> None:
         kept = [line for line in read(out) if line["step"] <= step]
-        (out / NAME).write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+        partial = out / f"{NAME}.partial"
+        partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+        partial.replace(out / NAME)  # at once, as the checkpoint
         self._lines = (out / NAME).open("a", buffering=1)  # a line at a time
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 

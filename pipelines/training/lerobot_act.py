@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.policy import ACTION, STATE
+from training.policy import ACTION, STATE, actions, state
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # LeRobot's too: dataset.use_imagenet_stats
 
@@ -17,16 +17,17 @@ class LeRobotAct(nn.Module):
     """ACT with LeRobot's defaults: ResNet-18 on ImageNet's weights, 512 wide, with a variational encoder.
 
     Args:
-        cameras, state, action, chunk: as for `policy.ChunkPolicy`. It knows no task.
+        cameras, action, chunk: as for `policy.ChunkPolicy`. It knows no task.
         size: (height, width) of the pictures.
+        width: of the state.
         pretrained: begin with ImageNet's weights, which torchvision downloads; else with random ones.
 
     Raises:
-        ValueError: LeRobot is not installed, or does not take these inputs.
+        ValueError: LeRobot is not installed, or there is no state, which its variational encoder takes for granted.
     """
 
     def __init__(
-        self, cameras: Sequence[str], size: tuple[int, int], state: int, action: int, chunk: int, pretrained: bool = True
+        self, cameras: Sequence[str], size: tuple[int, int], width: int, action: int, chunk: int, pretrained: bool = True
     ) -> None:
         try:
             from lerobot.configs.types import FeatureType, PolicyFeature
@@ -36,10 +37,11 @@ class LeRobotAct(nn.Module):
             raise ValueError(
                 f"LeRobot's ACT cannot be imported ({error}); pip install lerobot, or take the policy of this folder"
             ) from error
+        if not width:
+            raise ValueError(f"LeRobot's ACT needs {STATE!r}, and the dataset has none; take the policy of this folder")
         super().__init__()
         inputs = {key: PolicyFeature(FeatureType.VISUAL, (3, *size)) for key in cameras}
-        if state:
-            inputs[STATE] = PolicyFeature(FeatureType.STATE, (state,))
+        inputs[STATE] = PolicyFeature(FeatureType.STATE, (width,))
         weights: dict[str, Any] = {} if pretrained else {"pretrained_backbone_weights": None}
         config = ACTConfig(
             input_features=inputs,
@@ -61,4 +63,5 @@ class LeRobotAct(nn.Module):
         return self.act.predict_action_chunk(self._seen(batch)).float()
 
     def _seen(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {**batch, **{key: (batch[key] - self.mean) / self.std for key in self.cameras}}
+        pictures = {key: (batch[key] - self.mean) / self.std for key in self.cameras}
+        return {**batch, **pictures, ACTION: actions(batch), STATE: state(batch)}

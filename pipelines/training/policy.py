@@ -57,7 +57,7 @@ class ChunkPolicy(nn.Module):
         It is a mean over all of the batch, padded or not, so that the mean over the ranks is the mean over their batches
         taken together, and a run is the same run on any number of ranks.
         """
-        wrong = (self.predict(batch) - batch[ACTION]).abs()
+        wrong = (self.predict(batch) - actions(batch)).abs()
         return (wrong * ~batch["action_is_pad"][..., None]).mean()
 
     def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -65,7 +65,7 @@ class ChunkPolicy(nn.Module):
         tokens = [self._see(batch[key], camera) for key, camera in zip(self.cameras, self.camera, strict=True)]
         tokens.append(self.task(batch["task_index"])[:, None])
         if self.state is not None:
-            tokens.append(self.state(batch[STATE])[:, None])
+            tokens.append(self.state(state(batch))[:, None])
         memory = self.encoder(torch.cat(tokens, dim=1))
         return self.head(self.decoder(self.query.expand(len(memory), -1, -1), memory)).float()
 
@@ -73,6 +73,16 @@ class ChunkPolicy(nn.Module):
         """Tokens (B, N, width) of one camera's pictures."""
         seen = self.backbone(pictures * 4 - 2)  # about 0 in the mean, with a deviation of about 1
         return seen.flatten(2).transpose(1, 2) + places(*seen.shape[2:], seen.shape[1], seen.device) + camera
+
+
+def actions(batch: Mapping[str, Tensor]) -> Tensor:
+    """The recorded actions (B, chunk, D), also where D is 1, which LeRobot leaves out, or the action is a matrix."""
+    return batch[ACTION].reshape(*batch["action_is_pad"].shape, -1)
+
+
+def state(batch: Mapping[str, Tensor]) -> Tensor:
+    """The state (B, D), likewise."""
+    return batch[STATE].reshape(len(batch[STATE]), -1)
 
 
 class Block(nn.Module):
