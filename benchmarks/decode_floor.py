@@ -5,8 +5,9 @@ need, and converting only those frames to RGB.
 
     python benchmarks/decode_floor.py URI [--batch-size 64] [--batches 30] [--rounds 5] [--json]
 
-Both sides get the same requests and take turns. FFmpeg gets them as one packed clip a core and camera, so it pays neither
-for opening files nor for seeking; the time that the program takes to start and end is measured and taken off.
+Both sides get the same requests and take turns, in which the other rests; the loader has nothing at hand when its turn
+begins. FFmpeg gets its requests as one packed clip a core and camera, so it pays neither for opening files nor for seeking;
+the time that the program takes to start and end is measured and taken off.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from dali_stream.process import cores, processor
 from dali_stream.residency import Residency
 from dali_stream.tables import Tables
 from dali_stream.video.clip import pack
+
+AHEAD = 20  # batches: more than the loader makes ahead
 
 
 def main() -> int:
@@ -81,10 +84,12 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
         jobs = floor_jobs(dataset, batch_size, batches, threads, Path(folder))
         idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
         stream = endless(loader)
-        consume(stream, 4)
         floor, own = [], []
         for _ in range(rounds):
+            consume(stream, AHEAD)
+            settle(loader)
             floor.append(frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads))
+            consume(stream, AHEAD)  # what was made meanwhile is no work of this turn
             own.append(frames / timed(lambda: consume(stream, batches)))
         first_batch_s = loader.stats()["first_batch_s"]
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
@@ -103,6 +108,14 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
         "machine": {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()},
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def settle(loader: dali_stream.Loader) -> None:
+    """Returns when the loader has made all that it makes ahead, so that it takes no core from the other side."""
+    before = -1
+    while (now := loader.stats()["decoded_pictures"]) != before:
+        before = now
+        time.sleep(0.2)
 
 
 def endless(loader: dali_stream.Loader) -> Iterator[Any]:

@@ -1,0 +1,92 @@
+"""Whether a peer delivered the frames that it was to deliver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Mean absolute differences, of 255. Decoders differ in how they bring colour to full resolution (NVDEC by about 3); frames
+# differ from their neighbours by less than that in slow scenes, so a picture also has to be as near to its own frame as to
+# the two before and after.
+TOLERANCE = 4.0
+MARGIN = 0.05
+NEIGHBOURS = (-1, 1, -2, 2)
+SHOWN = 5  # differences that are told
+
+
+def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
+    """Holds what a peer wrote (`serve.Delivered.write`) against the order that was recorded.
+
+    Args:
+        results: the peer's file.
+        recorded: a `Recorded`.
+        follows: whether the peer was given the order. One that shuffles by itself has to deliver rows that exist, none twice
+            in an epoch, and to each its own pictures.
+
+    Returns:
+        `equal`; `samples` and `pictures` compared; `worst_difference` of a picture from its frame, mean absolute of 255;
+        `differences`, the first few in words.
+    """
+    with np.load(results) as file:
+        found = dict(file)
+    wrong = _rows(found, recorded, follows)
+    worst, pictures = 0.0, 0
+    for n, camera in enumerate(recorded.cameras):
+        for at, shown in zip(found["checked"], found[f"pictures_{n}"], strict=True):
+            episode, frame = int(found["episode_index"][at]), int(found["frame_index"][at])
+            if not recorded.has(episode, frame):
+                continue  # told by the rows
+            due = recorded.window(camera, episode, frame).tolist()
+            if len(due) != len(shown):
+                wrong.append(f"sample {at}: {len(shown)} pictures of {camera} came, and {len(due)} were to come")
+                continue
+            for wanted, picture in zip(due, shown, strict=True):
+                difference, said = _picture(recorded, camera, episode, wanted, picture)
+                worst, pictures = max(worst, difference), pictures + 1
+                wrong += [f"sample {at}: {said}"] if said else []
+    return {
+        "equal": not wrong,
+        "samples": len(found["index"]),
+        "pictures": pictures,
+        "worst_difference": worst,
+        "differences": wrong[:SHOWN] + ([f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []),
+    }
+
+
+def _rows(found: dict[str, np.ndarray], recorded: Any, follows: bool) -> list[str]:
+    """What is wrong with the rows' numbers."""
+    index, episode, frame = (found[key] for key in ("index", "episode_index", "frame_index"))
+    if follows:
+        due = list(zip(recorded.episode.tolist(), recorded.frame.tolist(), strict=True))
+    else:
+        due = list(zip(episode.tolist(), frame.tolist(), strict=True))
+    said = []
+    for at, found_row in enumerate(zip(index.tolist(), episode.tolist(), frame.tolist(), strict=True)):
+        row = (recorded.index(*due[at]), *due[at])
+        if found_row != row:
+            said.append(f"sample {at}: (index, episode, frame) are {found_row}, and {row} were to come")
+    for start in range(0, len(index), recorded.epoch):
+        rows, times = np.unique(index[start : start + recorded.epoch], return_counts=True)
+        said += [f"row {row} came {count} times in an epoch" for row, count in zip(rows, times, strict=True) if count > 1]
+    return said
+
+
+def _picture(recorded: Any, camera: str, episode: int, wanted: int, picture: np.ndarray) -> tuple[float, str | None]:
+    """How far a picture is from its frame, and what is wrong with it."""
+    name = f"{camera} of episode {episode}, frame {wanted}"
+    reference = recorded.picture(camera, episode, wanted)
+    if reference.shape != picture.shape:
+        return 255.0, f"{name} has shape {picture.shape}, and {reference.shape} was to come"
+    own = _difference(picture, reference)
+    near = [wanted + step for step in NEIGHBOURS if 0 <= wanted + step < recorded.lengths[episode]]
+    others = {frame: _difference(picture, recorded.picture(camera, episode, frame)) for frame in near}
+    best = min(others, key=lambda frame: others[frame], default=wanted)
+    if best in others and others[best] < own - MARGIN:
+        return own, f"{name} is {own:.2f} of 255 off; it is nearer to frame {best}, by {own - others[best]:.2f}"
+    return own, f"{name} is {own:.2f} of 255 off; {TOLERANCE:g} is allowed" if own > TOLERANCE else None
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a.astype(np.int16) - b.astype(np.int16)).mean())

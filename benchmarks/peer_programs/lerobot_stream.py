@@ -1,0 +1,25 @@
+"""StreamingLeRobotDataset in PyTorch's DataLoader, without workers: of LeRobot 0.4.4 each would deliver the whole dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lerobot.datasets.streaming_dataset import StreamingLeRobotDataset
+from serve import Batch, Spec, serve
+from torch.utils.data import DataLoader
+
+
+def batches(spec: Spec) -> Iterator[Batch]:
+    dataset = StreamingLeRobotDataset("local/dataset", root=spec["root"], delta_timestamps=spec["delta_timestamps"] or None)
+    # drop_last: an epoch ends with a whole batch, as the others' do.
+    epoch = DataLoader(dataset, batch_size=spec["batch_size"], drop_last=True, pin_memory=spec["device"].startswith("cuda"))
+    delivered = True
+    while delivered:
+        delivered = False
+        for batch in epoch:
+            delivered = True
+            yield batch
+
+
+if __name__ == "__main__":
+    serve(batches, ["lerobot", "torchcodec"], ["torchcodec.decoders"])

@@ -1,0 +1,50 @@
+"""The plain loop around a decoder of whole files, as one writes it oneself: no rows, no batches made ahead.
+
+The recorded order says in which file each picture lies and which one of that file it is, so the loop has nothing to look up,
+and its first batch no metadata to read. Each thread keeps a decoder for each file that it has met.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from serve import ROWS, Batch, Spec
+
+Decode = Callable[[list[int]], torch.Tensor]  # numbers of pictures in a file -> uint8 (n, H, W, C)
+
+
+def batches(spec: Spec, open_file: Callable[[str], Decode], threads: int) -> Iterator[Batch]:
+    """Batches of float pictures in [0, 1] in the recorded order, each batch split evenly between threads.
+
+    Pictures lie in memory with their channels last, as they are decoded and as this package's Loader has them too.
+    """
+    own = threading.local()
+
+    def decoded(files: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+        decoders = own.__dict__.setdefault("decoders", {})
+        found = torch.empty(0)
+        for file in np.unique(files):
+            if file not in decoders:
+                decoders[file] = open_file(spec["files"][file])
+            at = np.flatnonzero(files == file)
+            pictures = decoders[file](numbers[at].ravel().tolist())
+            if not len(found):
+                found = pictures.new_empty((*numbers.shape, *pictures.shape[1:]))
+            found[torch.from_numpy(at)] = pictures.unflatten(0, (len(at), -1))
+        return found
+
+    with np.load(spec["order"]) as file, ThreadPoolExecutor(threads) as pool:
+        order = dict(file)
+        for start in range(0, len(order["index"]), spec["batch_size"]):
+            part = {key: values[start : start + spec["batch_size"]] for key, values in order.items()}
+            batch: Batch = {key: torch.from_numpy(part[key]) for key in ROWS}
+            for n, camera in enumerate(spec["cameras"]):
+                split = (np.array_split(part[f"{name}_{n}"], threads) for name in ("files", "numbers"))
+                work = [(files, numbers) for files, numbers in zip(*split, strict=True) if len(files)]
+                found = torch.cat(list(pool.map(lambda chunk: decoded(*chunk), work)))
+                batch[camera] = found.movedim(-1, -3).div(255).squeeze(1)
+            yield batch

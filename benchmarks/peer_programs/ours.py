@@ -1,0 +1,20 @@
+"""This package's Loader. Its own order of the same seed is the recorded one, which the rows' numbers are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from serve import Batch, Spec, serve
+
+import dali_stream
+
+
+def batches(spec: Spec) -> Iterator[Batch]:
+    chosen = {key: spec[key] for key in ("batch_size", "delta_timestamps", "seed", "threads", "device")}
+    with dali_stream.Loader(spec["root"], **chosen) as loader:
+        while True:
+            yield from loader
+
+
+if __name__ == "__main__":
+    serve(batches, ["dali-stream", "torchcodec"], ["nvidia.dali.fn", "nvidia.dali.plugin.pytorch", "torchcodec.decoders"])

@@ -1,0 +1,31 @@
+"""A plain loop around PyNvVideoCodec's SimpleDecoder. Not run yet: it needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import loop
+import PyNvVideoCodec as nvc
+import torch
+from serve import Batch, Spec, serve
+
+
+def batches(spec: Spec) -> Iterator[Batch]:
+    gpu = torch.device(spec["device"]).index or 0
+
+    def open_file(path: str) -> loop.Decode:
+        decoder = nvc.SimpleDecoder(path, gpu_id=gpu, use_device_memory=True, output_color_type=nvc.OutputColorType.RGB)
+
+        def decode(numbers: list[int]) -> torch.Tensor:
+            wanted = sorted(set(numbers))
+            # The decoder writes its next pictures where these lie, so they are copied, by stack.
+            found = torch.stack([torch.from_dlpack(frame) for frame in decoder.get_batch_frames_by_index(wanted)])
+            return found[[wanted.index(number) for number in numbers]]
+
+        return decode
+
+    return loop.batches(spec, open_file, 1)
+
+
+if __name__ == "__main__":
+    serve(batches, ["PyNvVideoCodec"])

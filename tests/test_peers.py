@@ -1,0 +1,183 @@
+"""benchmarks/peers.py: loaders side by side, and what one of them does wrong is told."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dali_stream import process
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ROOT / "benchmarks/peer_programs"
+SHORT = ["--batch-size", "8", "--batches", "3", "--rounds", "2", "--warmup", "1", "--check", "3", "--device", "cpu"]
+
+# Stands for the Python of an environment with LeRobot, and runs another program than the one it is given: the plain loop with
+# another order, which delivers the picture before; or none.
+FAKE = """#!{python}
+import json, runpy, sys
+from pathlib import Path
+
+program, path = sys.argv[1], Path(sys.argv[2])
+if program.endswith("lerobot_stream.py"):
+    sys.exit("ShardError: no shard left")
+import numpy as np
+spec = json.loads(path.read_text())
+with np.load(spec["order"]) as file:
+    order = dict(file)
+order["numbers_1"] = np.maximum(order["numbers_1"] - 1, 0)
+spec["order"] = str(path.with_name("other.npz"))
+np.savez(spec["order"], **order)
+path.write_text(json.dumps(spec))
+sys.path[0] = {programs!r}
+sys.argv[1:] = [str(path)]
+runpy.run_path({programs!r} + "/torchcodec_loop.py", run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def run(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str, Path]:
+    """The report by side, the table and the folder of a run with two sides that are right, and others that are not."""
+    folder = tmp_path_factory.mktemp("peers")
+    fake = folder / "python"
+    fake.write_text(FAKE.format(python=sys.executable, programs=str(PROGRAMS)))
+    fake.chmod(0o755)
+    command = [sys.executable, "benchmarks/peers.py", str(demo), *SHORT, "--workers", "0", "--lerobot-python", str(fake)]
+    command += ["--json", "--out", str(folder / "report.json")]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # the others' faults are theirs
+    *table, result = done.stdout.splitlines()
+    return {side["name"]: side for side in json.loads(result)["peers"]}, "\n".join(table), folder
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program as a module, so that a part of it can be another."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("peers")
+
+
+def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> None:
+    sides, table, folder = run
+    for name in ("dali_stream", "torchcodec"):
+        side = sides[name]
+        assert side["error"] is None
+        assert side["frames"] == {
+            "equal": True,
+            "samples": 8 * (1 + 1 + 2 * 3),
+            "pictures": 3 * 2 * (1 + 1 + 2),  # of both cameras, in each turn
+            "worst_difference": pytest.approx(0, abs=0.01),
+            "differences": [],
+        }
+        assert len(side["rounds"]) == 2
+        assert min(side["rounds"]) <= side["frames_per_s"] <= max(side["rounds"])
+        assert side["first_batch_s"] > 0
+        assert side["peak_bytes"] > 50e6
+        assert side["versions"]["torchcodec"]
+        assert f"\n{name} " in table
+    assert json.loads((folder / "report.json").read_text())["frames_per_round"] == 3 * 8 * 2
+
+
+def test_a_picture_of_a_neighbour_is_found(run: Any) -> None:
+    side = run[0]["lerobot, 0 workers"]
+    assert side["error"] is None
+    assert side["frames"]["equal"] is False
+    assert all("observation.images.side of episode" in said for said in side["frames"]["differences"][:5])
+    assert "it is nearer to frame" in side["frames"]["differences"][0]
+    assert "NO: sample" in run[1]
+
+
+def test_a_crash_is_told_with_its_error(run: Any) -> None:
+    side = run[0]["lerobot-streaming"]
+    assert side["error"].startswith("ended with exit code 1. It said:")
+    assert "ShardError: no shard left" in side["error"]
+    assert side["frames"] is side["frames_per_s"] is None
+    assert "failed: ShardError: no shard left" in run[1]
+
+
+@pytest.mark.skipif(process.gpu("auto") is not None, reason="there is a GPU")
+def test_sides_that_need_a_gpu_say_so(run: Any) -> None:
+    assert [run[0][name]["error"] for name in ("torchcodec-cuda", "pynvvideocodec")] == ["no GPU", "no GPU"]
+
+
+def test_nothing_is_left_behind(run: Any) -> None:
+    folder = run[2]
+    assert sorted(path.name for path in folder.iterdir()) == ["python", "report.json"]
+    for other in psutil.process_iter(["cmdline"]):
+        assert not any(str(folder) in argument for argument in other.info["cmdline"] or []), other
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ('"seed", ', "NO: sample 0: (index, episode, frame) are"),  # its own order, and not the recorded one
+        ("from serve import Batch, Spec, serve", "failed: NameError: name 'serve' is not defined"),
+    ],
+)
+def test_what_is_wrong_with_this_loader_is_the_exit_code(
+    peers: Any,
+    demo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    own: str,
+    said: str,
+) -> None:
+    """With a part of its program left out."""
+    for path in PROGRAMS.glob("*.py"):
+        (tmp_path / path.name).write_text(path.read_text().replace(own, "") if path.name == "ours.py" else path.read_text())
+    monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
+    arguments = ["--only", "lerobot,", "--workers", "0", "--lerobot-python", str(tmp_path / "none"), "--seed", "1"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", str(demo), *SHORT, *arguments])
+    assert peers.main() == 1
+    out = capsys.readouterr().out
+    assert said in out
+    assert "failed: it does not start: [Errno 2] No such file or directory" in out
+
+
+# Says who it is, and then back what it is asked.
+ECHO = """
+import json, os, sys
+os.setpgrp()
+print("a library's greeting", flush=True)
+print(json.dumps({"ready": {}, "group": os.getpid()}), flush=True)
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def test_a_side_stands_still_between_its_turns(peers: Any, tmp_path: Path) -> None:
+    peer = peers.Peer([sys.executable, "-c", ECHO], tmp_path / "stderr", 60, {})
+    [child] = psutil.Process().children()
+    try:
+        for number in range(3):
+            assert peer.ask("go", go=number) == number
+            while child.status() != psutil.STATUS_STOPPED:
+                pass
+    finally:
+        peer.close()
+    assert not child.is_running()
+
+
+def test_a_peer_that_does_not_answer_is_given_up(peers: Any, tmp_path: Path) -> None:
+    with pytest.raises(peers.PeerError, match=r"no answer in 0.1 s"):
+        peers.Peer([sys.executable, "-c", "input()"], tmp_path / "stderr", 0.1, {})
+
+
+def test_what_cannot_be_compared_is_one_line(
+    peers: Any, demo: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {odd: "no video", tmp_path / "none": "is no folder", demo: "give a smaller one"}
+    for root, said in wrong.items():
+        monkeypatch.setattr(sys, "argv", ["peers.py", str(root), "--batch-size", "9999"])
+        assert peers.main() == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert said in error
