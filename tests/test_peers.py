@@ -64,6 +64,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("peers")
 
 
+@pytest.mark.slow
 def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> None:
     sides, table, folder = run
     for name in ("dali_stream", "torchcodec"):
@@ -85,6 +86,7 @@ def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> Non
     assert json.loads((folder / "report.json").read_text())["frames_per_round"] == 3 * 8 * 2
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_neighbour_is_found(run: Any) -> None:
     side = run[0]["lerobot, 0 workers"]
     assert side["error"] is None
@@ -94,6 +96,7 @@ def test_a_picture_of_a_neighbour_is_found(run: Any) -> None:
     assert "NO: sample" in run[1]
 
 
+@pytest.mark.slow
 def test_a_crash_is_told_with_its_error(run: Any) -> None:
     side = run[0]["lerobot-streaming"]
     assert side["error"].startswith("ended with exit code 1. It said:")
@@ -102,11 +105,13 @@ def test_a_crash_is_told_with_its_error(run: Any) -> None:
     assert "failed: ShardError: no shard left" in run[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(process.gpu("auto") is not None, reason="there is a GPU")
 def test_sides_that_need_a_gpu_say_so(run: Any) -> None:
     assert [run[0][name]["error"] for name in ("torchcodec-cuda", "pynvvideocodec")] == ["no GPU", "no GPU"]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(run: Any) -> None:
     folder = run[2]
     assert sorted(path.name for path in folder.iterdir()) == ["python", "report.json"]
