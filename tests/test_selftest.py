@@ -34,6 +34,7 @@ def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureF
     assert "finds no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_gpu_that_torch_cannot_use_is_a_failure(fake_driver: FakeDriver) -> None:
     command = [sys.executable, "-m", "dali_stream", "selftest", "--json"]
     done = subprocess.run(command, env=fake_driver("h100"), capture_output=True, text=True, check=False)
@@ -92,6 +93,7 @@ def test_what_dali_cannot_decode_is_a_result(tmp_path: Path) -> None:
         assert "Failed to create video decoder" in row["failed"]
 
 
+@pytest.mark.slow
 def test_epochs_through_the_loader_are_checked_picture_by_picture(vp9_demo: Path, tmp_path: Path) -> None:
     found = soak.measure(str(vp9_demo), "cpu", "dali", 0)
     assert (found["epochs"], found["wrong"], set(found["routes"].values())) == (2, 0, {"dali"})

@@ -1,0 +1,299 @@
+"""How cost grows: with threads, batch size, window, GOP, episodes, consumers, pool size and ranks.
+
+    python benchmarks/scaling.py [--axes threads,batch,...] [--quick] [--rounds 3] [--json] [--out FILE]
+
+Each axis is a table of values and costs, medians over rounds in which all values take turns, with the exponent of the power
+law that fits best (least squares of logarithms): 1 is in proportion, 0 no growth, -1 a share for each. Where two straight
+lines fit far better than one, the value at which they meet is where the cost bends, with the exponents on its two sides.
+
+What decodes runs the real Loader on small demo datasets that are written first (frames of 128×160, two cameras). The order and
+the metadata need no video: episodes have 100 frames, and the order of up to a million of them is made as it is for training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scaling_metadata import LENGTH, write_metadata
+
+import dali_stream
+from dali_stream import Dataset, Loader, Order, environment
+from dali_stream.demo import write_demo
+from dali_stream.process import cores
+
+DIFFERS = 0.3  # exponents on the two sides of a bend, at least
+BETTER = 0.25  # the squared error of two lines, in that of one, at most
+FRAMES = 1536  # that a loader is timed over
+QUICK_FRAMES = 192
+Figures = dict[str, float]
+
+
+class Fit(NamedTuple):
+    """A power law, and where it bends: `at`, with the exponents before and after it."""
+
+    exponent: float
+    at: float | None = None
+    before: float | None = None
+    after: float | None = None
+
+
+def fit(values: Sequence[float], costs: Sequence[float]) -> Fit | None:
+    """The power law of some costs; None for fewer than two values. A bend takes five: two lines share the value at which they
+    meet."""
+    if len(values) < 2:
+        return None
+    x, y = np.log(np.asarray(values, float)), np.log(np.maximum(np.asarray(costs, float), 1e-12))
+    exponent, error = _line(x, y)
+    bends = []
+    for i in range(2, len(x) - 2):
+        (before, left), (after, right) = _line(x[: i + 1], y[: i + 1]), _line(x[i:], y[i:])
+        bends.append((left + right, i, before, after))
+    if bends:
+        least, i, before, after = min(bends)
+        if abs(after - before) > DIFFERS and least < BETTER * error:
+            return Fit(exponent, float(values[i]), before, after)
+    return Fit(exponent)
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Slope, and the sum of squared errors, of the line that fits best."""
+    slope, offset = np.polyfit(x, y, 1)
+    return float(slope), float(((y - slope * x - offset) ** 2).sum())
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way to grow.
+
+    Attributes:
+        what: in words.
+        values: in rising order.
+        measure: the costs at a value.
+    """
+
+    what: str
+    values: list[int]
+    measure: Callable[[int], Figures]
+
+
+def axes(folder: Path, quick: bool) -> dict[str, Callable[[], Axis]]:
+    """All axes, by name. What they need is written to the folder when they are made."""
+    frames = QUICK_FRAMES if quick else FRAMES
+    episodes = 500 if quick else 10_000
+
+    @functools.cache
+    def demo(gop: int) -> Path:
+        return write_demo(folder / f"gop{gop}", episodes=2 if quick else 6, size=(128, 160), codec="h264", gop=gop)
+
+    def load(root: Path, window: int = 1, **arguments: Any) -> Figures:
+        return loading(root, frames, window, **arguments)
+
+    def over_gops() -> Axis:
+        gops = [2, 8] if quick else [1, 2, 4, 8, 16, 32, 64]
+        roots = {gop: demo(gop) for gop in gops}
+        return Axis("GOP, in frames", gops, lambda gop: load(roots[gop]))
+
+    def over_loaders(what: str, values: list[int], argument: str) -> Axis:
+        root = demo(2)
+        return Axis(what, values, lambda value: load(root, **{argument: value}))
+
+    def over_episodes() -> Axis:
+        counts = [10**power for power in range(1, 4 if quick else 7)]
+        roots = {count: write_metadata(folder / f"episodes{count}", count) for count in counts}
+        return Axis("episodes", counts, lambda count: ordering(count) | opening(roots[count]))
+
+    few = [1, 8, 64] if quick else [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    return {
+        "threads": lambda: over_loaders("decode threads", _up_to(cores()), "threads"),
+        "batch": lambda: over_loaders("batch size", [8, 32] if quick else [1, 2, 4, 8, 16, 32, 64, 128, 256], "batch_size"),
+        "window": lambda: over_loaders("frames of a window", [1, 8] if quick else [1, 2, 4, 8, 16, 32], "window"),
+        "gop": over_gops,
+        "episodes": over_episodes,
+        "consumers": lambda: Axis("consumers", few, lambda count: ordering(episodes, consumers=count)),
+        "pool": lambda: Axis("episode_pool_size", few, lambda size: ordering(episodes, pool=size)),
+        "ranks": lambda: Axis("ranks", few, lambda world: ordering(episodes, consumers=few[-1], world=world)),
+    }
+
+
+def _up_to(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return sorted({*(1 << i for i in range(most.bit_length())), most})
+
+
+def loading(root: Path, frames: int, window: int = 1, batch_size: int = 32, threads: int | None = None) -> Figures:
+    """Seconds and CPU seconds for a delivered frame of a real Loader, its first batches left out."""
+    dataset = Dataset(root)
+    batch_size = min(batch_size, dataset.num_frames)
+    each = batch_size * window * len(dataset.cameras)
+    batches = max(frames // each, 4)
+    deltas = {key: [-i / dataset.fps for i in reversed(range(window))] for key in dataset.cameras}
+    with Loader(dataset, batch_size=batch_size, delta_timestamps=deltas, threads=threads, image_dtype="uint8") as loader:
+        stream = _endless(loader)
+        _take(stream, 2)
+        began, cpu = time.perf_counter(), time.process_time()
+        _take(stream, batches)
+        wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return {"s_per_frame": wall / (batches * each), "cpu_s_per_frame": cpu / (batches * each)}
+
+
+def _endless(loader: Loader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _take(stream: Iterator[Any], batches: int) -> None:
+    deque(itertools.islice(stream, batches), maxlen=0)
+
+
+def ordering(episodes: int, consumers: int = 64, pool: int = 8, world: int = 1) -> Figures:
+    """What an order costs.
+
+    Returns:
+        Seconds and memory to make it and read its first batch; seconds for each million positions of a rank; seconds until a
+        rank that is resumed in the middle of the epoch, or a million positions in, has its first batch.
+    """
+    lengths = np.full(episodes, LENGTH)
+    total = episodes * LENGTH
+
+    def make() -> Order:
+        order = Order(lengths, consumers=consumers, episode_pool_size=pool)
+        order.read(0, 64, 0, world)
+        return order
+
+    make_s, order = _timed(make)
+    count = min(1_000_000, total // world)
+    read_s, _ = _timed(lambda: order.read(0, count, 0, world))
+    each = consumers // world  # one sample of each consumer of the rank, so that all of them go forward
+    resume_s, _ = _timed(lambda: make().read(min(total // 2, 1_000_000), each, 0, world))
+    return {
+        "make_s": make_s,
+        "bytes": _kept(make),
+        "read_s_per_million": read_s / count * 1e6,
+        "resume_s": resume_s,
+    }
+
+
+def opening(root: Path) -> Figures:
+    """Seconds and memory to open a dataset."""
+    open_s, dataset = _timed(lambda: Dataset(root))
+    dataset.close()
+    return {"open_s": open_s, "open_bytes": _kept(lambda: Dataset(root))}
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    began, made = time.perf_counter(), work()
+    return time.perf_counter() - began, made
+
+
+def _kept(make: Callable[[], object]) -> float:
+    """Bytes of memory that what is made takes, of Python and NumPy."""
+    tracemalloc.start()
+    try:
+        made = make()
+        found = float(tracemalloc.get_traced_memory()[0])
+        del made
+        return found
+    finally:
+        tracemalloc.stop()
+
+
+def measured(axis: Axis, rounds: int) -> dict[str, Any]:
+    """Medians over rounds in which all values take turns, to and fro, and what fits them."""
+    found: dict[int, list[Figures]] = {value: [] for value in axis.values}
+    for number in range(rounds):
+        for value in axis.values if number % 2 == 0 else reversed(axis.values):
+            found[value].append(axis.measure(value))
+    costs = {
+        name: [statistics.median(figures[name] for figures in found[value]) for value in axis.values]
+        for name in found[axis.values[0]][0]
+    }
+    fits = {name: one._asdict() if (one := fit(axis.values, cost)) else None for name, cost in costs.items()}
+    return {"what": axis.what, "values": axis.values, "costs": costs, "fits": fits}
+
+
+def table(name: str, axis: dict[str, Any]) -> str:
+    """An axis for people."""
+    width = max(len(cost) for cost in axis["costs"])
+    lines = [f"{name}: {axis['what']}", " " * (width + 2) + "".join(f"{value:>10}" for value in axis["values"])]
+    for cost, values in axis["costs"].items():
+        shown = "".join(f"{_short(value):>10}" for value in values)
+        lines.append(f"  {cost:{width}}{shown}   {_said(axis['fits'][cost])}")
+    return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:.4g} M" if value >= 1e4 else f"{value:.3g}"
+
+
+def _said(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "one value"
+    bend = f", bends at {found['at']:g}: {found['before']:.2f}, then {found['after']:.2f}" if found["at"] is not None else ""
+    return f"exponent {found['exponent']:.2f}{bend}"
+
+
+def main(given: list[str] | None = None) -> int:
+    """The program; `given` are its arguments, those of the command line by default."""
+    names = list(axes(Path(), False))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--axes", type=functools.partial(_names, names), default=names, help=",".join(names))
+    parser.add_argument("--rounds", type=int, help="not given: 3, or 1 with --quick")
+    parser.add_argument("--quick", action="store_true", help="few values, small: to see that it runs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it to a file")
+    arguments = parser.parse_args(given)
+    rounds = max(arguments.rounds or (1 if arguments.quick else 3), 1)
+    try:
+        report = measure(arguments.axes, arguments.quick, rounds)
+    except dali_stream.DaliStreamError as error:
+        print(f"scaling: {error}", file=sys.stderr)
+        return 1
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(report))
+    return 0
+
+
+def _names(known: list[str], text: str) -> list[str]:
+    wanted = text.split(",")
+    if unknown := [name for name in wanted if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no axis; there are {', '.join(known)}")
+    return wanted
+
+
+def measure(names: Iterable[str], quick: bool, rounds: int) -> dict[str, Any]:
+    """Measures the axes one after the other, and prints each."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
+        known = axes(Path(folder), quick)
+        for name in names:
+            found[name] = measured(known[name](), rounds)
+            print(table(name, found[name]), flush=True)
+    return {
+        "axes": found,
+        "rounds": rounds,
+        "quick": quick,
+        "versions": environment.versions(),
+        "machine": environment.machine("cpu"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Whether a cluster's network keeps up with training, on a laptop: the real order and residency on a simulated clock.
+
+    python benchmarks/simulate.py --nodes 64 --dataset-tb 100 --bandwidth-gbps 25 [--latency-ms 50] [--step-ms 200] [--json]
+
+The loader's own code runs: order, planner, fetching ahead, eviction within memory_budget. Threads, clock, network and decoder
+are simulated (simulated_time.py, simulated_network.py), and the dataset is made up, laid out as LeRobot writes
+(simulated_dataset.py). Over a real server on loopback a Loader took the same bytes and, where the network was what it waited
+for, about the same time (tests/test_simulate.py).
+
+What that leaves out: the time of the interpreter; decoding, unless --decode-fps gives its speed; lost packets, retries, limits
+of a server or of a connection, and cache_dir. Of the ranks, which are alike, `--ranks` are simulated, each with its share of
+its node's bandwidth, and wait for each other in every step. With more, the slowest of them is slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from simulated_dataset import MOST_EPISODES, MadeUp, Recording
+from simulated_run import Network, Outcome, Training, simulate
+
+import dali_stream
+from dali_stream.arguments import byte_count
+from dali_stream.bench.measure import MODES
+
+KEEPS_UP = 0.01  # the share of the time that training may wait
+PRECISION = 1.07  # of the smallest bandwidth
+
+
+def main(given: list[str] | None = None) -> int:
+    """The program; `given` are its arguments, those of the command line by default."""
+    arguments = _parser().parse_args(given)
+    try:
+        report = plan(arguments)
+    except (dali_stream.DaliStreamError, ValueError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 1
+    print(text(report))
+    if arguments.json:
+        print(json.dumps(report))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--nodes", type=_count, default=1)
+    add("--gpus-per-node", type=_count, default=8, help="one rank each")
+    add("--dataset-tb", type=_positive, default=1.0, help="encoded video, in 10^12 bytes")
+    add("--episode-seconds", type=_positive, default=30.0)
+    add("--fps", type=_positive, default=30.0)
+    add("--cameras", type=_count, default=3)
+    add("--bitrate-mbps", type=_positive, default=4.0, help="of a camera")
+    add("--gop", type=_count, default=2, help="distance of key frames, in frames")
+    add("--bandwidth-gbps", type=_positive, default=10.0, help="of a node, in 10^9 bits")
+    add("--latency-ms", type=float, default=50.0, help="of a request")
+    add("--step-ms", type=_positive, default=200.0, help="a training step, the loader left out")
+    add("--decode-fps", type=_positive, help="frames that a rank decodes in a second; not given: decoding takes no time")
+    add("--batch-size", type=_count, default=64, help="of a rank")
+    add("--mode", choices=MODES, default="single")
+    add("--memory-budget", default="4GiB", help="of a rank")
+    add("--consumers", type=_count, help="not given: 32, or the number of ranks if that is more")
+    add("--pool", type=_count, default=8, help="episode_pool_size")
+    add("--minutes", type=_positive, default=1.0, help="simulated at most; the second half is judged")
+    add("--ranks", type=_count, default=1, help="that are simulated")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+class Cluster:
+    """What the arguments describe, and runs of it with something changed."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        a = arguments
+        self.world = a.nodes * a.gpus_per_node
+        self.ranks, self.gpus = min(a.ranks, self.world), a.gpus_per_node
+        self.recording = Recording(
+            a.dataset_tb * 1e12, a.episode_seconds, a.fps, a.cameras, a.bitrate_mbps * 1e6, min(a.gop, 1 << 20)
+        )
+        self.dataset = MadeUp(self.recording)
+        steps = max(round(a.minutes * 60e3 / a.step_ms), 20)
+        whole = self.dataset.num_frames // (a.batch_size * self.world)
+        self.training = Training(
+            batch_size=a.batch_size,
+            step_s=a.step_ms / 1e3,
+            steps=min(steps, whole) or 1,
+            mode=a.mode,
+            memory_budget=byte_count(a.memory_budget),
+            consumers=a.consumers or -(-32 // self.world) * self.world,
+            pool=a.pool,
+            seed=a.seed,
+            decode_frames_per_s=a.decode_fps,
+        )
+        self.bandwidth, self.latency_s = a.bandwidth_gbps * 1e9 / 8, a.latency_ms / 1e3
+
+    @property
+    def demand(self) -> float:
+        """Bytes per second and node of encoded video that training at full speed uses up, each frame being shown once."""
+        samples_per_s = self.training.batch_size / self.training.step_s * self.gpus
+        return samples_per_s * self.recording.picture * self.recording.cameras
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of encoded video of the episodes that a rank draws from."""
+        consumers = max(self.training.consumers // self.world, 1)
+        episodes = min(consumers * self.training.pool, -(-self.dataset.num_episodes // self.world) + consumers)
+        return episodes * self.recording.episode_bytes
+
+    def run(self, bandwidth: float | None = None, *, whole: bool = True, **changes: Any) -> Outcome:
+        """Trains with a node's bandwidth, and with changes of the training. Not `whole`: until it is clear that it waits."""
+        training = dataclasses.replace(self.training, **changes)
+        network = Network((bandwidth or self.bandwidth) / self.gpus, self.latency_s)
+        patience = math.inf if whole else _patience(training)
+        return simulate(self.dataset, training, network, self.world, self.ranks, patience)
+
+    def smallest_bandwidth(self, as_it_is: bool) -> float | None:
+        """Bytes per second of a node that keep up, if any do; `as_it_is`: whether those that there are do."""
+
+        def keeps(bandwidth: float) -> bool:
+            if (bandwidth >= self.bandwidth) == as_it_is:
+                return as_it_is  # more is never worse
+            return keeps_up(self.run(bandwidth, whole=False))
+
+        return smallest(keeps, 1.1 * self.demand)
+
+
+def _patience(training: Training) -> float:
+    """Seconds of waiting with which a run does not keep up any more, however it goes on."""
+    left = training.steps - int(training.steps * training.warmup)
+    return KEEPS_UP * left * training.step_s / (1 - KEEPS_UP)
+
+
+def keeps_up(outcome: Outcome) -> bool:
+    """Whether training hardly waits once the pools are full."""
+    return outcome.wait_share <= KEEPS_UP
+
+
+def smallest(keeps: Callable[[float], bool], start: float, most: float = 16.0) -> float | None:
+    """The smallest bandwidth that keeps up, within `PRECISION`: out from `start` until the answer changes, then by bisection.
+
+    None where `most` times `start` does not keep up; a `most`-th of it where that does.
+    """
+    low = high = start
+    enough, factor = keeps(start), 1.25
+    while low == high or keeps(low if enough else high) == enough:
+        if max(high / start, start / low) > most:
+            return low if enough else None
+        low, high = (low / factor, low) if enough else (high, high * factor)
+        factor = min(factor * 1.25, 2.0)
+    while high / low > PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if keeps(middle) else (middle, high)
+    return high
+
+
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Simulates what is there, the smallest bandwidth that would do, and what else would help."""
+    began = time.perf_counter()
+    cluster = Cluster(arguments)
+    outcome = cluster.run()
+    least = cluster.smallest_bandwidth(keeps_up(outcome))
+    half = outcome.warmup
+    fetched = outcome.fetched[-1] - outcome.fetched[half]
+    seconds = sum(outcome.waits[half + 1 :]) + (len(outcome.waits) - half - 1) * cluster.training.step_s
+    each = cluster.gpus / cluster.ranks
+    return {
+        "keeps_up": keeps_up(outcome),
+        "steps": len(outcome.waits),
+        "wait_share": outcome.wait_share,
+        "waiting_steps_share": outcome.waiting_steps,
+        "wait_s": float(sum(outcome.waits[half:])),
+        "wait_s_while_the_pools_fill": float(sum(outcome.waits[1:half])),
+        "first_batch_s": outcome.waits[0],
+        "simulated_s": outcome.seconds,
+        "needed_gbps": cluster.demand * 8e-9,
+        "fetched_gbps": fetched * each / max(seconds, cluster.training.step_s) * 8e-9,
+        "available_gbps": cluster.bandwidth * 8e-9,
+        "smallest_gbps": None if least is None else least * 8e-9,
+        "requests_per_s_node": outcome.requests * each / outcome.seconds,
+        "evicted_early": outcome.evicted,
+        "peak_resident_bytes": outcome.peak_resident,
+        "pool_bytes": cluster.pool_bytes,
+        "memory_budget": cluster.training.memory_budget,
+        "world_size": cluster.world,
+        "consumers": cluster.training.consumers,
+        "episodes": cluster.recording.episodes,
+        "days_an_epoch": cluster.recording.bytes_in_all / cluster.demand / arguments.nodes / 86400,
+        "advice": advice(cluster, outcome, least),
+        "arguments": vars(arguments),
+        "wall_s": time.perf_counter() - began,
+    }
+
+
+def advice(cluster: Cluster, outcome: Outcome, least: float | None) -> list[str]:
+    """What would help, each of it tried."""
+    found = []
+    if outcome.fetched[outcome.warmup] < min(cluster.pool_bytes, cluster.training.memory_budget // 2) * cluster.ranks:
+        found.append("the pools were not full when judging began, which flatters: give more --minutes")
+    if outcome.evicted:
+        found += _more_room(cluster)
+    if keeps_up(outcome):
+        return found
+    if least is None:
+        found.append(
+            "no bandwidth is enough: requests, above all those for blocks that were evicted, or decoding take too long"
+        )
+    else:
+        found.append(f"{least * 8e-9:.2f} Gbit/s a node keep up as it is")
+    slower = outcome.step_s / (1 - outcome.wait_share)
+    found.append(f"as it is, a step takes {slower * 1e3:.0f} ms instead of {outcome.step_s * 1e3:.0f}")
+    return found
+
+
+def _more_room(cluster: Cluster) -> list[str]:
+    """Ways to fetch no byte twice: a budget that holds the pools, or pools that the budget holds."""
+    training, found = cluster.training, []
+    room = int(cluster.pool_bytes * 1.5)
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if room > training.memory_budget:
+        changes.append((f"memory_budget {room / 2**30:.1f} GiB", {"memory_budget": room}))
+    if smaller := min(training.pool * training.memory_budget // room, training.pool - 1):
+        changes.append((f"episode_pool_size {smaller}", {"pool": smaller}))
+    for name, change in changes:
+        with_it = cluster.run(**change)
+        does = "keeps up" if keeps_up(with_it) else f"waits {with_it.wait_share:.0%} of the time"
+        found.append(f"{name} {does}, and fetches {_less(with_it, cluster)}")
+    return found
+
+
+def _less(outcome: Outcome, cluster: Cluster) -> str:
+    used = (
+        len(outcome.waits) * cluster.training.batch_size * cluster.ranks * cluster.recording.picture * cluster.recording.cameras
+    )
+    return f"{outcome.fetched[-1] / used:.1f} times what was shown, pools included"
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    given, gib = report["arguments"], 2**30
+    episodes = f"{report['episodes']} episodes" + (f", {MOST_EPISODES} laid out" if report["episodes"] > MOST_EPISODES else "")
+    verdict = "keeps up" if report["keeps_up"] else "stalls"
+    needs = "no bandwidth is enough" if report["smallest_gbps"] is None else f"{report['smallest_gbps']:.2f} are enough"
+    lines = [
+        f"{verdict}: {report['world_size']} ranks on {given['nodes']} nodes, {given['dataset_tb']:g} TB in {episodes}",
+        f"waits        {report['waiting_steps_share']:.1%} of the steps, {report['wait_share']:.1%} of the time, "
+        f"{report['wait_s']:.1f} s; {report['wait_s_while_the_pools_fill']:.1f} s before, while the pools fill",
+        f"first batch  {report['first_batch_s']:.2f} s",
+        f"a node       shows {report['needed_gbps']:.2f} Gbit/s of video, fetches {report['fetched_gbps']:.2f} of "
+        f"{report['available_gbps']:.2f}; {needs}; {report['requests_per_s_node']:.0f} requests/s",
+        f"a rank       {report['peak_resident_bytes'] / gib:.2f} GiB at most of {report['memory_budget'] / gib:.2f}; its pools "
+        f"have {report['pool_bytes'] / gib:.2f}; {report['evicted_early']} blocks evicted early",
+        f"an epoch     {report['days_an_epoch']:.1f} days",
+    ]
+    lines += [f"advice       {line}" for line in report["advice"]]
+    return "\n".join(
+        [*lines, f"{report['steps']} steps of {given['ranks']} rank(s) simulated, {report['wall_s']:.0f} s in all"]
+    )
+
+
+if __name__ == "__main__":
+    logging.getLogger("dali_stream").setLevel(logging.ERROR)  # what it warns of stands in the report
+    sys.exit(main())

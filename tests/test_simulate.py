@@ -1,0 +1,241 @@
+"""benchmarks/simulate.py: the loader's own code on a simulated clock gives what a real loader over a real server gives."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import Server
+
+import dali_stream
+from dali_stream import Dataset, Loader
+
+ROOT = Path(__file__).parents[1]
+SMALL = {"bytes_in_all": 1e10, "episode_s": 4, "fps": 20, "cameras": 2, "bitrate": 4e6}  # 2 MB an episode and camera
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[SimpleNamespace]:
+    """The program's parts. Their folder is on the path for as long as this module needs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import simulate
+        import simulated_dataset
+        import simulated_network
+        import simulated_run
+        import simulated_time
+
+        yield SimpleNamespace(
+            **{name: getattr(simulated_run, name) for name in ("Network", "Training", "simulate")},
+            **{name: getattr(simulated_dataset, name) for name in ("MadeUp", "Recording")},
+            **{name: getattr(simulated_time, name) for name in ("Clock", "Condition", "Deadlock", "Task")},
+            Link=simulated_network.Link,
+            smallest=simulate.smallest,
+            main=simulate.main,
+        )
+
+
+@pytest.fixture(scope="module")
+def small(parts: SimpleNamespace) -> Any:
+    """A made-up dataset of 2500 episodes of 80 frames."""
+    return parts.MadeUp(parts.Recording(**SMALL))
+
+
+def run(parts: SimpleNamespace, dataset: Any, megabytes_per_s: float, latency_s: float = 0.02, **changes: Any) -> Any:
+    """Some steps of a rank of four, which show 8 MB/s of video."""
+    world, ranks = changes.pop("world", 4), changes.pop("ranks", 1)
+    training = parts.Training(**{"batch_size": 16, "step_s": 0.1, "steps": STEPS, "consumers": 4, **changes})
+    return parts.simulate(dataset, training, parts.Network(megabytes_per_s * 1e6, latency_s), world, ranks)
+
+
+# ---- against a real loader
+
+
+def really(root: Path, budget: str, bytes_per_s: float, latency_s: float) -> SimpleNamespace:
+    """An epoch of a Loader over a slow server: seconds from its first iteration on, and bytes without metadata."""
+    with Server(root, latency_s=latency_s, bytes_per_s=bytes_per_s) as server:
+        dataset = Dataset(server.url)
+        dataset.tasks  # noqa: B018  # read by the first batch, and not simulated
+        before = dataset.store.traffic.fetched_bytes
+        with Loader(dataset, batch_size=32, image_dtype="uint8", memory_budget=budget, threads=2) as loader:
+            began = time.perf_counter()
+            steps = sum(1 for _ in loader)
+            seconds, stats = time.perf_counter() - began, loader.stats()
+    return SimpleNamespace(
+        steps=steps, seconds=seconds, fetched=stats["fetched_bytes"] - before, evicted=stats["evicted_early"]
+    )
+
+
+def simulated(
+    parts: SimpleNamespace, root: Path, steps: int, budget: int, bytes_per_s: float, latency_s: float
+) -> SimpleNamespace:
+    training = parts.Training(batch_size=32, step_s=0.0, steps=steps, threads=2, memory_budget=budget)
+    return parts.simulate(Dataset(root), training, parts.Network(bytes_per_s, latency_s))
+
+
+@pytest.mark.slow
+def test_a_real_loader_takes_the_same_bytes_and_about_the_time(parts: SimpleNamespace, demo: Path) -> None:
+    real = really(demo, "1GiB", 900e3, 0.02)
+    found = simulated(parts, demo, real.steps, 1 << 30, 900e3, 0.02)
+    assert found.fetched[-1] == real.fetched
+    # The real one also builds a pipeline and decodes, on cores that it shares.
+    assert 0.8 * found.seconds < real.seconds < 3 * found.seconds + 5
+    assert found.seconds > real.fetched / 900e3
+
+
+@pytest.mark.slow
+def test_a_small_budget_costs_about_what_it_really_costs(parts: SimpleNamespace, demo: Path) -> None:
+    """What is evicted depends on what comes first, which on a real machine is not always the same."""
+    real = really(demo, "1MiB", 2e6, 0.005)
+    found = simulated(parts, demo, real.steps, 1 << 20, 2e6, 0.005)
+    assert found.evicted > 0 < real.evicted
+    assert found.fetched[-1] == pytest.approx(real.fetched, rel=0.4)
+
+
+# ---- what holds for any
+
+
+@pytest.mark.parametrize("changes", [{}, {"mode": "sarm"}, {"mode": "action_chunk"}, {"memory_budget": 90 << 20, "pool": 64}])
+def test_more_bandwidth_never_waits_longer(parts: SimpleNamespace, small: Any, changes: dict[str, Any]) -> None:
+    waits = [sum(run(parts, small, rate, **changes).waits) for rate in (4, 12, 1000)]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > 2 * waits[-1]
+
+
+def test_below_what_is_shown_it_stalls_and_well_above_it_does_not(parts: SimpleNamespace, small: Any) -> None:
+    slow, fast = run(parts, small, 4, steps=80), run(parts, small, 40, steps=80)
+    assert slow.wait_share == pytest.approx(0.5, abs=0.15)  # half of the bandwidth, twice the time
+    assert (fast.wait_share, fast.waiting_steps) == (0.0, 0.0)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    megabytes_per_s=st.sampled_from([3.0, 10.0, 300.0]),
+    latency_s=st.sampled_from([0.0, 0.05]),
+    budget=st.sampled_from([90 << 20, 1 << 30]),
+    ranks=st.sampled_from([1, 2]),
+    pool=st.sampled_from([8, 64]),
+)
+def test_bytes_are_conserved(
+    parts: SimpleNamespace, small: Any, megabytes_per_s: float, latency_s: float, budget: int, ranks: int, pool: int
+) -> None:
+    found = run(parts, small, megabytes_per_s, latency_s, memory_budget=budget, ranks=ranks, pool=pool)
+    assert found.fetched == sorted(found.fetched)
+    assert found.fetched[-1] <= found.seconds * megabytes_per_s * 1e6 * ranks * 1.0001
+    shown = STEPS * 16 * small.recording.picture * small.recording.cameras * ranks
+    assert found.fetched[-1] > shown
+    assert 0 < found.peak_resident <= budget
+    assert found.seconds == pytest.approx(sum(found.waits) + STEPS * 0.1)
+    assert (found.evicted > 0) <= (budget == 90 << 20 and pool == 64)
+
+
+def test_twice_the_same(parts: SimpleNamespace, small: Any) -> None:
+    assert run(parts, small, 7, ranks=2) == run(parts, parts.MadeUp(small.recording), 7, ranks=2)
+
+
+def test_a_decoder_takes_its_time(parts: SimpleNamespace, small: Any) -> None:
+    """320 frames a second are shown."""
+    assert run(parts, small, 1000, decode_frames_per_s=400.0).wait_share == 0
+    slow = run(parts, small, 1000, decode_frames_per_s=160.0, steps=60)
+    assert slow.wait_share == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_budget_that_holds_no_batch_is_refused(parts: SimpleNamespace, small: Any) -> None:
+    with pytest.raises(dali_stream.MemoryBudgetError, match="memory_budget is 1000000 bytes"):
+        run(parts, small, 1, memory_budget=1_000_000)
+
+
+# ---- the parts
+
+
+@given(
+    sizes=st.lists(st.tuples(st.floats(0, 3), st.integers(1, 300)), min_size=1, max_size=8), latency=st.sampled_from([0.0, 0.5])
+)
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_a_link_is_shared_and_never_idle(parts: SimpleNamespace, sizes: list[tuple[float, int]], latency: float) -> None:
+    """All is there no sooner than the bandwidth allows and, without gaps, no later."""
+    ends = []
+    with parts.Clock() as clock:
+        link = parts.Link(clock, 100.0, latency)
+
+        def fetch(at: float, size: int) -> None:
+            clock.sleep(at)
+            link.transfer(size)
+            ends.append((clock.now - at - latency, size))
+
+        tasks = [parts.Task(clock, fetch, args=one) for one in sizes]
+        for task in tasks:
+            task.start()
+        for task in tasks:
+            task.join()
+        busy = 0.0
+        for at, size in sorted(sizes):
+            busy = max(busy, at + latency) + size / 100
+        assert clock.now == pytest.approx(busy)
+    assert all(took >= size / 100 - 1e-9 for took, size in ends)
+
+
+def test_threads_that_wait_for_each_other_are_an_error(parts: SimpleNamespace) -> None:
+    with parts.Clock() as clock:
+        parts.Task(clock, lambda: None).start()
+        nobody = parts.Condition(clock)
+        with nobody, pytest.raises(parts.Deadlock, match="wait for each other"):
+            nobody.wait()
+
+
+def test_a_thread_that_fails_is_an_error(parts: SimpleNamespace) -> None:
+    with parts.Clock() as clock:
+        parts.Task(clock, lambda: 1 / 0).start()
+        with pytest.raises(ZeroDivisionError):
+            clock.sleep(1)
+
+
+@given(enough=st.floats(0.1, 10))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_the_smallest_bandwidth_is_found(parts: SimpleNamespace, enough: float) -> None:
+    assert enough <= parts.smallest(lambda bandwidth: bandwidth >= enough, 1.0) <= enough * 1.0701
+
+
+def test_no_bandwidth_is_enough(parts: SimpleNamespace) -> None:
+    assert parts.smallest(lambda bandwidth: False, 1.0) is None
+
+
+# ---- the program
+
+
+def test_the_program_says_what_would_be_enough(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--nodes 2 --gpus-per-node 2 --dataset-tb 0.01 --episode-seconds 4 --cameras 1 --batch-size 16 --step-ms 100"
+    assert parts.main([*given.split(), "--minutes", "0.05", "--bandwidth-gbps", "0.02", "--json"]) == 0
+    said = capsys.readouterr().out
+    report = json.loads(said.splitlines()[-1])
+    assert said.startswith("stalls: 4 ranks on 2 nodes")
+    assert not report["keeps_up"]
+    assert report["smallest_gbps"] > report["needed_gbps"] == pytest.approx(2 * 160 * 16667 * 8e-9)
+    assert f"{report['smallest_gbps']:.2f} Gbit/s a node keep up as it is" in report["advice"]
+
+
+@pytest.mark.slow
+def test_the_program_says_which_budget_or_pool_would_do(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--gpus-per-node 1 --dataset-tb 0.01 --cameras 1 --bitrate-mbps 1 --batch-size 32 --consumers 1 --pool 32"
+    given += " --memory-budget 40MiB --minutes 0.05 --bandwidth-gbps 1 --step-ms 100 --json"
+    assert parts.main(given.split()) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["pool_bytes"] == 32 * 900 * 4167
+    assert report["evicted_early"] > 0
+    assert any(line.startswith("memory_budget 0.2 GiB") for line in report["advice"])
+    assert any(line.startswith("episode_pool_size 7 ") for line in report["advice"])
+
+
+def test_the_program_says_what_is_wrong_in_one_line(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parts.main(["--nodes", "3", "--consumers", "32", "--dataset-tb", "0.01"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "does not divide consumers=32" in said
