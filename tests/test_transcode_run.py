@@ -54,8 +54,9 @@ _WAITS = """
 folder = {folder!r}
 if encoding and "side" in arguments[-1] and not os.path.exists(folder + "/later"):
     import signal
-    open(folder + "/pid.new", "w").write(str(os.getpid()))
-    os.rename(folder + "/pid.new", folder + "/pid")
+    own = folder + "/pid." + str(os.getpid())  # the camera has two files, which are encoded at once
+    open(own, "w").write(str(os.getpid()))
+    os.rename(own, folder + "/pid")
     signal.pause()
 """
 
