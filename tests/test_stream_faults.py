@@ -68,6 +68,7 @@ def epoch(url: str, root: Path, **arguments: Any) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(script=st.lists(st.one_of(st.none(), st.none(), st.sampled_from(sorted(HELPED))), max_size=40))
 def test_an_epoch_survives_what_a_second_try_mends(small: Path, script: list[str | None]) -> None:
