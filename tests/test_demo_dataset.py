@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,30 @@ def test_bad_arguments_are_refused(tmp_path: Path, options: dict[str, Any], mess
     with pytest.raises(ValueError, match=message):
         write_demo(tmp_path / "data", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_av1_files_are_encoded_one_at_a_time(tmp_path: Path) -> None:
+    """200 encoders of SVT-AV1 from two threads: without a lock, every second run dies of a segmentation fault."""
+    program = f"""
+import faulthandler
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from dali_stream.demo.encode import encode_video, quiet_encoders
+
+faulthandler.enable()
+pictures = np.random.default_rng(0).integers(0, 256, (12, 96, 160, 3), dtype=np.uint8)
+with quiet_encoders(), ThreadPoolExecutor(2) as pool:
+    jobs = [
+        pool.submit(encode_video, pictures, Path({str(tmp_path)!r}) / f"{{i}}.mp4", codec="av1", gop=2, fps=30)
+        for i in range(200)
+    ]
+    for job in jobs:
+        job.result()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("*.mp4"))) == 200

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ class Codec:
     options: dict[str, Any] = field(default_factory=dict)
     min_gop: int = 1
     """SVT-AV1 at GOP 1 marks only the first picture as a key frame."""
+    alone: bool = False
+    """Two at a time in a process crash it: SVT-AV1 fills and frees global tables whenever an encoder starts or ends
+    (https://github.com/syntalos/syntalos/issues/193 found it in 2.3.0; here 1.4.1 fell in every second run)."""
 
 
 CODECS = {
     # LeRobot's own encoder and crf; SVT-AV1 cuts no scenes. Three settings guard the identity strip, measured with
     # SVT-AV1 1.4: screen-content mode, which the cells switch on, takes three times as long and, at GOPs of 7 and more,
     # delivers single black cells for white ones; so does preset 12. Temporal filtering mixes neighbouring frames.
-    "av1": Codec("libsvtav1", 30, "10", {"svtav1-params": "scm=0:enable-tf=0"}, min_gop=2),
+    "av1": Codec("libsvtav1", 30, "10", {"svtav1-params": "scm=0:enable-tf=0"}, min_gop=2, alone=True),
     # B-frames stay on: presentation and decoding order differ, as in recordings in the wild. GOPs are closed.
     "h264": Codec("libx264", 23, "veryfast", {"sc_threshold": 0, "keyint_min": "{gop}"}),
     "hevc": Codec(
@@ -43,6 +47,8 @@ CODECS = {
     # Part 2, as older recordings have it. A quantiser of 3, in FFmpeg's unit of 1/118; no scene is ever cut.
     "mpeg4": Codec("mpeg4", None, None, {"flags": "+qscale", "global_quality": 3 * 118, "sc_threshold": 1_000_000_000}),
 }
+
+_one_at_a_time = threading.Lock()
 
 
 def encode_video(pictures: np.ndarray, path: Path, *, codec: str, gop: int, fps: int) -> None:
@@ -59,14 +65,15 @@ def encode_video(pictures: np.ndarray, path: Path, *, codec: str, gop: int, fps:
     options = {key: value.format(gop=gop) if isinstance(value, str) else value for key, value in settings.options.items()}
     frames = torch.from_numpy(pictures).permute(0, 3, 1, 2)
     try:
-        VideoEncoder(frames, frame_rate=fps).to_file(
-            path,
-            codec=settings.encoder,
-            pixel_format="yuv420p",
-            crf=settings.crf,
-            preset=settings.preset,
-            extra_options={"g": gop, **options},
-        )
+        with _one_at_a_time if settings.alone else nullcontext():
+            VideoEncoder(frames, frame_rate=fps).to_file(
+                path,
+                codec=settings.encoder,
+                pixel_format="yuv420p",
+                crf=settings.crf,
+                preset=settings.preset,
+                extra_options={"g": gop, **options},
+            )
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"Cannot encode {path.name} with {settings.encoder}: {error}. FFmpeg's shared libraries must hold this "
