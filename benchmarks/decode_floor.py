@@ -3,11 +3,12 @@
 The floor is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's frames
 need, and converting only those frames to RGB.
 
-    python benchmarks/decode_floor.py URI [--batch-size 64] [--batches 30] [--rounds 5] [--json]
+    python benchmarks/decode_floor.py URI [--mode single|sarm] [--batch-size 64] [--batches 30] [--rounds 5] [--json]
 
-Both sides get the same requests and take turns, in which the other rests; the loader has nothing at hand when its turn
-begins. FFmpeg gets its requests as one packed clip a core and camera, so it pays neither for opening files nor for seeking;
-the time that the program takes to start and end is measured and taken off.
+With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. Both sides get the same requests and take
+turns, in which the other rests; the loader has nothing at hand when its turn begins. FFmpeg gets its requests as one packed
+clip a core and camera, so it pays neither for opening files nor for seeking; the time that the program takes to start and end
+is measured and taken off.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from typing import Any
 import numpy as np
 
 import dali_stream
+from dali_stream.bench.measure import windows
 from dali_stream.counters import Counters
 from dali_stream.process import cores, processor
 from dali_stream.residency import Residency
 from dali_stream.tables import Tables
 from dali_stream.video.clip import pack
+from dali_stream.windows import offsets, window
 
 AHEAD = 20  # batches: more than the loader makes ahead
 
@@ -46,6 +49,7 @@ AHEAD = 20  # batches: more than the loader makes ahead
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("uri", help="a local LeRobot v3 dataset")
+    parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--batches", type=int, default=30, help="batches that a round times")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side; the medians are compared")
@@ -56,7 +60,9 @@ def main() -> int:
         print("decode_floor: needs the program ffmpeg; install it (Debian, Ubuntu: apt-get install ffmpeg)", file=sys.stderr)
         return 1
     try:
-        result = measure(arguments.uri, arguments.batch_size, arguments.batches, arguments.rounds, arguments.threads)
+        result = measure(
+            arguments.uri, arguments.mode, arguments.batch_size, arguments.batches, arguments.rounds, arguments.threads
+        )
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"decode_floor: {error}", file=sys.stderr)
         return 1
@@ -70,18 +76,26 @@ def main() -> int:
     return 0
 
 
-def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) -> dict[str, Any]:
+def measure(uri: str, mode: str, batch_size: int, batches: int, rounds: int, threads: int) -> dict[str, Any]:
     """Times both sides in turns."""
     dataset = dali_stream.Dataset(uri)
+    deltas = windows(mode, dataset)
     batches = min(batches, dataset.num_frames // batch_size)
-    frames = batches * batch_size * len(dataset.videos)
+    frames = batches * batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
     with (
         tempfile.TemporaryDirectory() as folder,
         dali_stream.Loader(
-            dataset, batch_size=batch_size, image_dtype="uint8", threads=threads, decode="torchcodec", device="cpu"
+            dataset,
+            batch_size=batch_size,
+            delta_timestamps=deltas,
+            image_dtype="uint8",
+            threads=threads,
+            decode="torchcodec",
+            device="cpu",
         ) as loader,
     ):
-        jobs = floor_jobs(dataset, batch_size, batches, threads, Path(folder))
+        shown = offsets(deltas, dataset.fps, dataset.cameras)
+        jobs = floor_jobs(dataset, shown, batch_size, batches, threads, Path(folder))
         idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
         stream = endless(loader)
         floor, own = [], []
@@ -102,6 +116,7 @@ def measure(uri: str, batch_size: int, batches: int, rounds: int, threads: int) 
         "frames_per_round": frames,
         "first_batch_s": first_batch_s,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "mode": mode,
         "batch_size": batch_size,
         "threads": threads,
         "routes": routes,
@@ -130,22 +145,29 @@ def consume(stream: Iterator[Any], batches: int) -> None:
         pass
 
 
-def floor_jobs(dataset: Any, batch_size: int, batches: int, threads: int, folder: Path) -> list[tuple[Path, str, int]]:
-    """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for."""
+def floor_jobs(
+    dataset: dali_stream.Dataset, shown: dict[str, Any], batch_size: int, batches: int, threads: int, folder: Path
+) -> list[tuple[Path, str, int]]:
+    """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for.
+
+    `shown` has the frame offsets of cameras that show windows. A picture that a batch asks for twice is converted once.
+    """
     order = dali_stream.Order(dataset.lengths)
-    residency = Residency(dataset, 4 << 30, Tables(dataset, 1 << 30), {}, batch_size, Counters())
+    residency = Residency(dataset, 4 << 30, Tables(dataset, 1 << 30), shown, batch_size, Counters())
     jobs = []
     for camera in dataset.videos:
+        steps = shown.get(camera, np.zeros(1, np.int64))
         for core in range(threads):
             tables, samples = [], []
             for number in range(core, batches, threads):
                 episode, frame = order.read(number * batch_size, batch_size)
                 residency.load(np.unique(episode))
-                found = [residency.table(camera, e) for e in episode.tolist()]
+                frames, _ = window(steps, frame, dataset.lengths[episode])
+                found = [residency.table(camera, e) for e in episode.tolist() for _ in steps]
                 # A copy of the table a batch: two batches that need the same GOP pay for it twice, as any loader does.
                 own = {id(table): dataclasses.replace(table) for table in found}
                 tables += [own[id(table)] for table in found]
-                samples += residency.samples(camera, episode, frame).tolist()
+                samples += residency.samples(camera, episode, frames).reshape(-1).tolist()
             clip = pack(dataset.data_store, tables, samples)
             path = folder / f"{len(jobs)}.mp4"
             path.write_bytes(clip.data)

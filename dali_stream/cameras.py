@@ -29,7 +29,7 @@ from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
-CLIP_FRAMES = 16  # frames decoded by one decoder: opening it costs less than one frame of them
+CLIP_FRAMES = 24  # frames decoded by one decoder, at most: opening it costs less than one frame of them
 CLIP_BYTES = 28 << 20  # of decoded RGB; glibc maps and unmaps allocations above 32 MB anew each time, page by page
 
 
@@ -175,16 +175,15 @@ class VideoCamera:
 
     def _deal(self, requests: list[Request]) -> list[list[Request]]:
         """Groups that are decoded by one task. Neighbours in a file share GOPs, and a clip has one sample description."""
-        groups: list[list[Request]] = []
-        before = None
-        for request in sorted(requests, key=lambda r: (config(r.table, r.samples[0]), r.table.path, int(r.samples[0]))):
-            video = self._format(request.table, int(request.samples[0]))
-            most = min(CLIP_FRAMES, CLIP_BYTES // (video.height * video.width * 3))
-            own = config(request.table, request.samples[0])
-            if own != before or (len(groups[-1]) + 1) * len(request.frames) > most:
-                groups.append([])
-            groups[-1].append(request)
-            before = own
+        by_config: dict[bytes, list[Request]] = {}
+        for request in sorted(requests, key=lambda r: (r.table.path, int(r.samples[0]))):
+            by_config.setdefault(config(request.table, request.samples[0]), []).append(request)
+        groups = []
+        for alike in by_config.values():
+            video = self._format(alike[0].table, int(alike[0].samples[0]))
+            frames = max(min(CLIP_FRAMES, CLIP_BYTES // (video.height * video.width * 3)), 1)
+            most = max(frames // len(alike[0].frames), 1)  # requests
+            groups += [alike[part.start : part.stop] for part in _even(len(alike), most)]
         return groups
 
     def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
@@ -238,6 +237,12 @@ class VideoCamera:
         return named(self._dataset, self.key, request.episode, frames, DecodeError(f"{where}: {error}"))
 
 
+def _even(count: int, most: int) -> list[range]:
+    """Cuts `count` into as few parts of `most` as can be, of about equal size, so that threads are done together."""
+    parts = -(-count // most)
+    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+
+
 def _when_done(tasks: Sequence[Future[Any]], call: Callable[[], None]) -> None:
     """Has `call` called when the last of the tasks has ended, however it did."""
     left = itertools.count(len(tasks) - 1, -1)  # `next` of it is atomic
@@ -258,7 +263,7 @@ class ImageCamera:
         out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
         encoded = residency.gather(self.key, episode, frames)
         each = max(CLIP_FRAMES // frames.shape[1], 1)
-        groups = [range(i, min(i + each, len(episode))) for i in range(0, len(episode), each)]
+        groups = _even(len(episode), each)
         return Pending(out, [pool.submit(self._decode, rows, encoded, episode, frames, out) for rows in groups])
 
     def _decode(self, rows: range, encoded: Array, episode: Array, frames: Array, out: Array) -> dict[int, DecodeError]:

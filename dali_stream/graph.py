@@ -63,7 +63,8 @@ def build(
         exec_dynamic=True,  # its buffers are handed to torch without a copy
     )
     with pipeline:
-        nodes = _read(plan, stage, routes)
+        made_anew = image_size is not None or image_dtype == "float32"  # by an operator that reads the pictures
+        nodes = _read(plan, stage, routes, made_anew)
         for camera in plan.dataset.cameras:
             nodes[camera] = _picture(nodes[camera], image_size, image_dtype)
         if user is not None:
@@ -107,37 +108,39 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         return outputs
 
 
-def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataNode]:
+def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -> dict[str, DataNode]:
     """The stage's arrays as nodes, with encoded cameras decoded; all on the pipeline's device."""
-    kinds: list[tuple[str, Any, int, str]] = []
-    for key in plan.columns():
-        kinds.append((key, *_column(plan, key)))
+    kinds: list[tuple[str, Any, int, str]] = [(key, *_column(plan, key)) for key in plan.columns()]
+    pictures: list[tuple[str, Any, int, str]] = []
     for camera in plan.dataset.cameras:
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
             kinds += [] if plan.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
         else:
             layout = "HWC" if plan.squeezed(camera) else "FHWC"
-            kinds.append((camera, types.UINT8, len(layout), layout))
-    sources = fn.external_source(
-        stage.source,
-        num_outputs=len(kinds),
-        batch=True,
-        dtype=[kind[1] for kind in kinds],
-        ndim=[kind[2] for kind in kinds],
-        layout=[kind[3] for kind in kinds],
-    )
+            pictures.append((camera, types.UINT8, len(layout), layout))
     grouped: dict[str, list[DataNode]] = {}
-    for (key, *_), node in zip(kinds, sources, strict=True):
+    for key, node in _source(stage.source, kinds):
         grouped.setdefault(key, []).append(node)
-    nodes = {}
-    for key, parts in grouped.items():
-        if len(parts) > 1:
-            nodes[key] = _decoded(parts, plan.gpu)
-        else:
-            # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
-            nodes[key] = parts[0] if plan.gpu is None or key == SAMPLE else parts[0].gpu()
+    nodes = {key: _decoded(parts, plan.gpu) if len(parts) > 1 else parts[0] for key, parts in grouped.items()}
+    # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Pictures are much,
+    # so they stay where they are, and an operator copies them where nothing else reads them; it has threads of its own.
+    for camera, node in _source(stage.pictures, pictures, no_copy=True) if pictures else ():
+        nodes[camera] = fn.copy(node) if plan.gpu is not None or not made_anew else node
+    if plan.gpu is not None:
+        # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
+        on_gpu = {key for key, parts in grouped.items() if len(parts) > 1} | {SAMPLE}
+        nodes = {key: node if key in on_gpu else node.gpu() for key, node in nodes.items()}
     return nodes
+
+
+def _source(
+    call: Callable[[], tuple[Any, ...]], kinds: list[tuple[str, Any, int, str]], **options: Any
+) -> list[tuple[str, DataNode]]:
+    """An external source of what `call` returns, by key."""
+    keys, dtypes, ndims, layouts = (list(part) for part in zip(*kinds, strict=True))
+    nodes = fn.external_source(call, num_outputs=len(kinds), batch=True, dtype=dtypes, ndim=ndims, layout=layouts, **options)
+    return list(zip(keys, nodes, strict=True))
 
 
 def _column(plan: Plan, key: str) -> tuple[Any, int, str]:

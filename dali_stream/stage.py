@@ -2,7 +2,7 @@
 
 planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
 decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
-DALI's caller:   `Stage.source()` takes the next batch in order and waits for its frames
+DALI's caller:   `Stage.source()` and `pictures()` take the next batch in order and wait for its frames
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ class Stage:
         self._on_dali = [key for key in plan.dataset.cameras if routes[key].decoder == "dali"]
         self._buffers = Buffers()
         self._lent: list[Array] = []
+        self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `pictures`
+        self._current: tuple[Batch, dict[str, Any]]
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that DALI may be at
         self._made: deque[Batch | BaseException] = deque()
         self._more = threading.Condition()
@@ -138,12 +140,38 @@ class Stage:
         self._planner.start()
 
     def source(self) -> tuple[Any, ...]:
-        """The next batch for DALI: the arrays of `Plan.columns`, then per camera its pictures; for a camera on the DALI
-        route lists: clips, frames in them and, for a window, order of its steps.
+        """The next batch for DALI: the arrays of `Plan.columns`, then per camera on the DALI route lists: clips, frames in
+        them and, for a window, order of its steps.
 
         Raises:
             DaliStreamError: whatever kept the batch from being made. The stage is of no use then.
         """
+        batch, frames = self._turn(0)
+        arrays: list[Any] = [batch.columns[key] for key in self._plan.columns()]
+        for key in self._on_dali:
+            clips, places, orders = (list(part) for part in zip(*frames[key], strict=True))
+            arrays += [clips, places] if self._plan.squeezed(key) else [clips, places, orders]
+        return tuple(arrays)
+
+    def pictures(self) -> tuple[Array, ...]:
+        """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, 3) or (B, T, H, W, 3) uint8.
+
+        They are overwritten some time after the next batch has been taken. Errors as in `source`.
+        """
+        _, frames = self._turn(1)
+        decoded = [key for key in self._plan.dataset.cameras if key not in self._on_dali]
+        return tuple(frames[key][:, 0] if self._plan.squeezed(key) else frames[key] for key in decoded)
+
+    def _turn(self, which: int) -> tuple[Batch, dict[str, Any]]:
+        """The batch whose turn it is for one of the two sources; DALI asks for one, the other or both, as the graph is."""
+        self._given[which] += 1
+        if self._given[which] > self._taken:
+            self._current = self._take()
+            self._taken += 1
+        return self._current
+
+    def _take(self) -> tuple[Batch, dict[str, Any]]:
+        """The next batch, with the frames of its cameras."""
         started = time.perf_counter()
         with self._more:
             self._more.wait_for(lambda: self._made)
@@ -157,21 +185,14 @@ class Stage:
                 raise
             raise closed() from error
         self._room.release()
-        for array in self._lent:  # DALI has copied the batch before this one by now
+        for array in self._lent:  # DALI reads no more of the batch before this one: its outputs have been taken
             self._buffers.give(array)
         self._lent = [out for out in frames.values() if isinstance(out, np.ndarray)]
         self._clips.append({key: frames[key] for key in self._on_dali})
         self._counters.starved_s += time.perf_counter() - started
         self._counters.padded += batch.padded
         self.delivered.append(batch.strings)
-        arrays: list[Any] = [batch.columns[key] for key in self._plan.columns()]
-        for key, out in frames.items():
-            if key in self._on_dali:
-                clips, places, orders = (list(part) for part in zip(*out, strict=True))
-                arrays += [clips, places] if self._plan.squeezed(key) else [clips, places, orders]
-            else:
-                arrays.append(out[:, 0] if self._plan.squeezed(key) else out)
-        return tuple(arrays)
+        return batch, frames
 
     def ready(self) -> bool:
         """Whether `source` would return at once, and without an error."""

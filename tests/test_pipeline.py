@@ -111,6 +111,21 @@ def test_keys_are_added_and_dropped(dataset: Dataset) -> None:
     assert torch.equal(batch[SIDE], plain[SIDE])
 
 
+@pytest.mark.parametrize("kept", [(TOP,), (SIDE,), ("index",), (TOP, "index")])
+@pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
+def test_what_is_kept_does_not_depend_on_what_is_dropped(dataset: Dataset, kept: tuple[str, ...], image_dtype: str) -> None:
+    def epoch(function: Any) -> list[dict[str, Any]]:
+        with Loader(dataset, batch_size=6, pipeline=function, image_dtype=image_dtype, device="cpu") as loader:
+            return list(loader)
+
+    plain = epoch(None)
+    found = epoch(lambda nodes: {key: nodes[key] for key in kept})
+    assert len(found) == len(plain) > 2
+    for batch, whole in zip(found, plain, strict=True):
+        assert set(batch) == {*kept, "task"}
+        assert all(torch.equal(batch[key], whole[key]) for key in kept)
+
+
 def test_rows_can_be_computed_with(dataset: Dataset, demo: Path) -> None:
     mean, std = (dataset.stats[ACTION][name].astype(np.float32) for name in ("mean", "std"))
 

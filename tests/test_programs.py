@@ -70,6 +70,22 @@ def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
     assert result["frames_per_round"] == 8 * 4 * 2
 
 
+@pytest.mark.slow
+def test_decode_floor_of_windows(demo: Path) -> None:
+    arguments = ("--mode", "sarm", "--batch-size", 4, "--batches", 4, "--rounds", 1, "--json")
+    result = json.loads(run("benchmarks/decode_floor.py", demo, *arguments).splitlines()[-1])
+    assert result["ratio"] > 0
+    assert result["frames_per_round"] == 4 * 4 * 2 * 8
+
+
+@pytest.mark.slow
+def test_interpreter_says_where_it_is_held(demo: Path) -> None:
+    out = run("benchmarks/interpreter.py", demo, "--batch-size", 8, "--seconds", 4, "--rounds", 1, "--json")
+    result = json.loads(out.splitlines()[-1])
+    assert 0 < result["held_us_per_frame"] == result["rounds"][0]
+    assert any("dali_stream/" in name for name in result["functions_us"])
+
+
 def test_decode_floor_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/decode_floor.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,3 +374,19 @@ def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path)
             if thread.name == "dali_stream close":
                 thread.join()
         loader.close()
+
+
+def test_decode_threads_leave_the_warning_filters_alone(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the whole process's: two threads that change and restore them can leave those of one behind for good."""
+    changed: list[str] = []
+    own = warnings.catch_warnings
+
+    class Noted(own):  # type: ignore[misc,valid-type]
+        def __enter__(self) -> Any:
+            changed.append(threading.current_thread().name)
+            return super().__enter__()
+
+    monkeypatch.setattr(warnings, "catch_warnings", Noted)
+    with Loader(demo, batch_size=8, decode="torchcodec") as loader:
+        next(iter(loader))
+    assert not [name for name in changed if name.startswith("dali_stream")]

@@ -151,7 +151,7 @@ def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | 
 
     from dali_stream.video.clip import Clip
 
-    packed = Clip(Path(clip).read_bytes(), [frame], 0)
+    packed = Clip(bytearray(Path(clip).read_bytes()), [frame], 0)
     if dali:
         from dali_stream.video import dali as by_dali
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 from dali_stream.errors import DatasetError, StorageError
@@ -23,9 +23,8 @@ class LocalStore(Store):
         if not self._root.is_dir():
             found = "is a file" if self._root.exists() else "does not exist"
             raise DatasetError(f"no dataset at {folder}: the folder {self._root} {found}")
-        self._handles: OrderedDict[str, int] = OrderedDict()
+        self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._handles)
 
     def size(self, path: str) -> int:
         try:
@@ -34,18 +33,15 @@ class LocalStore(Store):
             raise self._failed(path, error) from error
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        # A duplicate of the descriptor, since another thread may close the cached one at any time.
-        handle = self._duplicate(path)
         try:
+            handle = self._opened(path)
             parts = []
-            while start < stop and (part := os.pread(handle, stop - start, start)):
+            while start < stop and (part := os.pread(handle.number, stop - start, start)):
                 parts.append(part)
                 start += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except OSError as error:
             raise self._failed(path, error) from error
-        finally:
-            os.close(handle)
 
     def exists(self, path: str) -> bool:
         return (self._root / checked(path)).is_file()
@@ -59,19 +55,16 @@ class LocalStore(Store):
 
     def close(self) -> None:
         with self._lock:
-            _close_all(self._handles)
+            self._handles.clear()
 
-    def _duplicate(self, path: str) -> int:
+    def _opened(self, path: str) -> _Handle:
         with self._lock:
-            try:
-                if path not in self._handles:
-                    self._handles[path] = os.open(self._root / checked(path), os.O_RDONLY | os.O_CLOEXEC)
-                self._handles.move_to_end(path)
-                handle = os.dup(self._handles[path])
-            except OSError as error:
-                raise self._failed(path, error) from error
-            while len(self._handles) > self.HANDLES:
-                os.close(self._handles.popitem(last=False)[1])
+            handle = self._handles.get(path)
+            if handle is None:
+                handle = self._handles[path] = _Handle(self._root / checked(path))
+            self._handles.move_to_end(path)
+            if len(self._handles) > self.HANDLES:
+                self._handles.popitem(last=False)
             return handle
 
     def _failed(self, path: str, error: OSError) -> DatasetError | StorageError:
@@ -80,6 +73,14 @@ class LocalStore(Store):
         return StorageError(f"{self.where(path)}: cannot be read: {error}")
 
 
-def _close_all(handles: OrderedDict[str, int]) -> None:
-    while handles:
-        os.close(handles.popitem()[1])
+class _Handle:
+    """An open file, closed when nobody holds it any more: another thread may still read what is no longer kept."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end, modules are empty
+        if hasattr(self, "number"):
+            close(self.number)

@@ -36,12 +36,12 @@ class Clip:
     """An MP4 in memory.
 
     Attributes:
-        data: the file.
+        data: the file; not `bytes`, which torch takes with a warning only.
         frames: per request, its index in the order of showing.
         pictures: how many encoded pictures the clip holds.
     """
 
-    data: bytes
+    data: bytearray
     frames: list[int]
     pictures: int
 
@@ -53,38 +53,43 @@ class HiddenFrames(DecodeError):
 class _Run:
     """Samples of one file that are decoded one after the other, beginning with a sync sample."""
 
-    __slots__ = ("ranks", "samples", "table")
+    __slots__ = ("ranks", "samples", "sizes", "table")
 
+    # Python's own numbers: most runs are a few pictures long, and then the interpreter is done with them sooner.
     def __init__(self, table: SampleTable, start: int, stop: int) -> None:
-        samples = np.arange(start, stop + 1)
+        self.table = table
+        self.samples: Sequence[int] = range(start, stop + 1)
+        self.sizes: list[int] = table.size[start : stop + 1].tolist()
         if table.open_gops:
             # What leads the run's own sync sample needs pictures that are not in the clip. Nobody asked for those, and
             # no other picture refers to them, so they are left out.
-            samples = samples[(table.head[samples] != start) | (table.pts[samples] >= table.pts[start])]
-        self.table, self.samples = table, samples
-        self.ranks = np.arange(len(samples))  # per sample, its place in the order of showing within the run
+            own = np.arange(start, stop + 1)
+            own = own[(table.head[own] != start) | (table.pts[own] >= table.pts[start])]
+            self.samples, self.sizes = own.tolist(), table.size[own].tolist()
+        self.ranks: Sequence[int] = range(len(self.sizes))  # per sample, its place in the order of showing within the run
         if table.reordered:
-            self.ranks[np.argsort(table.pts[samples], kind="stable")] = np.arange(len(samples))
+            self.ranks = np.argsort(np.argsort(table.pts[np.array(self.samples)], kind="stable")).tolist()
 
     def rank(self, sample: int) -> int:
         """The place of one sample in the order of showing."""
-        return int(self.ranks[np.searchsorted(self.samples, sample) if self.table.open_gops else sample - self.samples[0]])
+        return self.ranks[self.samples.index(sample)]
 
     def read(self, store: Store, shown_only: bool) -> bytes:
         """The encoded pictures end to end."""
         table, samples = self.table, self.samples
-        first, last = int(samples[0]), int(samples[-1])
+        first, last = samples[0], samples[-1]
         if table.stretch[first] == table.stretch[last] and last - first == len(samples) - 1:
-            parts = [(int(table.offset[first]), int(table.offset[last] + table.size[last]))]
+            begin = int(table.offset[first])
+            parts = [(begin, begin + sum(self.sizes))]
         else:
-            offset = table.offset[samples]
-            parts = list(zip(offset.tolist(), (offset + table.size[samples]).tolist(), strict=True))
+            offsets = table.offset[np.array(samples)].tolist()
+            parts = [(begin, begin + size) for begin, size in zip(offsets, self.sizes, strict=True)]
         data = [store.read(table.path, start, stop) for start, stop in parts]
-        if any(len(d) != stop - start for d, (start, stop) in zip(data, parts, strict=True)):
+        whole = data[0] if len(data) == 1 else b"".join(data)
+        if len(whole) != sum(self.sizes):
             raise DecodeError(
                 f"bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become shorter since its index was read"
             )
-        whole = data[0] if len(data) == 1 else b"".join(data)
         self._check(whole, shown_only)
         return whole
 
@@ -96,7 +101,7 @@ class _Run:
         look = codec in hidden.CODECS
         if check is None and not look:
             return
-        for sample, size in zip(self.samples.tolist(), table.size[self.samples].tolist(), strict=True):
+        for sample, size in zip(self.samples, self.sizes, strict=True):
             if check and size and (wrong := check(data, at, at + size, at == 0)):
                 raise DecodeError(
                     f"the encoded picture at bytes {table.offset[sample]} to "
@@ -140,10 +145,11 @@ def pack(
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
         raise DecodeError("pictures of open GOPs cannot share a clip with others: each run needs a clip of its own")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
-    if len({config(run.table, sample) for run in runs.values() for sample in (run.samples[0], run.samples[-1])}) > 1:
+    found = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
+    mixed = [run for run in runs.values() if len(run.table.configs) > 1]
+    if len(found.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
         raise DecodeError("pictures of different sample descriptions (stsd) cannot share a clip")
-    ends = dict(zip(runs, itertools.accumulate(len(run.samples) for run in runs.values()), strict=True))
-    before = {key: ends[key] - len(run.samples) for key, run in runs.items()}
+    before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
     return Clip(_mux(store, list(runs.values()), shown_only), frames, sum(len(run.samples) for run in runs.values()))
 
@@ -184,11 +190,11 @@ def _stop(table: SampleTable, sample: int) -> int:
 _HELD_BACK = 4  # encoders of hierarchical B-frames delay pictures by two or three; where more are, `decode` starts earlier
 
 
-def _mux(store: Store, runs: list[_Run], shown_only: bool) -> bytes:
+def _mux(store: Store, runs: list[_Run], shown_only: bool) -> bytearray:
     lengths = [len(run.samples) for run in runs]
     n = sum(lengths)
-    sizes = np.concatenate([run.table.size[run.samples] for run in runs])
-    table, first = runs[0].table, int(runs[0].samples[0])
+    sizes = np.array([size for run in runs for size in run.sizes], ">u4")
+    table, first = runs[0].table, runs[0].samples[0]
     # A run that goes on over an open GOP's sync sample does not name it: a decoder that seeks to it, since it is decoded
     # before the picture that is asked for, loses the pictures that lead it.
     sync = np.cumsum([1, *lengths[:-1]])
@@ -197,16 +203,16 @@ def _mux(store: Store, runs: list[_Run], shown_only: bool) -> bytes:
         full_box(b"stts", 0, 0, struct.pack(">III", 1, n, TICK)),
         full_box(b"stss", 0, 0, struct.pack(">I", len(sync)), sync.astype(">u4").tobytes()),
         full_box(b"stsc", 0, 0, struct.pack(">IIII", 1, 1, n, 1)),
-        full_box(b"stsz", 0, 0, struct.pack(">II", 0, n), sizes.astype(">u4").tobytes()),
+        full_box(b"stsz", 0, 0, struct.pack(">II", 0, n), sizes.tobytes()),
     ]
     if any(run.table.reordered for run in runs):
-        shift = np.concatenate([run.ranks - np.arange(len(run.ranks)) for run in runs]) * TICK
+        shift = np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
         entries = np.stack([np.ones(n, np.int64), shift], 1).astype(">i4").tobytes()
         tables.append(full_box(b"ctts", 1, 0, struct.pack(">I", n), entries))
     length = _LENGTH_OF_REST + sum(map(len, tables))
     moov = _moov(tables, table.track_header, n * TICK, len(_FTYP) + length + 8)
     body = [run.read(store, shown_only) for run in runs]
-    return b"".join((_FTYP, moov, struct.pack(">I4s", 8 + sum(map(len, body)), b"mdat"), *body))
+    return bytearray().join((_FTYP, moov, struct.pack(">I4s", 8 + sum(map(len, body)), b"mdat"), *body))
 
 
 def _moov(tables: list[bytes], track_header: bytes, duration: int, media_offset: int) -> bytes:

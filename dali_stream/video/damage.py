@@ -37,6 +37,7 @@ Check = Callable[[bytes, int, int, bool], str]
 
 _RUN = 64  # the longest seen of a healthy encoder: 32, by libvpx, for a gradient without loss; else 10
 _TOO_LONG = f"it has {_RUN} equal bytes in a row, which arithmetic coding does not write"
+_ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
 _NO_KEY = "decoding starts at it, and it is no key frame"
@@ -144,8 +145,7 @@ def _unprotected(data: bytes, start: int, end: int) -> int:
 def _monotonous(data: bytes, start: int, end: int) -> bool:
     """Whether 00 or ff stands `_RUN` times in a row. Every eighth byte is looked at first, which is all that it costs."""
     thin = data[start:end:8]
-    step = _RUN // 8
-    return any(byte * step in thin and byte * _RUN in data[start:end] for byte in (b"\0", b"\xff"))
+    return (_ZEROS[::8] in thin and _ZEROS in data[start:end]) or (_ONES[::8] in thin and _ONES in data[start:end])
 
 
 def _av1(data: bytes, start: int, end: int, key: bool) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.storage import Store
@@ -82,8 +83,7 @@ def _groups(tables: Sequence[SampleTable], samples: Sequence[int]) -> list[list[
 def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
     """Decodes one clip to (n, H, W, 3) uint8 RGB. Errors as in `decode`."""
     try:
-        # "approximate" spares a scan; a clip's pictures are one tick apart, so an index is a time exactly.
-        decoder = VideoDecoder(clip.data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate")
+        decoder = _open(clip)
         size = decoder.metadata.height, decoder.metadata.width
         if size != (expected.height, expected.width):  # before memory is taken for pictures of that size
             raise DecodeError(
@@ -98,20 +98,26 @@ def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
         raise DecodeError(
             f"a decoded picture has shape {frames.shape[1:]}, and its file says {expected.height}×{expected.width}"
         )
-    times = batch.pts_seconds.numpy()
-    wrong = np.abs(times * TIMESCALE / TICK - clip.frames) > 0.25
-    if wrong.any():
+    shown = zip(batch.pts_seconds.tolist(), clip.frames, strict=True)
+    wrong = sum(abs(seconds * TIMESCALE / TICK - frame) > 0.25 for seconds, frame in shown)
+    if wrong:
         raise DecodeError(
-            f"the {expected.codec} decoder delivered other pictures than the {int(wrong.sum())} asked for: the encoded data "
+            f"the {expected.codec} decoder delivered other pictures than the {wrong} asked for: the encoded data "
             "is damaged before or at them"
         )
     return frames
 
 
+def _open(clip: Clip) -> VideoDecoder:
+    # A tensor: given bytes, torchcodec changes the warning filters of the whole process, which no two threads may do.
+    data = torch.frombuffer(clip.data, dtype=torch.uint8)
+    # "approximate" spares a scan; a clip's pictures are one tick apart, so an index is a time exactly.
+    return VideoDecoder(data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate", device="cpu")
+
+
 def colour_space(clip: Clip) -> str | None:
     """FFmpeg's name of the matrix of a clip's colours, out of its pictures or its index; None where neither names one."""
-    decoder = VideoDecoder(clip.data, num_ffmpeg_threads=1, seek_mode="approximate")
-    named = getattr(decoder.metadata, "color_space", None)  # torchcodec has it since 0.10
+    named = getattr(_open(clip).metadata, "color_space", None)  # torchcodec has it since 0.10
     return None if named is None else str(named)
 
 

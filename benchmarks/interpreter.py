@@ -1,0 +1,139 @@
+"""How long the interpreter is held per delivered frame: what bounds how many decode threads can work at once.
+
+    python benchmarks/interpreter.py URI [--mode single|sarm] [--batch-size 64] [--seconds 20] [--rounds 3] [--json]
+
+py-spy (https://github.com/benfred/py-spy) looks at a Loader with one decode thread 500 times a second, and counts when a thread
+holds the interpreter, anywhere in the process. The share of the time, over the frames that came in it, is the cost of a frame;
+where it was spent is listed by function, with the calls below it. On a machine with other work, a thread that the system
+took off its core still holds the interpreter, so a busy machine gives too much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import dali_stream
+from dali_stream import environment
+from dali_stream.bench.measure import windows
+
+RATE = 500  # looks a second
+LISTED = 15
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seconds", type=int, default=20, help="of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    spy = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+    if spy is None:
+        print("interpreter: needs the program py-spy; install it (pip install py-spy)", file=sys.stderr)
+        return 1
+    try:
+        result = measure(arguments.uri, arguments.mode, arguments.batch_size, arguments.seconds, arguments.rounds, spy)
+    except (dali_stream.DaliStreamError, ValueError) as error:
+        print(f"interpreter: {error}", file=sys.stderr)
+        return 1
+    for name, cost in result["functions_us"].items():
+        print(f"{cost:8.1f} us  {name}")
+    print(
+        f"the interpreter was held for {result['held_us_per_frame']:.0f} us a frame "
+        f"(rounds: {', '.join(f'{cost:.0f}' for cost in result['rounds'])}), at {result['frames_per_s']:.0f} frames/s"
+    )
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy: str) -> dict[str, Any]:
+    """Medians over the rounds; functions of all rounds together.
+
+    Raises:
+        DaliStreamError: the dataset cannot be read, or py-spy cannot look at this process.
+    """
+    dataset = dali_stream.Dataset(uri)
+    costs, rates, functions = [], [], Counter[str]()
+    with dali_stream.Loader(
+        dataset,
+        batch_size=batch_size,
+        delta_timestamps=windows(mode, dataset),
+        image_dtype="uint8",
+        threads=1,
+        decode="torchcodec",
+        device="cpu",
+    ) as loader:
+        stream = (batch for _ in itertools.count() for batch in loader)
+        for _ in range(5):  # the stage's queue is full then
+            next(stream)
+        for _ in range(rounds):
+            before, started = loader.stats()["frames"], time.perf_counter()
+            stacks = _watched(stream, seconds, spy)
+            rate = (loader.stats()["frames"] - before) / (time.perf_counter() - started)
+            frame_us = 1e6 / RATE / seconds / rate  # of one look
+            costs.append(sum(stacks.values()) * frame_us)
+            rates.append(rate)
+            for stack, looks in stacks.items():
+                for name in set(stack.split(";")):
+                    functions[name] += looks * frame_us / rounds
+    return {
+        "held_us_per_frame": statistics.median(costs),
+        "rounds": costs,
+        "frames_per_s": statistics.median(rates),
+        "functions_us": dict(functions.most_common(LISTED)),
+        "mode": mode,
+        "batch_size": batch_size,
+        "seconds": seconds,
+        "machine": environment.machine("cpu"),
+        "versions": environment.versions() | {"python": platform.python_version()},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _watched(stream: Any, seconds: int, spy: str) -> Counter[str]:
+    """Takes batches while py-spy looks: how often it saw each stack that holds the interpreter."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "stacks")
+        # Without --nonblocking, it stops the process for every look.
+        command = [spy, "record", "--gil", "--nonblocking", "--rate", str(RATE), "--duration", str(seconds)]
+        with subprocess.Popen(
+            [*command, "--format", "raw", "--output", str(out), "--pid", str(os.getpid())],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as program:
+            while program.poll() is None:
+                next(stream)
+            assert program.stderr is not None
+            said = program.stderr.read()
+        if program.returncode or not out.exists():
+            raise dali_stream.DaliStreamError(
+                f"py-spy cannot look at this process: {said.strip()[-300:]}. It takes the right to trace it: root, or "
+                "/proc/sys/kernel/yama/ptrace_scope at 0"
+            )
+        stacks: Counter[str] = Counter()
+        for line in out.read_text().splitlines():
+            stack, looks = line.rsplit(" ", 1)
+            stacks[stack] += int(looks)
+        return stacks
+
+
+if __name__ == "__main__":
+    sys.exit(main())
