@@ -1,9 +1,10 @@
 """How near the loader comes to the decode floor.
 
 The floor is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's frames
-need, and converting only those frames to RGB.
+need, and converting only those frames to RGB. With `--decode dali` it is that of DALI's decoder: see nvdec_floor.py.
 
-    python benchmarks/decode_floor.py URI [--mode single|sarm] [--batch-size 64] [--batches 30] [--rounds 5] [--json]
+    python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
+                                      [--batches 30] [--rounds 5] [--json]
 
 With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. Both sides get the same requests and take
 turns, in which the other rests; the loader has nothing at hand when its turn begins. FFmpeg gets its requests as one packed
@@ -17,7 +18,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import platform
 import re
 import resource
@@ -27,17 +27,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import nvdec_floor
 
 import dali_stream
+from dali_stream import environment, process
 from dali_stream.bench.measure import windows
 from dali_stream.counters import Counters
-from dali_stream.process import cores, processor
+from dali_stream.process import cores
 from dali_stream.residency import Residency
 from dali_stream.tables import Tables
 from dali_stream.video.clip import pack
@@ -50,19 +52,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("uri", help="a local LeRobot v3 dataset")
     parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
+    parser.add_argument("--decode", choices=("torchcodec", "dali"), default="torchcodec", help="dali: NVDEC on a GPU")
+    parser.add_argument("--device", default="cpu", help="of the loader: cpu, cuda or cuda:N")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--batches", type=int, default=30, help="batches that a round times")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side; the medians are compared")
     parser.add_argument("--threads", type=int, default=cores(), help="FFmpeg processes, and decode threads of the loader")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    if not shutil.which("ffmpeg"):
+    if arguments.decode == "torchcodec" and not shutil.which("ffmpeg"):
         print("decode_floor: needs the program ffmpeg; install it (Debian, Ubuntu: apt-get install ffmpeg)", file=sys.stderr)
         return 1
     try:
-        result = measure(
-            arguments.uri, arguments.mode, arguments.batch_size, arguments.batches, arguments.rounds, arguments.threads
-        )
+        result = measure(arguments)
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"decode_floor: {error}", file=sys.stderr)
         return 1
@@ -76,11 +78,11 @@ def main() -> int:
     return 0
 
 
-def measure(uri: str, mode: str, batch_size: int, batches: int, rounds: int, threads: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Times both sides in turns."""
-    dataset = dali_stream.Dataset(uri)
-    deltas = windows(mode, dataset)
-    batches = min(batches, dataset.num_frames // batch_size)
+    dataset, batch_size, threads = dali_stream.Dataset(arguments.uri), arguments.batch_size, arguments.threads
+    deltas = windows(arguments.mode, dataset)
+    batches = min(arguments.batches, dataset.num_frames // batch_size)
     frames = batches * batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -90,39 +92,56 @@ def measure(uri: str, mode: str, batch_size: int, batches: int, rounds: int, thr
             delta_timestamps=deltas,
             image_dtype="uint8",
             threads=threads,
-            decode="torchcodec",
-            device="cpu",
+            decode=arguments.decode,
+            device=arguments.device,
         ) as loader,
     ):
-        shown = offsets(deltas, dataset.fps, dataset.cameras)
-        jobs = floor_jobs(dataset, shown, batch_size, batches, threads, Path(folder))
-        idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
+        if arguments.decode == "dali":
+            floor_rate = nvdec_floor.make(dataset, process.gpu(arguments.device), threads, lambda: decoded_per_frame(loader))
+        else:
+            shown = offsets(deltas, dataset.fps, dataset.cameras)
+            floor_rate = ffmpeg_floor(floor_jobs(dataset, shown, batch_size, batches, threads, Path(folder)), threads, frames)
         stream = endless(loader)
         floor, own = [], []
-        for _ in range(rounds):
+        for _ in range(arguments.rounds):
             consume(stream, AHEAD)
             settle(loader)
-            floor.append(frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads))
+            floor.append(floor_rate())
             consume(stream, AHEAD)  # what was made meanwhile is no work of this turn
             own.append(frames / timed(lambda: consume(stream, batches)))
         first_batch_s = loader.stats()["first_batch_s"]
+        decoded = decoded_per_frame(loader)
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
     return {
-        "ratio": statistics.median(own) / statistics.median(floor),
+        # Of turns that follow each other: a machine that others use is not as fast in the next minute.
+        "ratio": statistics.median(mine / its for mine, its in zip(own, floor, strict=True)),
         "floor_frames_per_s": statistics.median(floor),
         "loader_frames_per_s": statistics.median(own),
         "floor_rounds": floor,
         "loader_rounds": own,
         "frames_per_round": frames,
+        "decoded_per_frame": decoded,
         "first_batch_s": first_batch_s,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "mode": mode,
+        "mode": arguments.mode,
         "batch_size": batch_size,
         "threads": threads,
         "routes": routes,
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": environment.machine(arguments.device) | {"python": platform.python_version()},
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def decoded_per_frame(loader: dali_stream.Loader) -> float:
+    """Pictures that were decoded per frame that was delivered."""
+    stats = loader.stats()
+    return float(stats["decoded_pictures"] / stats["frames"])
+
+
+def ffmpeg_floor(jobs: list[tuple[Path, str, int]], threads: int, frames: int) -> Callable[[], float]:
+    """A call that has FFmpeg do the jobs, and returns frames/s without the time that a program takes to start and end."""
+    idle = min(timed(lambda: run_ffmpeg(jobs[:1], 1, head_only=True)) for _ in range(3))
+    return lambda: frames / (timed(lambda: run_ffmpeg(jobs, threads)) - idle * len(jobs) / threads)
 
 
 def settle(loader: dali_stream.Loader) -> None:

@@ -29,8 +29,8 @@ from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
-CLIP_FRAMES = 24  # frames decoded by one decoder, at most: opening it costs less than one frame of them
-CLIP_BYTES = 28 << 20  # of decoded RGB; glibc maps and unmaps allocations above 32 MB anew each time, page by page
+CLIP_FRAMES = 32  # frames decoded by one decoder, at most: opening it costs less than one frame of them
+CLIP_BYTES = 30 << 20  # of decoded RGB; glibc maps and unmaps allocations above 32 MB anew each time, page by page
 
 
 class RouteChange(DaliStreamError):
@@ -189,8 +189,11 @@ class VideoCamera:
     def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
         """Decode pool, torchcodec route: fills the rows of `out`."""
         started = time.perf_counter()
-        tables = [r.table for r in requests for _ in r.frames]
-        samples = [sample for r in requests for sample in r.samples.tolist()]
+        # Windows are clamped to their episodes and overlap each other: what is shown several times is converted once.
+        places: dict[tuple[int, int], int] = {}
+        shown = [[places.setdefault((id(r.table), s), len(places)) for s in r.samples.tolist()] for r in requests]
+        by_id = {id(r.table): r.table for r in requests}
+        tables, samples = [by_id[key] for key, _ in places], [sample for _, sample in places]
         video = self._format(tables[0], samples[0])
         try:
             decoded, pictures = decode.decode(self._store, tables, samples, video)
@@ -199,8 +202,8 @@ class VideoCamera:
                 return {requests[0].row: self._blame(requests[0], video, error)}
             return {row: e for request in requests for row, e in self._decode([request], out).items()}
         # Copied at once: the decoder's own array goes back to this thread's heap, where the next clip takes it again.
-        for request, pictures_of in zip(requests, decoded.reshape(len(requests), *out.shape[1:]), strict=True):
-            out[request.row] = pictures_of
+        for request, steps in zip(requests, shown, strict=True):
+            np.take(decoded, steps, axis=0, out=out[request.row], mode="clip")  # "raise" goes by way of another copy
         self._counters.decoded(started, pictures)
         return {}
 

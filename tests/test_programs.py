@@ -79,6 +79,16 @@ def test_decode_floor_of_windows(demo: Path) -> None:
 
 
 @pytest.mark.slow
+def test_decode_floor_of_dali(vp9_demo: Path) -> None:
+    """With VP9 on a CPU, where a thread stands for an engine of NVDEC."""
+    arguments = ("--decode", "dali", "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
+    result = json.loads(run("benchmarks/decode_floor.py", vp9_demo, *arguments).splitlines()[-1])
+    assert {route["decoder"] for route in result["routes"].values()} == {"dali"}
+    assert result["decoded_per_frame"] > 1  # a frame costs its GOP's pictures up to it
+    assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
+
+
+@pytest.mark.slow
 def test_interpreter_says_where_it_is_held(demo: Path) -> None:
     out = run("benchmarks/interpreter.py", demo, "--batch-size", 8, "--seconds", 4, "--rounds", 1, "--json")
     result = json.loads(out.splitlines()[-1])

@@ -1,0 +1,71 @@
+"""The decode floor of the DALI route: NVDEC's engines, each at the speed of one that decodes a file from its beginning on.
+
+    floor [frames/s] = engines × pictures/s of one engine / pictures decoded per frame delivered
+
+Not run on a GPU yet. On a CPU, DALI's software decoder (VP9) stands for an engine, and there are as many as threads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import dali_stream
+from dali_stream.tables import Tables
+from dali_stream.video import dali
+from dali_stream.video.capability import capability
+from dali_stream.video.clip import pack
+from dali_stream.video.format import describe
+
+LONGEST = 128  # pictures of a sequential clip: 354 MB of decoded 720p
+TIMED_S = 2.0
+
+
+def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame: Callable[[], float]) -> Callable[[], float]:
+    """A call that measures all cameras anew and returns the floor in frames/s.
+
+    Args:
+        dataset: whose first episodes are decoded.
+        gpu: the CUDA device; None on a CPU.
+        threads: of the loader's decoders.
+        per_frame: pictures that are decoded per frame delivered.
+    """
+    engines, runs = [], []
+    for camera in dataset.videos:
+        table = Tables(dataset, 1 << 30).of(camera, 0, dataset.data_store)
+        video = describe(table.configs[0])
+        engines.append(threads if gpu is None else capability(gpu, video.codec, video.chroma, video.depth).engines)
+        shown = table.shown[:LONGEST].tolist()
+        clip = dali.encoded(pack(dataset.data_store, [table] * len(shown), shown))
+        runs.append((len(shown), _decoder(clip, gpu)))
+
+    def floor() -> float:
+        # A frame of each camera in turn, as batches have them.
+        return statistics.harmonic_mean([n * _rate(*run) for n, run in zip(engines, runs, strict=True)]) / per_frame()
+
+    return floor
+
+
+def _decoder(clip: dali.Encoded, gpu: int | None) -> Callable[[], None]:
+    """A call that decodes the clip and returns when its pictures are there."""
+    pipeline = dali.pipeline(lambda: [clip], 1, gpu, 1, prefetch=1)
+    pipeline.build()
+
+    def run() -> None:
+        pipeline.run()
+        if gpu is not None:
+            import torch
+
+            torch.cuda.synchronize(gpu)
+
+    run()
+    return run
+
+
+def _rate(pictures: int, run: Callable[[], None]) -> float:
+    started, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - started) < TIMED_S or not count:
+        run()
+        count += 1
+    return pictures * count / passed
