@@ -97,11 +97,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         ) as loader,
     ):
         if arguments.decode == "dali":
-            floor_rate = nvdec_floor.make(dataset, process.gpu(arguments.device), threads, lambda: decoded_per_frame(loader))
+            gpu = process.gpu(arguments.device)
+            floor_rate = nvdec_floor.make(dataset, gpu, threads, lambda: decoded_per_frame(loader, began))
         else:
             shown = offsets(deltas, dataset.fps, dataset.cameras)
             floor_rate = ffmpeg_floor(floor_jobs(dataset, shown, batch_size, batches, threads, Path(folder)), threads, frames)
         stream = endless(loader)
+        consume(stream, AHEAD)
+        settle(loader)
+        began = loader.stats()
         floor, own = [], []
         for _ in range(arguments.rounds):
             consume(stream, AHEAD)
@@ -109,8 +113,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             floor.append(floor_rate())
             consume(stream, AHEAD)  # what was made meanwhile is no work of this turn
             own.append(frames / timed(lambda: consume(stream, batches)))
-        first_batch_s = loader.stats()["first_batch_s"]
-        decoded = decoded_per_frame(loader)
+        settle(loader)
+        decoded = decoded_per_frame(loader, began)
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
     return {
         # Of turns that follow each other: a machine that others use is not as fast in the next minute.
@@ -121,7 +125,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "loader_rounds": own,
         "frames_per_round": frames,
         "decoded_per_frame": decoded,
-        "first_batch_s": first_batch_s,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "mode": arguments.mode,
         "batch_size": batch_size,
@@ -132,10 +135,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def decoded_per_frame(loader: dali_stream.Loader) -> float:
-    """Pictures that were decoded per frame that was delivered."""
-    stats = loader.stats()
-    return float(stats["decoded_pictures"] / stats["frames"])
+def decoded_per_frame(loader: dali_stream.Loader, began: dict[str, Any]) -> float:
+    """Pictures that were decoded per frame that was delivered, since some statistics were taken.
+
+    At both times the loader has made all that it makes ahead, which is decoded and not delivered yet.
+    """
+    now = loader.stats()
+    return float((now["decoded_pictures"] - began["decoded_pictures"]) / (now["frames"] - began["frames"]))
 
 
 def ffmpeg_floor(jobs: list[tuple[Path, str, int]], threads: int, frames: int) -> Callable[[], float]:
@@ -149,7 +155,7 @@ def settle(loader: dali_stream.Loader) -> None:
     before = -1
     while (now := loader.stats()["decoded_pictures"]) != before:
         before = now
-        time.sleep(0.2)
+        time.sleep(0.5)  # longer than a task takes
 
 
 def endless(loader: dali_stream.Loader) -> Iterator[Any]:

@@ -29,8 +29,14 @@ from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
-CLIP_FRAMES = 32  # frames decoded by one decoder, at most: opening it costs less than one frame of them
+CLIP_FRAMES = 32  # decoded by one decoder, or one window where that is longer: opening it costs less than one frame
 CLIP_BYTES = 30 << 20  # of decoded RGB; glibc maps and unmaps allocations above 32 MB anew each time, page by page
+
+
+def requests_per_clip(size: tuple[int, int], steps: int) -> int:
+    """How many windows of so many steps are decoded by one task, of pictures of this (height, width)."""
+    frames = min(CLIP_FRAMES, CLIP_BYTES // max(size[0] * size[1] * 3, 1))
+    return max(frames // steps, 1)
 
 
 class RouteChange(DaliStreamError):
@@ -180,9 +186,7 @@ class VideoCamera:
             by_config.setdefault(config(request.table, request.samples[0]), []).append(request)
         groups = []
         for alike in by_config.values():
-            video = self._format(alike[0].table, int(alike[0].samples[0]))
-            frames = max(min(CLIP_FRAMES, CLIP_BYTES // (video.height * video.width * 3)), 1)
-            most = max(frames // len(alike[0].frames), 1)  # requests
+            most = requests_per_clip(self._dataset.picture_size(self.key), len(alike[0].frames))
             groups += [alike[part.start : part.stop] for part in _even(len(alike), most)]
         return groups
 
@@ -265,8 +269,7 @@ class ImageCamera:
         """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
         out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
         encoded = residency.gather(self.key, episode, frames)
-        each = max(CLIP_FRAMES // frames.shape[1], 1)
-        groups = _even(len(episode), each)
+        groups = _even(len(episode), requests_per_clip(self._dataset.picture_size(self.key), frames.shape[1]))
         return Pending(out, [pool.submit(self._decode, rows, encoded, episode, frames, out) for rows in groups])
 
     def _decode(self, rows: range, encoded: Array, episode: Array, frames: Array, out: Array) -> dict[int, DecodeError]:

@@ -124,7 +124,7 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -
         grouped.setdefault(key, []).append(node)
     nodes = {key: _decoded(parts, plan.gpu) if len(parts) > 1 else parts[0] for key, parts in grouped.items()}
     # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Pictures are much,
-    # so they stay where they are, and an operator copies them where nothing else reads them; it has threads of its own.
+    # so they stay where they are, and an operator copies them, in threads of its own, where no other makes new ones of them.
     for camera, node in _source(stage.pictures, pictures, no_copy=True) if pictures else ():
         nodes[camera] = fn.copy(node) if plan.gpu is not None or not made_anew else node
     if plan.gpu is not None:

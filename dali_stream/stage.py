@@ -25,7 +25,7 @@ import numpy.typing as npt
 from dali_stream import windows
 from dali_stream.batches import Batches
 from dali_stream.buffers import Buffers
-from dali_stream.cameras import CLIP_FRAMES, ImageCamera, Packed, Pending, VideoCamera
+from dali_stream.cameras import ImageCamera, Packed, Pending, VideoCamera, requests_per_clip
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError
@@ -233,8 +233,10 @@ class Stage:
         """Batches under way: as asked for, else enough for all threads to have work while the oldest batch is waited for."""
         if self._plan.prefetch is not None:
             return self._plan.prefetch
-        frames = self._plan.batches.batch_size * sum(map(self._plan.steps, self._cameras))
-        return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
+        plan, tasks = self._plan, 0
+        for camera in self._cameras:
+            tasks += -(-plan.batches.batch_size // requests_per_clip(plan.dataset.picture_size(camera), plan.steps(camera)))
+        return int(np.clip(-(-2 * plan.threads // max(tasks, 1)), 2, 16))
 
     # ---- planner thread
 

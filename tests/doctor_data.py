@@ -12,7 +12,13 @@ from typing import Any
 
 from dali_stream.doctor import Report
 
-TORCH = "class version: cuda = {cuda!r}\nclass cuda:\n    is_available = staticmethod(lambda: {gpu})\n"
+TORCH = """
+class version: cuda = {cuda!r}
+class cuda:
+    is_available = staticmethod(lambda: {gpu})
+uint8 = "uint8"
+def frombuffer(data, dtype): return data
+"""
 ABSENT, ABORTS, HANGS = (
     "raise ModuleNotFoundError('No module named X')",
     "import os; os.abort()",

@@ -116,3 +116,19 @@ def test_a_file_that_became_shorter_is_an_error(videos: Callable[[str], Videos],
         DecodeError, match=r"^bytes \d+ to \d+ are not all there: the file has become shorter since its index was read"
     ):
         pack(LocalStore(str(tmp_path)), v.tables[:1], [60])
+
+
+def test_pictures_before_a_file_that_was_cut_in_an_open_gop(tmp_path: Path) -> None:
+    """They refer to what is not in the file any more; those after its first sync sample do not."""
+    data.encode(data.draw(), tmp_path / "whole.mp4", data.hevc(12, open_gop=True))
+    start = f"{18 / data.FPS}"  # FFmpeg goes back to the sync sample before it, whose leading pictures stay
+    data.ffmpeg("-ss", start, "-i", tmp_path / "whole.mp4", "-c", "copy", "-use_editlist", "0", tmp_path / "cut.mp4")
+    store = LocalStore(str(tmp_path))
+    table = read_table(store, "cut.mp4")
+    leading = np.flatnonzero((table.head == 0) & (table.pts < table.pts[0])).tolist()
+    assert leading
+    video = describe(table.configs[0])
+    for samples in ([leading[0]], [leading[0], len(leading) + 1], [0, leading[-1]]):
+        with pytest.raises(DecodeError, match="cut there, in the middle of an open GOP"):
+            decode.decode(store, [table] * len(samples), samples, video)
+    assert decode.decode(store, [table], [len(leading) + 1], video)[0].shape[0] == 1

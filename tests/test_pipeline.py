@@ -111,8 +111,9 @@ def test_keys_are_added_and_dropped(dataset: Dataset) -> None:
     assert torch.equal(batch[SIDE], plain[SIDE])
 
 
-@pytest.mark.parametrize("kept", [(TOP,), (SIDE,), ("index",), (TOP, "index")])
-@pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
+@pytest.mark.parametrize(
+    ("kept", "image_dtype"), [((TOP,), "uint8"), ((SIDE,), "float32"), (("index",), "uint8"), ((TOP, "index"), "uint8")]
+)
 def test_what_is_kept_does_not_depend_on_what_is_dropped(dataset: Dataset, kept: tuple[str, ...], image_dtype: str) -> None:
     def epoch(function: Any) -> list[dict[str, Any]]:
         with Loader(dataset, batch_size=6, pipeline=function, image_dtype=image_dtype, device="cpu") as loader:

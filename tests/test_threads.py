@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from loader_data import TOP, samples
 
-from dali_stream import DaliStreamError, Dataset, DecodeError, Loader, graph
+from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, graph
 from dali_stream.storage import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and handles are read from /proc")
@@ -374,6 +374,16 @@ def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path)
             if thread.name == "dali_stream close":
                 thread.join()
         loader.close()
+
+
+def test_an_error_that_is_kept_holds_no_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()  # can be opened, and not read
+    store = LocalStore(str(tmp_path))
+    with nothing_left():
+        with pytest.raises(DatasetError) as kept:
+            store.read("folder", 0, 10)
+        store.close()
+    assert kept.value
 
 
 def test_decode_threads_leave_the_warning_filters_alone(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

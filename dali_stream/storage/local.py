@@ -33,14 +33,15 @@ class LocalStore(Store):
             raise self._failed(path, error) from error
 
     def read(self, path: str, start: int, stop: int) -> bytes:
+        handle = self._opened(path)
         try:
-            handle = self._opened(path)
             parts = []
             while start < stop and (part := os.pread(handle.number, stop - start, start)):
                 parts.append(part)
                 start += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except OSError as error:
+            del handle  # an error that somebody keeps would keep the file open
             raise self._failed(path, error) from error
 
     def exists(self, path: str) -> bool:
@@ -61,7 +62,10 @@ class LocalStore(Store):
         with self._lock:
             handle = self._handles.get(path)
             if handle is None:
-                handle = self._handles[path] = _Handle(self._root / checked(path))
+                try:
+                    handle = self._handles[path] = _Handle(self._root / checked(path))
+                except OSError as error:
+                    raise self._failed(path, error) from error
             self._handles.move_to_end(path)
             if len(self._handles) > self.HANDLES:
                 self._handles.popitem(last=False)

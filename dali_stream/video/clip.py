@@ -61,8 +61,8 @@ class _Run:
         self.samples: Sequence[int] = range(start, stop + 1)
         self.sizes: list[int] = table.size[start : stop + 1].tolist()
         if table.open_gops:
-            # What leads the run's own sync sample needs pictures that are not in the clip. Nobody asked for those, and
-            # no other picture refers to them, so they are left out.
+            # What leads the run's own sync sample needs pictures that are not in the clip. No other picture refers to those,
+            # and `span` begins a GOP earlier for who asks for one, so they are left out.
             own = np.arange(start, stop + 1)
             own = own[(table.head[own] != start) | (table.pts[own] >= table.pts[start])]
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()
@@ -72,6 +72,11 @@ class _Run:
 
     def rank(self, sample: int) -> int:
         """The place of one sample in the order of showing."""
+        if sample not in self.samples:
+            raise DecodeError(
+                "the picture refers to others before the file's beginning: the file was cut there, in the middle of an open "
+                "GOP; record or convert it again"
+            )
         return self.ranks[self.samples.index(sample)]
 
     def read(self, store: Store, shown_only: bool) -> bytes:
