@@ -63,6 +63,7 @@ def test_action_chunks_with_augmented_pictures(demo: Path) -> None:
     assert "action_is_pad: (4, 16) torch.bool" in out
 
 
+@pytest.mark.slow
 def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
     out = run("benchmarks/decode_floor.py", demo, "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
     result = json.loads(out.splitlines()[-1])
