@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import platform
 import re
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ import nvdec_floor
 
 import dali_stream
 from dali_stream import environment, process
-from dali_stream.bench.measure import windows
+from dali_stream.bench.measure import endless, take, windows
 from dali_stream.counters import Counters
 from dali_stream.process import cores
 from dali_stream.residency import Residency
@@ -56,7 +54,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="of the loader: cpu, cuda or cuda:N")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--batches", type=int, default=30, help="batches that a round times")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each side; the medians are compared")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, whose ratios have a median")
     parser.add_argument("--threads", type=int, default=cores(), help="FFmpeg processes, and decode threads of the loader")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -103,16 +101,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             shown = offsets(deltas, dataset.fps, dataset.cameras)
             floor_rate = ffmpeg_floor(floor_jobs(dataset, shown, batch_size, batches, threads, Path(folder)), threads, frames)
         stream = endless(loader)
-        consume(stream, AHEAD)
+        take(stream, AHEAD)
         settle(loader)
         began = loader.stats()
         floor, own = [], []
         for _ in range(arguments.rounds):
-            consume(stream, AHEAD)
+            take(stream, AHEAD)
             settle(loader)
             floor.append(floor_rate())
-            consume(stream, AHEAD)  # what was made meanwhile is no work of this turn
-            own.append(frames / timed(lambda: consume(stream, batches)))
+            take(stream, AHEAD)  # what was made meanwhile is no work of this turn
+            own.append(frames / timed(lambda: take(stream, batches)))
         settle(loader)
         decoded = decoded_per_frame(loader, began)
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
@@ -125,7 +123,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "loader_rounds": own,
         "frames_per_round": frames,
         "decoded_per_frame": decoded,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": environment.peak_rss(),
         "mode": arguments.mode,
         "batch_size": batch_size,
         "threads": threads,
@@ -156,18 +154,6 @@ def settle(loader: dali_stream.Loader) -> None:
     while (now := loader.stats()["decoded_pictures"]) != before:
         before = now
         time.sleep(0.5)  # longer than a task takes
-
-
-def endless(loader: dali_stream.Loader) -> Iterator[Any]:
-    """Batches of one epoch after another."""
-    while True:
-        yield from loader
-
-
-def consume(stream: Iterator[Any], batches: int) -> None:
-    """Takes batches and drops each before the next."""
-    for _ in itertools.islice(stream, batches):
-        pass
 
 
 def floor_jobs(

@@ -11,10 +11,8 @@ took off its core still holds the interpreter, so a busy machine gives too much.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -28,7 +26,7 @@ from typing import Any
 
 import dali_stream
 from dali_stream import environment
-from dali_stream.bench.measure import windows
+from dali_stream.bench.measure import endless, take, windows
 
 RATE = 500  # looks a second
 LISTED = 15
@@ -80,9 +78,8 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
         decode="torchcodec",
         device="cpu",
     ) as loader:
-        stream = (batch for _ in itertools.count() for batch in loader)
-        for _ in range(5):  # the stage's queue is full then
-            next(stream)
+        stream = endless(loader)
+        take(stream, 5)  # the stage's queue is full then
         for _ in range(rounds):
             before, started = loader.stats()["frames"], time.perf_counter()
             stacks = _watched(stream, seconds, spy)
@@ -102,7 +99,7 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
         "batch_size": batch_size,
         "seconds": seconds,
         "machine": environment.machine("cpu"),
-        "versions": environment.versions() | {"python": platform.python_version()},
+        "versions": environment.versions(),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +30,7 @@ from scaling_metadata import LENGTH, write_metadata
 
 import dali_stream
 from dali_stream import Dataset, Loader, Order, environment
+from dali_stream.bench.measure import endless, take
 from dali_stream.demo import write_demo
 from dali_stream.process import cores
 
@@ -142,21 +141,12 @@ def loading(root: Path, frames: int, window: int = 1, batch_size: int = 32, thre
     batches = max(frames // each, 4)
     deltas = {key: [-i / dataset.fps for i in reversed(range(window))] for key in dataset.cameras}
     with Loader(dataset, batch_size=batch_size, delta_timestamps=deltas, threads=threads, image_dtype="uint8") as loader:
-        stream = _endless(loader)
-        _take(stream, 2)
+        stream = endless(loader)
+        take(stream, 2)
         began, cpu = time.perf_counter(), time.process_time()
-        _take(stream, batches)
+        take(stream, batches)
         wall, cpu = time.perf_counter() - began, time.process_time() - cpu
     return {"s_per_frame": wall / (batches * each), "cpu_s_per_frame": cpu / (batches * each)}
-
-
-def _endless(loader: Loader) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
-def _take(stream: Iterator[Any], batches: int) -> None:
-    deque(itertools.islice(stream, batches), maxlen=0)
 
 
 def ordering(episodes: int, consumers: int = 64, pool: int = 8, world: int = 1) -> Figures:

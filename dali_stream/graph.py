@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dali_stream.video.route import Route
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
+Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
 _log = logging.getLogger("dali_stream")
 _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
 
@@ -110,8 +111,8 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
 
 def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -> dict[str, DataNode]:
     """The stage's arrays as nodes, with encoded cameras decoded; all on the pipeline's device."""
-    kinds: list[tuple[str, Any, int, str]] = [(key, *_column(plan, key)) for key in plan.columns()]
-    pictures: list[tuple[str, Any, int, str]] = []
+    kinds: list[Kind] = [(key, *_column(plan, key)) for key in plan.columns()]
+    pictures: list[Kind] = []
     for camera in plan.dataset.cameras:
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
@@ -122,21 +123,25 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -
     grouped: dict[str, list[DataNode]] = {}
     for key, node in _source(stage.source, kinds):
         grouped.setdefault(key, []).append(node)
-    nodes = {key: _decoded(parts, plan.gpu) if len(parts) > 1 else parts[0] for key, parts in grouped.items()}
+
+    def placed(node: DataNode) -> DataNode:
+        return node if plan.gpu is None else node.gpu()
+
+    nodes = {}
+    for key, parts in grouped.items():
+        if len(parts) > 1:
+            nodes[key] = _decoded(parts, plan.gpu)
+        else:
+            # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
+            nodes[key] = parts[0] if key == SAMPLE else placed(parts[0])
     # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Pictures are much,
     # so they stay where they are, and an operator copies them, in threads of its own, where no other makes new ones of them.
     for camera, node in _source(stage.pictures, pictures, no_copy=True) if pictures else ():
-        nodes[camera] = fn.copy(node) if plan.gpu is not None or not made_anew else node
-    if plan.gpu is not None:
-        # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
-        on_gpu = {key for key, parts in grouped.items() if len(parts) > 1} | {SAMPLE}
-        nodes = {key: node if key in on_gpu else node.gpu() for key, node in nodes.items()}
+        nodes[camera] = placed(fn.copy(node) if plan.gpu is not None or not made_anew else node)
     return nodes
 
 
-def _source(
-    call: Callable[[], tuple[Any, ...]], kinds: list[tuple[str, Any, int, str]], **options: Any
-) -> list[tuple[str, DataNode]]:
+def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: Any) -> list[tuple[str, DataNode]]:
     """An external source of what `call` returns, by key."""
     keys, dtypes, ndims, layouts = (list(part) for part in zip(*kinds, strict=True))
     nodes = fn.external_source(call, num_outputs=len(kinds), batch=True, dtype=dtypes, ndim=ndims, layout=layouts, **options)

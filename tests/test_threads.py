@@ -1,4 +1,4 @@
-"""Nothing is left behind: no thread and no file handle, whatever way a loader ends; and nothing hangs."""
+"""Nothing is left behind: no thread, file handle or warning filter, whatever way a loader ends; and nothing hangs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -76,7 +78,7 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
     deltas = windows(settings.mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
     with Loader(dataset, delta_timestamps=deltas, device=device, **settings.loader) as loader:
-        stream = _endless(loader)
+        stream = endless(loader)
         for _ in range(max(settings.warmup, 1)):
             where = _consume(next(stream))
         first_batch_s = loader.stats()["first_batch_s"]
@@ -139,9 +141,15 @@ class _Watch:
         }
 
 
-def _endless(loader: Loader) -> Iterator[dict[str, Any]]:
+def endless(loader: Loader) -> Iterator[dict[str, Any]]:
+    """Batches of one epoch after another."""
     while True:
         yield from loader
+
+
+def take(stream: Iterator[Any], batches: int) -> None:
+    """Takes so many batches and drops each before the next."""
+    deque(itertools.islice(stream, batches), maxlen=0)
 
 
 def _consume(batch: dict[str, Any]) -> str:
