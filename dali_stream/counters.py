@@ -22,6 +22,7 @@ class Counters:
     substituted: int = 0
     needed_bytes: int = 0
     evicted_early: int = 0
+    indices_read_again: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def decoded(self, started: float, pictures: int) -> None:

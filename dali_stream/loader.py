@@ -219,7 +219,8 @@ class Loader:
         `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_pictures` it took; seconds: `wait_s` in `next()`,
         `first_batch_s` from construction to the first batch, `decode_s` of all decode threads together, `plan_s` of the
         planner, `starved_s` that DALI's source waited for frames; `padded` and `substituted` samples; `route_changes`;
-        `resident_bytes` of rows, indices and, of remote data, encoded video.
+        `resident_bytes` of rows, indices and, of remote data, encoded video; `indices_read_again`, those of video files in use
+        that memory_budget had no room to keep.
 
         Of remote data also `requests`, `retries`, `fetched_bytes` over the network, `fetch_s` of all reads that waited, and
         `cached_bytes` out of `cache_dir`, all since the dataset was opened; `needed_bytes`, the indices, rows and encoded

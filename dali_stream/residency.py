@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ from dali_stream.video.table import LACKING, SampleTable
 from dali_stream.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
+_log = logging.getLogger("dali_stream")
 SAMPLE = "sample in the video of "  # prefix of the columns that map rows to samples
 UNMAPPED = -2  # nobody has looked yet
 FETCHERS = 16  # threads; as many requests go to one host at a time
@@ -165,6 +167,7 @@ class Residency:
                         self._admit(found, columns, needed)
         # Indices that the budget did not keep come again, for this batch alone.
         self._missing_tables = self._read_tables(needed, self._number) if self._fetchers else {}
+        self._read_again(len(self._missing_tables))
         for episode in sorted(needed):
             self._map_rows(episode, {})
             self._arena.touch(episode)
@@ -182,7 +185,11 @@ class Residency:
     def table(self, camera: str, episode: int) -> SampleTable:
         """The sample table of the file that holds an episode. Raises DecodeError where it has none."""
         future = self._missing_tables.get((camera, episode))
-        return self._tables.of(camera, episode, self._source) if future is None else future.result()
+        if future is not None:
+            return future.result()
+        if not self._tables.has(camera, episode):
+            self._read_again(1)
+        return self._tables.of(camera, episode, self._source)
 
     def hold(self, camera: str, uses: Iterable[tuple[int, SampleTable, Int64]]) -> Callable[[], None]:
         """Has the encoded video of these (episode, table, samples) stay until the returned function is called."""
@@ -215,6 +222,16 @@ class Residency:
         assert self._fetchers is not None  # local data is read when it is needed
         missing = (key for key in itertools.product(self._dataset.videos, episodes) if not self._tables.has(*key))
         return {key: self._fetchers.submit(self._tables.of, *key, self._source, priority=(number, 0)) for key in missing}
+
+    def _read_again(self, count: int) -> None:
+        """Counts indices that were there when the rows of their episodes were, and that the budget did not keep."""
+        if count and not self._counters.indices_read_again:
+            _log.warning(
+                "memory_budget leaves %d bytes for the indices of video files, which is less than those of the episodes in use "
+                "take: they are read more than once. The order stays the same. Give a larger memory_budget or a smaller "
+                "episode_pool_size", self._tables.budget,
+            )  # fmt: skip
+        self._counters.indices_read_again += count
 
     def _fetched(self, episode: int) -> Future[_Fetched]:
         """The rows of an episode that is needed now."""

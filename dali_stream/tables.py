@@ -20,12 +20,13 @@ class Tables:
         budget: bytes that the tables may take; one is kept whatever it takes.
 
     Attributes:
+        budget: as given.
         nbytes: that they take.
         index_bytes: of the `moov` boxes that have been read, each counted once.
     """
 
     def __init__(self, dataset: Dataset, budget: int) -> None:
-        self._dataset, self._budget = dataset, budget
+        self._dataset, self.budget = dataset, budget
         self._tables: OrderedDict[str, SampleTable] = OrderedDict()  # least recently used first
         self._broken: dict[str, DecodeError] = {}
         self._seen: set[str] = set()
@@ -67,6 +68,6 @@ class Tables:
             if path not in self._tables:
                 self.nbytes += table.nbytes
             self._tables[path] = table
-            while len(self._tables) > 1 and self.nbytes > self._budget:
+            while len(self._tables) > 1 and self.nbytes > self.budget:
                 self.nbytes -= self._tables.popitem(last=False)[1].nbytes
         return table

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 from loader_data import write_odd
 
 from dali_stream.demo import write_demo
@@ -21,9 +25,27 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a demo dataset, or gives the one of these settings that any process of this run has written. Read only."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def write(**settings: Any) -> Path:
+        root = folder / "-".join(["written", *(f"{key}_{value}" for key, value in settings.items())]).replace(" ", "")
+        with FileLock(f"{root}.lock"):
+            if not root.exists():
+                shutil.rmtree(unfinished := root.with_name(f"unfinished-{root.name}"), ignore_errors=True)
+                write_demo(unfinished, **settings).rename(root)
+        return root
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def demo(written: Callable[..., Path]) -> Path:
     """Six episodes of AV1 with GOP 2, 128x160, two cameras. Read only: take `demo_copy` to change it."""
-    return write_demo(tmp_path_factory.mktemp("demo") / "av1", episodes=6, size=(128, 160))
+    return written(episodes=6, size=(128, 160))
 
 
 @pytest.fixture
@@ -33,9 +55,9 @@ def demo_copy(demo: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vp9_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vp9_demo(written: Callable[..., Path]) -> Path:
     """Two episodes of VP9 with GOP 12, which DALI decodes on a CPU. Read only."""
-    return write_demo(tmp_path_factory.mktemp("demo") / "vp9", episodes=2, size=(128, 160), codec="vp9", gop=12)
+    return written(episodes=2, size=(128, 160), codec="vp9", gop=12)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from loader_data import SIDE, TOP, check_identities, read_lengths, samples
 from servers import Handler, Server
 
 from dali_stream import DaliStreamError, Dataset, Loader, StorageError
-from dali_stream.demo import write_demo
 
 GIVE_UP_S = 1.5
 PATIENCE_S = 60  # a hang guard: all that is left to fetch fails within GIVE_UP_S, and the machine may be busy
@@ -49,9 +49,9 @@ FINAL = {
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(written: Callable[..., Path]) -> Path:
     """Two episodes of one camera's size that an epoch of takes a part of a second."""
-    return write_demo(tmp_path_factory.mktemp("small") / "demo", episodes=2, size=(120, 128))
+    return written(episodes=2, size=(120, 128))
 
 
 def epoch(url: str, root: Path, **arguments: Any) -> list[int]:

@@ -211,6 +211,21 @@ def test_the_budget_holds_and_changes_nothing_but_the_traffic(
     assert "Give a larger memory_budget" in warnings[0]
 
 
+@pytest.mark.parametrize("where", ["disk", "server"])
+def test_indices_that_the_budget_does_not_keep_are_told(
+    demo: Path, server: Server, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri, arguments = demo if where == "disk" else server.url, {"batch_size": 2, "consumers": 4, "image_dtype": "uint8"}
+    expected = batches_of(demo, **arguments)
+    assert not caplog.records
+    with Loader(uri, memory_budget=130_000, **arguments) as loader:  # a quarter of it holds four of the six indices
+        assert all(equal(batch, other) for batch, other in zip(loader, expected, strict=True))
+        assert loader.stats()["indices_read_again"] > 0
+    warnings = [r.getMessage() for r in caplog.records if "indices of video files" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "Give a larger memory_budget" in warnings[0]
+
+
 @pytest.mark.parametrize("budget", [1000, 40_000])
 def test_a_budget_below_one_batch_is_refused_up_front(server: Server, budget: int) -> None:
     with pytest.raises(DaliStreamError, match=rf"memory_budget is {budget} bytes, and a batch of 32 .* give a larger"):

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from loader_data import CAMERAS, pictures
 
 import dali_stream
 from dali_stream import Dataset
-from dali_stream.demo import read_identities, stamp, write_demo
+from dali_stream.demo import read_identities, stamp
 from dali_stream.storage import LocalStore
 from dali_stream.transcode import Report, transcode
 from dali_stream.video.format import VideoFormat, describe
@@ -52,9 +53,9 @@ if any(a.endswith("_nvenc") for a in arguments):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(written: Callable[..., Path]) -> Path:
     """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
-    return write_demo(tmp_path_factory.mktemp("small") / "av1", episodes=2, size=(120, 128))
+    return written(episodes=2, size=(120, 128))
 
 
 def transcoded(source: Path | str, out: Path, **options: Any) -> Report:
