@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +28,12 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a demo dataset, or gives the one of these settings that any process of this run has written. Read only."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "written"
+    folder.mkdir(exist_ok=True)
 
     def write(**settings: Any) -> Path:
-        root = folder / "-".join(["written", *(f"{key}_{value}" for key, value in settings.items())]).replace(" ", "")
+        root = folder / re.sub(r"\W+", "-", str(settings)).strip("-")
         with FileLock(f"{root}.lock"):
             if not root.exists():
                 shutil.rmtree(unfinished := root.with_name(f"unfinished-{root.name}"), ignore_errors=True)
