@@ -32,6 +32,7 @@ train-demo: install ## train a policy on a demo dataset, in a few minutes of a C
 
 bench: install ## measure data loading on the demo dataset; ends with a table, and a page in .demo/bench
 	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
+	rm -rf .demo/bench
 	RUN=here SOURCES=local=.demo/dataset OUT_DIR=.demo/bench DECODES=auto NUM_BATCHES=60 BATCH_SIZE=32 WARMUP=5 $(ARGS) \
 	    bash benchmarks/slurm/matrix.sh
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from argument_types import count
 
 import dali_stream
-from dali_stream.process import processor
+from dali_stream import environment
 from dali_stream.storage import LocalStore
 from dali_stream.video import decode
 from dali_stream.video.format import describe
@@ -67,12 +66,11 @@ class Damaged(LocalStore):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.mp4")
-    parser.add_argument("--trials", type=int, default=60, help="of each kind of damage")
+    parser.add_argument("--trials", type=count, default=60, help="of each kind of damage")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    machine = {"processor": processor(), "python": platform.python_version()}
-    result: dict[str, Any] = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "trials": arguments.trials, "files": {}}
+    result: dict[str, Any] = {"trials": arguments.trials, "files": {}, **environment.ran_on("cpu")}
     try:
         for file in arguments.files:
             result["files"][file.name] = found = measure(file, arguments.trials, arguments.seed)

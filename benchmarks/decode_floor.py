@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import re
 import shutil
 import statistics
@@ -32,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import nvdec_floor
+from argument_types import count
 
 import dali_stream
 from dali_stream import environment, process
@@ -52,10 +52,10 @@ def main() -> int:
     parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
     parser.add_argument("--decode", choices=("torchcodec", "dali"), default="torchcodec", help="dali: NVDEC on a GPU")
     parser.add_argument("--device", default="cpu", help="of the loader: cpu, cuda or cuda:N")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=30, help="batches that a round times")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, whose ratios have a median")
-    parser.add_argument("--threads", type=int, default=cores(), help="FFmpeg processes, and decode threads of the loader")
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--batches", type=count, default=30, help="batches that a round times")
+    parser.add_argument("--rounds", type=count, default=5, help="rounds of each side, whose ratios have a median")
+    parser.add_argument("--threads", type=count, default=cores(), help="FFmpeg processes, and decode threads of the loader")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     if arguments.decode == "torchcodec" and not shutil.which("ffmpeg"):
@@ -79,6 +79,8 @@ def main() -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Times both sides in turns."""
     dataset, batch_size, threads = dali_stream.Dataset(arguments.uri), arguments.batch_size, arguments.threads
+    if not dataset.videos:
+        raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
     deltas = windows(arguments.mode, dataset)
     batches = min(arguments.batches, dataset.num_frames // batch_size)
     frames = batches * batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
@@ -124,12 +126,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "frames_per_round": frames,
         "decoded_per_frame": decoded,
         "peak_rss_bytes": environment.peak_rss(),
-        "mode": arguments.mode,
-        "batch_size": batch_size,
-        "threads": threads,
+        "dataset": dataset.uri,
+        "arguments": {key: value for key, value in vars(arguments).items() if key != "json"},
         "routes": routes,
-        "machine": environment.machine(arguments.device) | {"python": platform.python_version()},
-        "date": time.strftime("%Y-%m-%d"),
+        **environment.ran_on(arguments.device),
     }
 
 
@@ -168,7 +168,7 @@ def floor_jobs(
     jobs = []
     for camera in dataset.videos:
         steps = shown.get(camera, np.zeros(1, np.int64))
-        for core in range(threads):
+        for core in range(min(threads, batches)):
             tables, samples = [], []
             for number in range(core, batches, threads):
                 episode, frame = order.read(number * batch_size, batch_size)

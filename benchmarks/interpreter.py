@@ -24,6 +24,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from argument_types import count
+
 import dali_stream
 from dali_stream import environment
 from dali_stream.bench.measure import endless, take, windows
@@ -36,9 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--seconds", type=int, default=20, help="of a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--seconds", type=count, default=20, help="of a round")
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     spy = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
@@ -98,9 +100,7 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
         "mode": mode,
         "batch_size": batch_size,
         "seconds": seconds,
-        "machine": environment.machine("cpu"),
-        "versions": environment.versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **environment.ran_on("cpu"),
     }
 
 

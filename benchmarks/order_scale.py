@@ -11,21 +11,21 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from argument_types import count
 
-from dali_stream import Order
+from dali_stream import Order, environment
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the order costs for a dataset of any size")
-    parser.add_argument("--episodes", type=int, default=1_000_000)
-    parser.add_argument("--length", type=int, default=100, help="frames of an episode")
-    parser.add_argument("--consumers", type=int, default=64)
+    parser.add_argument("--episodes", type=count, default=1_000_000)
+    parser.add_argument("--length", type=count, default=100, help="frames of an episode")
+    parser.add_argument("--consumers", type=count, default=64)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     result = measure(arguments.episodes, arguments.length, arguments.consumers)
@@ -47,8 +47,8 @@ def measure(episodes: int, length: int, consumers: int) -> dict[str, Any]:
         order, start = Order(lengths, consumers=consumers), min(1_000_000 * world, episodes * length - 1)
         count = consumers // world  # one sample of each consumer of the rank, so that all of them go forward
         result["forward_s"][world] = timed(functools.partial(order.read, start, count, 0, world))
-    result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return result
+    result["peak_rss_bytes"] = environment.peak_rss()
+    return result | environment.ran_on("cpu")
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -27,12 +27,12 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from argument_types import count, count_or_none, new_file, positive
 from peer_programs import frames
 from peer_programs.process import Peer, PeerError
 from peer_programs.recorded import Recorded
@@ -99,9 +99,10 @@ def main() -> int:
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"peers: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print_table(result)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.json:
         print(json.dumps(result))
@@ -113,20 +114,20 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset with video")
     parser.add_argument("--mode", choices=MODES, default="single")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=10, help="batches that a turn times; more than a side makes ahead")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side; the medians are compared")
-    parser.add_argument("--warmup", type=int, default=4, help="batches after the first that are not timed")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="of LeRobotDataset's DataLoader, a side each")
-    parser.add_argument("--threads", type=int, default=process.cores(), help="of this loader's decoders and of the plain loop")
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--batches", type=count, default=10, help="batches that a turn times; more than a side makes ahead")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each side; the medians are compared")
+    parser.add_argument("--warmup", type=count_or_none, default=4, help="batches after the first that are not timed")
+    parser.add_argument("--workers", type=count_or_none, nargs="+", default=[0, 2], help="of LeRobot's DataLoader, a side each")
+    parser.add_argument("--threads", type=count, default=process.cores(), help="of this loader and of the plain loop")
     parser.add_argument("--lerobot-python", help="the Python of an environment with LeRobot")
     parser.add_argument("--only", nargs="+", metavar="SIDE", help="names, or their beginnings; dali_stream is always there")
-    parser.add_argument("--check", type=int, default=4, help="samples of each turn whose pictures are compared")
+    parser.add_argument("--check", type=count, default=4, help="samples of each turn whose pictures are compared")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--device", default="auto", help="where the batches are wanted: auto, cpu, cuda or cuda:N")
-    parser.add_argument("--answer-s", type=float, default=600, help="after this a side that does not answer is given up")
+    parser.add_argument("--answer-s", type=positive, default=600, help="after this a side that does not answer is given up")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file")
+    parser.add_argument("--out", type=new_file, help="write the JSON to this file")
     return parser.parse_args()
 
 
@@ -139,9 +140,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{dataset.uri} has no video to compare decoders with; give a dataset with video")
     gpu = process.gpu(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"
-    chosen = [
-        s for s in sides(arguments.lerobot_python, arguments.workers) if s.name.startswith(tuple(arguments.only or ("",)))
-    ]
+    known = sides(arguments.lerobot_python, arguments.workers)
+    for name in arguments.only or ():
+        if not any(side.name.startswith(name) for side in known):
+            raise ValueError(f"--only names {name!r}, and there are {', '.join(side.name for side in known)}")
+    chosen = [side for side in known if side.name.startswith(tuple(arguments.only or ("",)))]
     compared = chosen if chosen and chosen[0].name == OWN else [Side(OWN, "ours.py"), *chosen]
     deltas = windows(arguments.mode, dataset)
     batches = 1 + arguments.warmup + arguments.rounds * arguments.batches
@@ -154,9 +157,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "peers": [side.report() for side in compared],
         "arguments": {key: str(value) for key, value in vars(arguments).items()},
         "frames_per_round": frames_per_batch(recorded, arguments) * arguments.batches,
-        "versions": environment.versions(),
-        "machine": environment.machine(device),
-        "date": time.strftime("%Y-%m-%d"),
+        **environment.ran_on(device),
     }
 
 
@@ -198,6 +199,8 @@ def attempt(side: Side, step: Callable[..., None], *arguments: Any) -> None:
         try:
             step(side, *arguments)
         except PeerError as error:
+            if side.peer:
+                side.peer.close()  # what is left of it would take the others' cores
             side.error = str(error)
             print(f"{side.name}: {side.error}", file=sys.stderr)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import statistics
 import sys
 import tempfile
@@ -22,8 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from argument_types import count, not_negative, positive
+
 import dali_stream
-from dali_stream.process import cores, processor
+from dali_stream import environment
 
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -31,10 +32,10 @@ TESTS = Path(__file__).parents[1] / "tests"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset")
-    parser.add_argument("--latency-ms", type=float, default=50, help="of each request")
-    parser.add_argument("--megabytes-per-s", type=float, default=40, help="of all requests together")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds; the medians are compared")
+    parser.add_argument("--latency-ms", type=not_negative, default=50, help="of each request")
+    parser.add_argument("--megabytes-per-s", type=positive, default=40, help="of all requests together")
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--rounds", type=count, default=5, help="rounds; the medians are compared")
     parser.add_argument("--memory-budget", default="4GiB")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -75,9 +76,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     medians = {name: {key: statistics.median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()}
     for found in medians.values():
         found["ratio"] = found["frames_per_s"] / medians["local"]["frames_per_s"]
-    machine = {"processor": processor(), "cores": cores(), "python": platform.python_version()}
     settings = {key: str(value) for key, value in vars(arguments).items()}
-    return {"machine": machine, "date": time.strftime("%Y-%m-%d"), "arguments": settings, "medians": medians, "rounds": rounds}
+    return {"arguments": settings, "medians": medians, "rounds": rounds, **environment.ran_on("cpu")}
 
 
 def epochs(dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any]) -> list[dict[str, float]]:

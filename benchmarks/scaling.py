@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from argument_types import count, new_file
 from scaling_metadata import LENGTH, write_metadata
 
 import dali_stream
@@ -241,19 +242,18 @@ def main(given: list[str] | None = None) -> int:
     names = list(axes(Path(), False))
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--axes", type=functools.partial(_names, names), default=names, help=",".join(names))
-    parser.add_argument("--rounds", type=int, help="not given: 3, or 1 with --quick")
+    parser.add_argument("--rounds", type=count, help="not given: 3, or 1 with --quick")
     parser.add_argument("--quick", action="store_true", help="few values, small: to see that it runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it to a file")
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="write it to a file")
     arguments = parser.parse_args(given)
-    rounds = max(arguments.rounds or (1 if arguments.quick else 3), 1)
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
     try:
         report = measure(arguments.axes, arguments.quick, rounds)
     except dali_stream.DaliStreamError as error:
         print(f"scaling: {error}", file=sys.stderr)
         return 1
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.json:
         print(json.dumps(report))
@@ -279,9 +279,7 @@ def measure(names: Iterable[str], quick: bool, rounds: int) -> dict[str, Any]:
         "axes": found,
         "rounds": rounds,
         "quick": quick,
-        "versions": environment.versions(),
-        "machine": environment.machine("cpu"),
-        "date": time.strftime("%Y-%m-%d"),
+        **environment.ran_on("cpu"),
     }
 
 

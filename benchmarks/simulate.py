@@ -24,15 +24,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from argument_types import count, not_negative, positive
 from simulated_dataset import MOST_EPISODES, MadeUp, Recording
 from simulated_run import Network, Outcome, Training, simulate
 
 import dali_stream
+from dali_stream import environment
 from dali_stream.arguments import byte_count
 from dali_stream.bench.measure import MODES
 
 KEEPS_UP = 0.01  # the share of the time that training may wait
 PRECISION = 1.07  # of the smallest bandwidth
+MOST_FRAMES, MOST_TB = 1_000_000, 1_000_000
 
 
 def main(given: list[str] | None = None) -> int:
@@ -52,40 +55,28 @@ def main(given: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--nodes", type=_count, default=1)
-    add("--gpus-per-node", type=_count, default=8, help="one rank each")
-    add("--dataset-tb", type=_positive, default=1.0, help="encoded video, in 10^12 bytes")
-    add("--episode-seconds", type=_positive, default=30.0)
-    add("--fps", type=_positive, default=30.0)
-    add("--cameras", type=_count, default=3)
-    add("--bitrate-mbps", type=_positive, default=4.0, help="of a camera")
-    add("--gop", type=_count, default=2, help="distance of key frames, in frames")
-    add("--bandwidth-gbps", type=_positive, default=10.0, help="of a node, in 10^9 bits")
-    add("--latency-ms", type=float, default=50.0, help="of a request")
-    add("--step-ms", type=_positive, default=200.0, help="a training step, the loader left out")
-    add("--decode-fps", type=_positive, help="frames that a rank decodes in a second; not given: decoding takes no time")
-    add("--batch-size", type=_count, default=64, help="of a rank")
+    add("--nodes", type=count, default=1)
+    add("--gpus-per-node", type=count, default=8, help="one rank each")
+    add("--dataset-tb", type=positive, default=1.0, help="encoded video, in 10^12 bytes")
+    add("--episode-seconds", type=positive, default=30.0)
+    add("--fps", type=positive, default=30.0)
+    add("--cameras", type=count, default=3)
+    add("--bitrate-mbps", type=positive, default=4.0, help="of a camera")
+    add("--gop", type=count, default=2, help="distance of key frames, in frames")
+    add("--bandwidth-gbps", type=positive, default=10.0, help="of a node, in 10^9 bits")
+    add("--latency-ms", type=not_negative, default=50.0, help="of a request")
+    add("--step-ms", type=positive, default=200.0, help="a training step, the loader left out")
+    add("--decode-fps", type=positive, help="frames that a rank decodes in a second; not given: decoding takes no time")
+    add("--batch-size", type=count, default=64, help="of a rank")
     add("--mode", choices=MODES, default="single")
     add("--memory-budget", default="4GiB", help="of a rank")
-    add("--consumers", type=_count, help="not given: 32, or the number of ranks if that is more")
-    add("--pool", type=_count, default=8, help="episode_pool_size")
-    add("--minutes", type=_positive, default=1.0, help="simulated at most; the second half is judged")
-    add("--ranks", type=_count, default=1, help="that are simulated")
+    add("--consumers", type=count, help="not given: 32, or the number of ranks if that is more")
+    add("--pool", type=count, default=8, help="episode_pool_size")
+    add("--minutes", type=positive, default=1.0, help="simulated at most; the second half is judged")
+    add("--ranks", type=count, default=1, help="that are simulated")
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print one JSON object as the last line")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    if not 0 < (number := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number
 
 
 class Cluster:
@@ -95,6 +86,11 @@ class Cluster:
         a = arguments
         self.world = a.nodes * a.gpus_per_node
         self.ranks, self.gpus = min(a.ranks, self.world), a.gpus_per_node
+        if not 1 <= a.episode_seconds * a.fps <= MOST_FRAMES or a.dataset_tb > MOST_TB:
+            raise ValueError(
+                f"episodes have {a.episode_seconds * a.fps:g} frames and the dataset {a.dataset_tb:g} TB; up to {MOST_FRAMES} "
+                f"frames an episode and {MOST_TB} TB can be simulated"
+            )
         self.recording = Recording(
             a.dataset_tb * 1e12, a.episode_seconds, a.fps, a.cameras, a.bitrate_mbps * 1e6, min(a.gop, 1 << 20)
         )
@@ -127,6 +123,27 @@ class Cluster:
         episodes = min(consumers * self.training.pool, -(-self.dataset.num_episodes // self.world) + consumers)
         return episodes * self.recording.episode_bytes
 
+    @property
+    def share_bytes(self) -> float:
+        """Bytes of encoded video that a rank shows in an epoch, about: segments are cut within episodes."""
+        return self.recording.bytes_in_all / self.world
+
+    @property
+    def fits(self) -> bool:
+        """Whether all that a rank shows stays in its memory, so that it is fetched once and never again."""
+        return self.share_bytes < self.training.memory_budget // 2
+
+    def judged(self, outcome: Outcome, bandwidth: float) -> bool | None:
+        """Whether it keeps up. None where it waits before the pools are full, which says nothing of the time after that."""
+        if bandwidth < self.demand and not self.fits:
+            return False
+        return keeps_up(outcome) or (False if self.filled(outcome) else None)
+
+    def filled(self, outcome: Outcome) -> bool:
+        """Whether the pools were full when judging began."""
+        full = min(self.pool_bytes, 0.9 * self.share_bytes, self.training.memory_budget // 2)
+        return outcome.fetched[outcome.warmup] >= full * self.ranks
+
     def run(self, bandwidth: float | None = None, *, whole: bool = True, **changes: Any) -> Outcome:
         """Trains with a node's bandwidth, and with changes of the training. Not `whole`: until it is clear that it waits."""
         training = dataclasses.replace(self.training, **changes)
@@ -140,7 +157,7 @@ class Cluster:
         def keeps(bandwidth: float) -> bool:
             if (bandwidth >= self.bandwidth) == as_it_is:
                 return as_it_is  # more is never worse
-            return keeps_up(self.run(bandwidth, whole=False))
+            return bool(self.judged(self.run(bandwidth, whole=False), bandwidth))
 
         return smallest(keeps, 1.1 * self.demand)
 
@@ -179,13 +196,14 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     cluster = Cluster(arguments)
     outcome = cluster.run()
-    least = cluster.smallest_bandwidth(keeps_up(outcome))
+    verdict = cluster.judged(outcome, cluster.bandwidth)
+    least = None if verdict is None else cluster.smallest_bandwidth(verdict)
     half = outcome.warmup
     fetched = outcome.fetched[-1] - outcome.fetched[half]
     seconds = sum(outcome.waits[half + 1 :]) + (len(outcome.waits) - half - 1) * cluster.training.step_s
     each = cluster.gpus / cluster.ranks
     return {
-        "keeps_up": keeps_up(outcome),
+        "keeps_up": verdict,
         "steps": len(outcome.waits),
         "wait_share": outcome.wait_share,
         "waiting_steps_share": outcome.waiting_steps,
@@ -206,20 +224,24 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         "consumers": cluster.training.consumers,
         "episodes": cluster.recording.episodes,
         "days_an_epoch": cluster.recording.bytes_in_all / cluster.demand / arguments.nodes / 86400,
-        "advice": advice(cluster, outcome, least),
+        "ranks": cluster.ranks,
+        "advice": advice(cluster, outcome, verdict, least),
         "arguments": vars(arguments),
         "wall_s": time.perf_counter() - began,
+        **environment.ran_on("cpu"),
     }
 
 
-def advice(cluster: Cluster, outcome: Outcome, least: float | None) -> list[str]:
+def advice(cluster: Cluster, outcome: Outcome, verdict: bool | None, least: float | None) -> list[str]:
     """What would help, each of it tried."""
     found = []
-    if outcome.fetched[outcome.warmup] < min(cluster.pool_bytes, cluster.training.memory_budget // 2) * cluster.ranks:
-        found.append("the pools were not full when judging began, which flatters: give more --minutes")
+    if cluster.fits:
+        found.append("all that a rank shows fits into its memory_budget: once that is fetched, the network has nothing to do")
     if outcome.evicted:
         found += _more_room(cluster)
-    if keeps_up(outcome):
+    if not cluster.filled(outcome):
+        found.append("the pools were not full half way through, when judging begins: give more --minutes")
+    if verdict is not False:
         return found
     if least is None:
         found.append(
@@ -259,8 +281,9 @@ def text(report: dict[str, Any]) -> str:
     """The report for people."""
     given, gib = report["arguments"], 2**30
     episodes = f"{report['episodes']} episodes" + (f", {MOST_EPISODES} laid out" if report["episodes"] > MOST_EPISODES else "")
-    verdict = "keeps up" if report["keeps_up"] else "stalls"
+    verdict = {True: "keeps up", False: "stalls", None: "undecided"}[report["keeps_up"]]
     needs = "no bandwidth is enough" if report["smallest_gbps"] is None else f"{report['smallest_gbps']:.2f} are enough"
+    needs = "what is enough is undecided" if report["keeps_up"] is None else needs
     lines = [
         f"{verdict}: {report['world_size']} ranks on {given['nodes']} nodes, {given['dataset_tb']:g} TB in {episodes}",
         f"waits        {report['waiting_steps_share']:.1%} of the steps, {report['wait_share']:.1%} of the time, "
@@ -274,7 +297,7 @@ def text(report: dict[str, Any]) -> str:
     ]
     lines += [f"advice       {line}" for line in report["advice"]]
     return "\n".join(
-        [*lines, f"{report['steps']} steps of {given['ranks']} rank(s) simulated, {report['wall_s']:.0f} s in all"]
+        [*lines, f"{report['steps']} steps of {report['ranks']} rank(s) simulated, {report['wall_s']:.0f} s in all"]
     )
 
 

@@ -3,7 +3,8 @@
     python benchmarks/summarize.py DIR [--json]
 
 Reads DIR/*.json, and DIR/*.failed, which benchmarks/slurm/matrix.sh leaves where a measurement failed. Writes
-DIR/summary.csv and DIR/summary.html. Needs matplotlib.
+DIR/summary.csv and DIR/summary.html. A report that cannot be read is a row that says so, and the exit code is 1 then. Needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import csv
 import html
 import io
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 COLUMNS = {
     "frames_per_s_node": "frames/s", "samples_per_s": "samples/s", "first_batch_latency_s": "first batch, s",
@@ -30,8 +34,18 @@ COLUMNS = {
     "unique_episodes_per_batch": "episodes per batch", "cpu_s_per_sample": "CPU s per sample",
     "peak_rss_bytes": "RSS, B", "peak_gpu_bytes": "GPU, B",
 }  # fmt: skip
+LINES = ("wait_s", "decode_s", "fetch_s")  # of the time line
 SHOWN = list(COLUMNS)[:10]  # on a terminal
 HEAD = ("source", "mode", "decode", "decoders", "ranks", "nodes", "batch_size", "status")
+MAY_LACK = ("peak_gpu_bytes", "decoded_per_delivered_frame")  # a figure, where there is no GPU or no video
+
+
+class Found(NamedTuple):
+    """What a folder holds: a row for each measurement, and the whole reports of those that went well."""
+
+    rows: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
+    unreadable: int
 
 
 def main() -> int:
@@ -39,11 +53,11 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="with reports")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON object as the last line")
     arguments = parser.parse_args()
-    reports, failed = read(arguments.folder)
-    if not reports and not failed:
-        print(f"summarize: {arguments.folder} holds no report; write some with dali-stream bench --out-dir", file=sys.stderr)
+    rows, reports, unreadable = read(arguments.folder)
+    if not rows:
+        what = "holds no report" if arguments.folder.is_dir() else "is no folder"
+        print(f"summarize: {arguments.folder} {what}; write reports with dali-stream bench --out-dir", file=sys.stderr)
         return 1
-    rows = [row(report) for report in reports] + [{"source": name, "status": status} for name, status in failed]
     with (arguments.folder / "summary.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*HEAD, *COLUMNS])
         writer.writeheader()
@@ -53,29 +67,60 @@ def main() -> int:
     print(f"{arguments.folder / 'summary.csv'}, {arguments.folder / 'summary.html'}")
     if arguments.json:
         print(json.dumps({"rows": rows}))
-    return 0
+    return 1 if unreadable else 0
 
 
-def read(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """The reports, and (name, what became of it) of the measurements that failed."""
-    found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
-    reports = [report for report in found if isinstance(report, dict) and "frames_per_s_node" in report]
-    failed = [(path.stem, f"failed with exit code {path.read_text().strip()}") for path in sorted(folder.glob("*.failed"))]
-    return reports, failed
+def read(folder: Path) -> Found:
+    """The reports, what cannot be read as one, and the measurements that failed. Other JSON is passed over."""
+    found = Found([], [], 0)
+    bad = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            report = json.loads(path.read_text())
+            if isinstance(report, dict) and "frames_per_s_node" in report:
+                found.rows.append(row(report))
+                found.reports.append(report)
+        except ValueError as error:
+            bad.append(named(path) | {"status": f"unreadable: {error}"})
+    failed = [named(path) | {"status": path.read_text(errors="replace").strip()} for path in sorted(folder.glob("*.failed"))]
+    return found._replace(rows=[*found.rows, *bad, *failed], unreadable=len(bad))
+
+
+def named(path: Path) -> dict[str, str]:
+    """What the name of a file says of its measurement, whose label has no "-" where matrix.sh gave it."""
+    parts = path.stem.rsplit("-", 2)
+    return dict(zip(HEAD, parts, strict=False)) if len(parts) == 3 else {"source": path.stem}
 
 
 def row(report: dict[str, Any]) -> dict[str, Any]:
-    """A report's plain figures."""
-    decoders = ", ".join(sorted({route["decoder"] for route in report["routes"].values()}))
-    known = {"decoders": decoders, "status": "ok"} | report
-    return {key: known[key] for key in (*HEAD, *COLUMNS)}
+    """A report's plain figures. Raises ValueError where it lacks any that the table, the page or the plots show."""
+    try:
+        decoders = ", ".join(sorted({route["decoder"] for route in report["routes"].values()}))
+        points = [(key, point[key]) for point in report["timeline"] for key in ("s", *LINES)]
+        machine(report)  # raises where it is not said
+        known = {"decoders": decoders, "status": "ok"} | report
+        found = {key: known[key] for key in (*HEAD, *COLUMNS)}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no report of dali-stream bench: {type(error).__name__} {error}") from error
+    for key, value in [*points, *((key, found[key]) for key in COLUMNS)]:
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not number and not (value is None and key in MAY_LACK):
+            raise ValueError(f"{key} is {value!r}, which is no number")
+    return found
+
+
+def machine(report: dict[str, Any]) -> str:
+    """What it was measured on, and when."""
+    on = report["machine"]
+    return f"{on['processor']}, {on['cores']} cores, {on['gpu'] or 'no GPU'}, {report['date']}"
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """What a terminal shows."""
     made = Table(*HEAD[:4], *(COLUMNS[key] for key in SHOWN), "status", box=None)
+    made.columns[0].no_wrap = True
     for each in rows:
-        made.add_row(*(text(each.get(key)) for key in (*HEAD[:4], *SHOWN, "status")))
+        made.add_row(*(Text(text(each.get(key))) for key in (*HEAD[:4], *SHOWN, "status")))
     return made
 
 
@@ -93,8 +138,7 @@ def page(rows: list[dict[str, Any]], reports: list[dict[str, Any]]) -> str:
         f"<tr>{''.join(f'<td>{html.escape(text(each.get(key)))}</td>' for key in (*HEAD, *COLUMNS))}</tr>\n" for each in rows
     )
     plots = "".join(f"<h2>{title}</h2>\n{svg}\n" for title, svg in drawn(reports)) if reports else ""
-    machines = sorted({f"{report['machine']['processor']}, {report['machine']['cores']} cores, "
-                       f"{report['machine']['gpu'] or 'no GPU'}, {report['date']}" for report in reports})  # fmt: skip
+    machines = sorted({machine(report) for report in reports})
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>dali-stream bench</title>
 <style>body {{ font: 14px sans-serif; margin: 2em }} td, th {{ padding: 2px 8px; text-align: right }}
@@ -109,6 +153,7 @@ table {{ border-collapse: collapse }} tr:nth-child(even) {{ background: #eee }} 
 
 def drawn(reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(title, SVG) of each plot."""
+    matplotlib.rcParams["text.parse_math"] = False  # a label's "$" is one
     labels = [f"{report['source']} {report['mode']} {report['decode']}" for report in reports]
     speed, latency = Figure(figsize=(9, 1 + 0.4 * len(reports))), Figure(figsize=(9, 1 + 0.7 * len(reports)))
     axes = speed.subplots()
@@ -132,7 +177,7 @@ def drawn(reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def time_line(axes: Axes, report: dict[str, Any], label: str) -> None:
     """Seconds so far that were waited, decoded (all threads) and fetched (all reads), over the time of the measurement."""
     points = report["timeline"]
-    for name in ("wait_s", "decode_s", "fetch_s"):
+    for name in LINES:
         axes.plot([point["s"] for point in points], [point[name] for point in points], label=name.removesuffix("_s"))
     axes.set_title(label, fontsize=9)
     axes.set_xlabel("s")

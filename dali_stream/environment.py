@@ -7,6 +7,9 @@ import os
 import platform
 import re
 import resource
+import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,13 @@ import dali_stream
 from dali_stream import process
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decode."""
+def ran_on(device: str) -> dict[str, Any]:
+    """What a report says of its circumstances: `versions`, `machine` and `date`."""
+    return {"versions": versions(), "machine": machine(device), "date": time.strftime("%Y-%m-%d")}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, of the libraries that decode, and of the program ffmpeg."""
     import nvidia.dali
     import torch
     import torchcodec
@@ -26,7 +34,19 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "torchcodec": torchcodec.__version__,
         "dali": nvidia.dali.__version__,
+        "ffmpeg": ffmpeg_program(),
     }
+
+
+def ffmpeg_program() -> str | None:
+    """The version of the program ffmpeg; None where it is not there or does not run."""
+    path = shutil.which("ffmpeg")
+    try:
+        done = subprocess.run([path or "", "-version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    found = re.match(r"ffmpeg version (\S+)", done.stdout)
+    return found[1] if found else None
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def test_reports_are_written_as_json_and_as_a_row(capsys: pytest.CaptureFixture[
     found = bench(capsys, demo, "--source", "bucket", "--mode", "sarm", "--out-dir", str(tmp_path / "results"))
     path = tmp_path / "results/bucket-sarm-auto.json"
     assert found.pop("written") == str(path)
+    assert sorted(each.name for each in path.parent.iterdir()) == [path.with_suffix(".csv").name, path.name]
     assert json.loads(path.read_text()) == found
     [row] = csv.DictReader(path.with_suffix(".csv").open())
     assert float(row["frames_per_s_node"]) == found["frames_per_s_node"]
@@ -82,7 +83,11 @@ def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_cop
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--mode", "double"], "mode is 'double'; it is one of single, sarm, action_chunk"), (["--threads", "0"], "'0'")],
+    [
+        (["--mode", "double"], "mode is 'double'; it is one of single, sarm, action_chunk"),
+        (["--threads", "0"], "'0'"),
+        (["--source", "../a"], "--source is '../a'; it names the report's file"),
+    ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], demo: Path, arguments: list[str], said: str) -> None:
     assert main(["bench", str(demo), *SHORT, *arguments]) == 2

@@ -60,14 +60,14 @@ def test_a_measurement_that_fails_takes_no_other_with_it(demo: Path, tmp_path: P
     rows = {row["source"]: row for row in csv.DictReader((found / "summary.csv").open())}
     report = json.loads((found / "local-single-auto.json").read_text())
     assert float(rows["local"]["frames_per_s_node"]) == report["frames_per_s_node"] > 0
-    assert rows["none-single-auto"]["status"] == "failed with exit code 1"
-    assert "none-single-auto" in done.stdout
+    assert (rows["none"]["mode"], rows["none"]["status"]) == ("single", "failed with exit code 1")
+    assert "failed with exit code 1" in done.stdout
     # What was mended is not failed any more, and the other way round.
     shutil.copytree(demo, tmp_path / "nothing")
     options["SOURCES"] = f"none={tmp_path / 'nothing'} local={tmp_path / 'gone'}"
     assert matrix(tmp_path, **options).returncode == 1
     statuses = {row["source"]: row["status"] for row in csv.DictReader((found / "summary.csv").open())}
-    assert statuses == {"none": "ok", "local-single-auto": "failed with exit code 1"}
+    assert statuses == {"none": "ok", "local": "failed with exit code 1"}
 
 
 def test_each_measurement_is_a_job_of_one_gpu(stubs: dict[str, str], tmp_path: Path) -> None:
@@ -88,10 +88,29 @@ def test_a_job_measures_what_the_environment_says(stubs: dict[str, str], tmp_pat
     settings = {"BATCH_SIZE": "16", "IMAGE_SIZE": "64x80", "CACHE_DIR": "/a b", "OUT_DIR": str(tmp_path)}
     done = matrix(tmp_path, "measure", "a", "/data/a", "sarm", "dali", **stubs, **settings, CODE="137")
     assert done.returncode == 137
-    assert (tmp_path / "a-sarm-dali.failed").read_text() == "137\n"
+    assert (tmp_path / "a-sarm-dali.failed").read_text() == "failed with exit code 137\n"
     [(name, arguments)] = calls(tmp_path)
     head = ["bench", "/data/a", "--source", "a", "--mode", "sarm", "--decode", "dali", "--out-dir", str(tmp_path)]
     assert (name, arguments) == ("dali-stream", [*head, "--batch-size", "16", "--image-size", "64x80", "--cache-dir", "/a b"])
+
+
+def test_a_job_that_says_nothing_any_more_is_told(stubs: dict[str, str], tmp_path: Path) -> None:
+    """One that is killed with its shell, one that sbatch does not take, and a report of before that is neither's."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/a-single-auto.json").write_text("{}")
+    environment = {"SOURCES": "a=/data/a", "MODES": "single", "DECODES": "auto"}
+    assert matrix(tmp_path, **stubs, **environment).returncode == 0
+    assert [path.name for path in (tmp_path / "bench").iterdir()] == ["a-single-auto.failed"]
+    assert summary(tmp_path / "bench")[0] == [("a", "single", "auto", "did not end: killed, out of time, or still waiting")]
+    done = matrix(tmp_path, **stubs, **environment, CODE="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert summary(tmp_path / "bench")[0] == [("a", "single", "auto", "was not taken by sbatch")]
+
+
+def test_an_interrupted_measurement_ends_the_others(stubs: dict[str, str], tmp_path: Path) -> None:
+    done = matrix(tmp_path, **stubs, RUN="here", SOURCES="a=/data/a b=/data/b", CODE="130")
+    assert done.returncode == 130
+    assert len(calls(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,6 +118,7 @@ def test_a_job_measures_what_the_environment_says(stubs: dict[str, str], tmp_pat
     [
         ({}, "SOURCES is not set"),
         ({"SOURCES": "/data/a"}, "SOURCES has '/data/a'; it is LABEL=URI"),
+        ({"SOURCES": "a=/b a=/c"}, "SOURCES has the label 'a' twice"),
         ({"SOURCES": "a=/b", "RUN": "there"}, "RUN is 'there'; allowed: sbatch, here"),
         ({"SOURCES": "a=/b", "VENV": "/nowhere"}, "no program /nowhere/bin/dali-stream"),
     ],
@@ -135,10 +155,41 @@ def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path) -> None:
     assert "1234" in page
 
 
-def test_a_folder_without_reports_is_an_error(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SUMMARIZE), str(tmp_path)], capture_output=True, text=True, timeout=200)
+def summary(folder: Path) -> tuple[list[tuple[str, ...]], subprocess.CompletedProcess[str]]:
+    """(source, mode, decode, status) of the rows, and how the program ended."""
+    done = subprocess.run([sys.executable, str(SUMMARIZE), str(folder)], capture_output=True, text=True, timeout=200)
+    rows = csv.DictReader((folder / "summary.csv").open())
+    return [(row["source"], row["mode"], row["decode"], row["status"]) for row in rows], done
+
+
+def test_a_report_that_cannot_be_read_costs_no_other_its_row(tmp_path: Path) -> None:
+    good = report(source="a$b_$c[red]x[/bold]")
+    (tmp_path / "good.json").write_text(json.dumps(good))
+    for name, text in {
+        "cut-single-auto": json.dumps(good)[:-20],
+        "binary-single-auto": "\xff\x00",
+        "lacks-sarm-auto": json.dumps({"frames_per_s_node": 1.0}),
+        "string-sarm-auto": json.dumps(good | {"frames_per_s_node": "fast"}),
+        "nan-sarm-auto": json.dumps(good | {"wallclock_s": float("nan")}),
+    }.items():
+        (tmp_path / f"{name}.json").write_bytes(text.encode("latin-1"))
+    rows, done = summary(tmp_path)
+    assert done.returncode == 1
+    assert "a$b_$c[red]x[/bold]" in done.stdout
+    statuses = {source: status for source, _, _, status in rows}
+    assert statuses.pop(good["source"]) == "ok"
+    assert len(statuses) == 5
+    assert all(status.startswith("unreadable: ") for status in statuses.values()), statuses
+    assert "'routes'" in statuses["lacks"]
+    assert statuses["nan"] == "unreadable: wallclock_s is nan, which is no number"
+
+
+@pytest.mark.parametrize(("name", "said"), [(".", "holds no report"), ("nothing", "is no folder")])
+def test_a_folder_without_reports_is_an_error(tmp_path: Path, name: str, said: str) -> None:
+    command = [sys.executable, str(SUMMARIZE), str(tmp_path / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "holds no report" in done.stderr
+    assert said in done.stderr
 
 
 def report(**given: Any) -> dict[str, Any]:

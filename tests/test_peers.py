@@ -177,12 +177,45 @@ def test_a_peer_that_does_not_answer_is_given_up(peers: Any, tmp_path: Path) -> 
         peers.Peer([sys.executable, "-c", "input()"], tmp_path / "stderr", 0.1, {})
 
 
+# Begins a line that it does not end, and does not stop.
+STUCK = ECHO.replace(
+    'print(line, end="", flush=True)', 'print("Loading... ", end="", flush=True)\n    while True:\n        pass'
+)
+
+
+def test_a_side_that_is_given_up_runs_no_more(peers: Any, tmp_path: Path) -> None:
+    others = psutil.Process().children()
+    side = peers.Side("stuck", "-", peer=peers.Peer([sys.executable, "-c", STUCK], tmp_path / "stderr", 5, {}))
+    [child] = (each for each in psutil.Process().children() if each not in others)
+    peers.attempt(side, peers.turn, 1, 1)
+    assert "no answer in 5 s" in side.error
+    assert not child.is_running()
+    side.peer.close()  # as at the end of a run
+    assert side.report()["frames_per_s"] is None
+
+
+@pytest.mark.parametrize("given", [["--rounds", "0"], ["--warmup", "-1"], ["--check", "0"], ["--out", "."]])
+def test_arguments_that_measure_nothing_are_refused(peers: Any, monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers.py", "nowhere", *given])
+    with pytest.raises(SystemExit, match="2"):
+        peers.main()
+
+
 def test_what_cannot_be_compared_is_one_line(
     peers: Any, demo: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = {odd: "no video", tmp_path / "none": "is no folder", demo: "give a smaller one"}
-    for root, said in wrong.items():
-        monkeypatch.setattr(sys, "argv", ["peers.py", str(root), "--batch-size", "9999"])
+    wrong = [
+        (odd, [], "no video"),
+        (tmp_path / "none", [], "is no folder"),
+        (
+            demo,
+            ["--only", "torch", "lerobut"],
+            "--only names 'lerobut', and there are dali_stream, torchcodec, lerobot, 0 workers",
+        ),
+        (demo, [], "give a smaller one"),
+    ]
+    for root, given, said in wrong:
+        monkeypatch.setattr(sys, "argv", ["peers.py", str(root), "--batch-size", "9999", *given])
         assert peers.main() == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1

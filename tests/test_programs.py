@@ -73,7 +73,8 @@ def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
 
 @pytest.mark.slow
 def test_decode_floor_of_windows(demo: Path) -> None:
-    arguments = ("--mode", "sarm", "--batch-size", 4, "--batches", 4, "--rounds", 1, "--json")
+    """With more threads than batches."""
+    arguments = ("--mode", "sarm", "--batch-size", 4, "--batches", 4, "--threads", 5, "--rounds", 1, "--json")
     result = json.loads(run("benchmarks/decode_floor.py", demo, *arguments).splitlines()[-1])
     assert result["ratio"] > 0
     assert result["frames_per_round"] == 4 * 4 * 2 * 8
@@ -97,13 +98,13 @@ def test_interpreter_says_where_it_is_held(demo: Path) -> None:
     assert any("dali_stream/" in name for name in result["functions_us"])
 
 
-def test_decode_floor_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/decode_floor.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "no LeRobot dataset" in done.stderr
+def test_decode_floor_says_what_is_wrong_in_one_line(odd: Path, tmp_path: Path) -> None:
+    for root, said in ((tmp_path, "no LeRobot dataset"), (odd, "has no video to decode")):
+        command = [sys.executable, "benchmarks/decode_floor.py", str(root)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert said in done.stderr
 
 
 def test_order_scale_prints_its_measurements() -> None:

@@ -222,6 +222,23 @@ def test_the_program_says_what_would_be_enough(parts: SimpleNamespace, capsys: p
     assert f"{report['smallest_gbps']:.2f} Gbit/s a node keep up as it is" in report["advice"]
 
 
+def test_the_program_does_not_judge_while_the_pools_fill(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is bandwidth enough, and 0.4 s a request: until the pools are full it waits, and what comes then is not known."""
+    given = "--nodes 2 --gpus-per-node 2 --dataset-tb 0.01 --episode-seconds 4 --cameras 1 --batch-size 16 --step-ms 100"
+    assert parts.main([*given.split(), "--minutes", "0.05", "--latency-ms", "400", "--json"]) == 0
+    said = capsys.readouterr().out
+    report = json.loads(said.splitlines()[-1])
+    assert said.startswith("undecided: 4 ranks on 2 nodes")
+    assert (report["keeps_up"], report["smallest_gbps"]) == (None, None)
+    assert any(line.startswith("the pools were not full") for line in report["advice"])
+
+
+@pytest.mark.parametrize("given", [["--latency-ms", "nan"], ["--latency-ms", "-5"], ["--step-ms", "inf"], ["--nodes", "0"]])
+def test_numbers_that_cannot_be_are_refused(parts: SimpleNamespace, given: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parts.main(given)
+
+
 @pytest.mark.slow
 def test_the_program_says_which_budget_or_pool_would_do(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     given = "--gpus-per-node 1 --dataset-tb 0.01 --cameras 1 --bitrate-mbps 1 --batch-size 32 --consumers 1 --pool 32"
@@ -235,7 +252,12 @@ def test_the_program_says_which_budget_or_pool_would_do(parts: SimpleNamespace, 
 
 
 def test_the_program_says_what_is_wrong_in_one_line(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert parts.main(["--nodes", "3", "--consumers", "32", "--dataset-tb", "0.01"]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "does not divide consumers=32" in said
+    for arguments, what in (
+        ("--nodes 3 --consumers 32 --dataset-tb 0.01", "does not divide consumers=32"),
+        ("--fps 1e9", "3e+10 frames"),
+        ("--dataset-tb 1e300", "1e+300 TB"),
+    ):
+        assert parts.main(arguments.split()) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert what in said

@@ -37,6 +37,7 @@ class Peer:
     def __init__(self, command: list[str], errors: Path, answer_s: float, environment: dict[str, str]) -> None:
         self.peak_bytes = 0
         self._errors, self._answer_s = errors, answer_s
+        self._unread = b""  # of its stdout
         self._group: int | None = None
         try:
             with errors.open("w") as stderr:
@@ -67,8 +68,9 @@ class Peer:
         return found[answer]
 
     def close(self) -> None:
-        """Ends it, with all that it has started."""
+        """Ends it, with all that it has started. May be called again."""
         self._signal(signal.SIGKILL)
+        self._group = None
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -80,18 +82,21 @@ class Peer:
         assert self._process.stdout
         until = time.monotonic() + self._answer_s
         while time.monotonic() < until:
-            if not select.select([self._process.stdout], [], [], TICK_S)[0]:
+            while b"\n" in self._unread:
+                line, _, self._unread = self._unread.partition(b"\n")
+                with contextlib.suppress(ValueError):  # what a library prints while it is imported
+                    answer = json.loads(line)
+                    if isinstance(answer, dict) and key in answer:
+                        return answer
+            if select.select([self._process.stdout], [], [], TICK_S)[0]:
+                came = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not came:
+                    raise PeerError(self._death())
+                self._unread += came
+            else:
                 self._weigh()
-                if self._process.poll() is None:
-                    continue
-                raise PeerError(self._death())
-            line = self._process.stdout.readline()
-            if not line:
-                raise PeerError(self._death())
-            with contextlib.suppress(ValueError):  # what a library prints while it is imported
-                answer = json.loads(line)
-                if isinstance(answer, dict) and key in answer:
-                    return answer
+                if self._process.poll() is not None:
+                    raise PeerError(self._death())
         raise PeerError(f"no answer in {self._answer_s:g} s. {self._said()}")
 
     def _weigh(self) -> None:

@@ -44,7 +44,7 @@ def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], i
     os.dup2(2, 1)  # what a library prints does not get between the answers
 
     def say(**answer: Any) -> None:
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(f"\n{json.dumps(answer)}\n")  # on a line of its own, whatever was printed before
         answers.flush()
 
     for name in imports:

@@ -16,7 +16,7 @@
 #   RUN          sbatch or here (default: sbatch)
 #   VENV         Python environment with dali_stream (default: .venv in this folder)
 #
-# A measurement that fails leaves LABEL-MODE-DECODE.failed with its exit code, and its log beside it.
+# A measurement that fails leaves LABEL-MODE-DECODE.failed with what became of it, and its log beside it.
 set -euo pipefail
 
 die() {
@@ -33,10 +33,20 @@ measure() {
         option=${option,,}
         [[ -z $value ]] || arguments+=("--${option//_/-}" "$value")
     done
-    rm -f "$OUT_DIR/$name".{json,csv,failed} # a report of before would pass for this one's
+    pending "$name"
     "$VENV/bin/dali-stream" bench "$uri" "${arguments[@]}" || code=$?
-    ((code == 0)) || echo "$code" >"$OUT_DIR/$name.failed"
+    if ((code == 0)); then
+        rm "$OUT_DIR/$name.failed"
+    else
+        echo "failed with exit code $code" >"$OUT_DIR/$name.failed"
+    fi
     return "$code"
+}
+
+# A report of before would pass for the one to come, and a job that is killed with its shell says nothing any more.
+pending() {
+    rm -f "$OUT_DIR/$1".{json,csv}
+    echo 'did not end: killed, out of time, or still waiting' >"$OUT_DIR/$1.failed"
 }
 
 if [[ ${1:-} == measure ]]; then
@@ -50,11 +60,15 @@ read -ra sources <<<"${SOURCES:-}"
 read -ra modes <<<"${MODES:-single sarm action_chunk}"
 read -ra decodes <<<"${DECODES:-auto torchcodec}"
 ((${#sources[@]})) || die "SOURCES is not set; it is LABEL=URI ..., such as SOURCES='nfs=/data/droid hub=lerobot/droid_1.0.1'"
+declare -A uris
 for each in "${sources[@]}"; do
     [[ $each =~ ^[A-Za-z0-9_.]+=.+ ]] || die "SOURCES has '$each'; it is LABEL=URI, a label of letters, digits, _ and ."
+    [[ -z ${uris[${each%%=*}]:-} ]] || die "SOURCES has the label '${each%%=*}' twice; give each source its own"
+    uris[${each%%=*}]=${each#*=}
 done
 run=${RUN:-sbatch}
 [[ $run == sbatch || $run == here ]] || die "RUN is '$run'; allowed: sbatch, here"
+[[ $run == here ]] || command -v sbatch >/dev/null || die "there is no program sbatch; RUN=here measures on this machine"
 export VENV=${VENV:-$PWD/.venv} OUT_DIR=${OUT_DIR:-$PWD/bench}
 [[ -x $VENV/bin/dali-stream ]] || die "no program $VENV/bin/dali-stream; set VENV to an environment with dali_stream"
 summarize=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../summarize.py")
@@ -73,9 +87,18 @@ for each in "${sources[@]}"; do
             one=("${BASH_SOURCE[0]}" measure "${each%%=*}" "${each#*=}" "$mode" "$decode")
             if [[ $run == here ]]; then
                 printf '== %s\n' "$name"
-                bash "${one[@]}" || failed=1
+                code=0
+                bash "${one[@]}" || code=$?
+                ((code != 130 && code != 143)) || exit "$code" # interrupted, and so is the rest
+                ((code == 0)) || failed=1
             else
-                jobs+=:$("${job[@]}" --job-name="bench-$name" --output="$OUT_DIR/$name.log" --export=ALL "${one[@]}")
+                pending "$name"
+                if id=$("${job[@]}" --job-name="bench-$name" --output="$OUT_DIR/$name.log" --export=ALL "${one[@]}"); then
+                    jobs+=:$id
+                else
+                    echo 'was not taken by sbatch' >"$OUT_DIR/$name.failed"
+                    failed=1
+                fi
             fi
         done
     done
@@ -85,6 +108,8 @@ if [[ $run == here ]]; then
     "$VENV/bin/python" "$summarize" "$OUT_DIR"
     exit "$failed"
 fi
+[[ -n $jobs ]] || die "sbatch took none of the jobs; what it says stands above"
 sbatch --parsable --ntasks=1 --time=10 --job-name=bench-summary --output="$OUT_DIR/summary.log" --dependency="afterany$jobs" \
     --wrap="$(printf '%q ' "$VENV/bin/python" "$summarize" "$OUT_DIR")" >/dev/null
 printf 'submitted; the table comes to %s\n' "$OUT_DIR/summary.log"
+exit "$failed"

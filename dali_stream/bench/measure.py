@@ -74,6 +74,8 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
     Raises:
         DaliStreamError: there are no frames to measure, or one cannot be read.
     """
+    if not dataset.cameras:
+        raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset that has some")
     environment.forget_peak()
     deltas = windows(settings.mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
@@ -93,8 +95,6 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
         found = watch.end()
         routes = {key: asdict(route) for key, route in loader.routes.items()}
     frames = found["samples"] * sum(steps.values())
-    if not frames:
-        raise DaliStreamError(f"no frame was measured: {dataset.uri} has the cameras {dataset.cameras}; select one that it has")
     return found | {
         "host": platform.node(),
         "device": where,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,20 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         "device": ranks[0]["device"],
         "routes": ranks[0]["routes"],
         "timeline": ranks[0]["timeline"],
-        "versions": environment.versions(),
-        "machine": environment.machine(ranks[0]["device"]),
-        "date": time.strftime("%Y-%m-%d"),
+        **environment.ran_on(ranks[0]["device"]),
     }
 
 
 def write(report: dict[str, Any], folder: Path) -> Path:
     """Writes the report as JSON, and its plain figures as a CSV of one row beside it; returns the JSON's path."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{'-'.join(str(report[key]) for key in ('source', 'mode', 'decode'))}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
     plain = {key: value for key, value in report.items() if not isinstance(value, (dict, list))}
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(plain))
-        writer.writeheader()
-        writer.writerow(plain)
+    row = io.StringIO()
+    writer = csv.DictWriter(row, list(plain))
+    writer.writeheader()
+    writer.writerow(plain)
+    for place, text in ((path.with_suffix(".csv"), row.getvalue()), (path, json.dumps(report, indent=1) + "\n")):
+        unfinished = place.with_name(f"{place.name}.part")  # a job may be killed at any time
+        unfinished.write_text(text, newline="")
+        unfinished.replace(place)
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +58,10 @@ def bench(
     from dali_stream.bench.measure import Settings, measure
     from dali_stream.bench.report import node_report, write
 
+    if source is not None and not re.fullmatch(r"[\w.-]{1,64}", source):
+        raise ValueError(f"--source is {source!r}; it names the report's file: up to 64 letters, digits, '_', '.' and '-'")
+    if out_dir is not None:
+        out_dir.mkdir(parents=True, exist_ok=True)
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     size = arguments.size("--image-size", image_size)
     loader: dict[str, Any] = {
@@ -71,7 +76,8 @@ def bench(
         return
     label = source or (dataset.uri.partition("://")[0] if "://" in dataset.uri else "local")
     head = {"dataset": dataset.uri, "source": label, "mode": mode, "num_batches": num_batches, "warmup": warmup}
-    report = node_report(ranks, head | loader | {"threads": threads or process.cores()})
+    place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
+    report = node_report(ranks, head | place | loader | {"threads": threads or process.cores()})
     if out_dir is not None:
         report["written"] = str(write(report, out_dir))
     if as_json:

@@ -80,8 +80,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
         "device": device_used,
         "peak_rss_bytes": environment.peak_rss(),
         "peak_gpu_bytes": gpu_bytes,
-        "versions": environment.versions(),
-        "machine": environment.machine(device_used),
+        **environment.ran_on(device_used),
         "indices": indices,
     }
     return Epoch(report, first)

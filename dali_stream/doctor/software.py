@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dali_stream import environment
 from dali_stream.doctor.asking import Answer
 from dali_stream.doctor.report import OK, PROBLEM, WARNING, Finding
 
@@ -38,7 +37,7 @@ def examine(asked: Asked) -> tuple[list[Finding], dict[str, Any]]:
     """Findings, and the versions for the report."""
     builds = dali_builds()
     ffmpeg = asked.torchcodec.value.get("ffmpeg") or asked.ffmpeg.value.get("ffmpeg")
-    program = ffmpeg_program()
+    program = environment.ffmpeg_program()
     findings = [_python(), _dali(asked, builds), _torch(asked), _torchcodec(asked), *_ffmpeg(ffmpeg), _program(program)]
     return findings, {
         "python": platform.python_version(),
@@ -56,17 +55,6 @@ def dali_builds() -> list[str]:
     """The packages that bring `nvidia.dali`, such as nvidia-dali-cuda120."""
     names = {str(found.metadata["Name"]) for found in importlib.metadata.distributions()}
     return sorted(name for name in names if re.fullmatch(r"nvidia[-_]dali[-_](?:nightly[-_]|weekly[-_])?cuda\d+", name or ""))
-
-
-def ffmpeg_program() -> str | None:
-    """The version of the program ffmpeg; None where it is not there or does not run."""
-    path = shutil.which("ffmpeg")
-    try:
-        done = subprocess.run([path or "", "-version"], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    found = re.match(r"ffmpeg version (\S+)", done.stdout)
-    return found[1] if found else None
 
 
 def _python() -> Finding:

@@ -71,9 +71,7 @@ def selftest(
             "codecs": run.codecs,
             "engines": {} if gpu is None else {codec: capability(gpu, codec, "420", 8).engines for codec in run.codecs},
             "tolerance": COLOUR_TOLERANCE,
-            "versions": environment.versions(),
-            "machine": environment.machine(named),
-            "date": time.strftime("%Y-%m-%d"),
+            **environment.ran_on(named),
         }
         stages = {
             "identity": run.identity,
