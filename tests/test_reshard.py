@@ -217,6 +217,7 @@ def test_several_files_of_the_episode_table(demo_copy: Path, tmp_path: Path) -> 
     assert_same_stream(demo_copy, tmp_path / "three")
 
 
+@pytest.mark.slow
 def test_row_groups_of_32_mb_hold_whole_episodes(tmp_path: Path) -> None:
     lengths = [400, 300, 500, 2300, 100]  # of 32 kB a row: 13, 10, 16, 75 and 3 MB
     root = write_wide(tmp_path / "wide", lengths, 8192)

@@ -60,6 +60,7 @@ def test_validation_is_of_the_episodes_held_out(finished: Path, demo: Path) -> N
     assert found == pytest.approx([wrong.mean()] * 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_batch_saves_and_ends_with_143_and_the_run_goes_on(
     finished: Path, demo: Path, tmp_path: Path
 ) -> None:
