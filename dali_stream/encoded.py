@@ -56,7 +56,7 @@ class Encoded(Store):
         self.address = store.address
         self._store, self._fetchers, self._room, self._counters = store, fetchers, room, counters
         self._block = min(block, BLOCK)
-        self._range = max(min(RANGE, room() // 64), self._block)  # what is on its way comes on top of what is held
+        self._range = max(min(RANGE, room() // 128), self._block)  # what is on its way comes on top of what is held
         self._files: dict[str, BlockedFile] = {}
         self._idle: OrderedDict[_Block, None] = OrderedDict()  # held, and nobody is going to ask; least recently used first
         self._waiting: OrderedDict[_Block, None] = OrderedDict()  # held, and a later batch asks

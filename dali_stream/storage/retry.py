@@ -15,7 +15,7 @@ import tenacity
 from dali_stream.errors import StorageError
 from dali_stream.storage.store import Traffic
 
-PER_HOST = 16  # requests at a time, of all stores of this process
+PER_HOST = 32  # requests at a time, of all stores of this process
 # At random up to 0.1 s, 0.2 s, … 4 s, so that many readers do not come back at once.
 _BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=4) + tenacity.wait_fixed(0.05)
 
