@@ -30,7 +30,9 @@ from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
 CLIP_FRAMES = 32  # decoded by one decoder, or one window where that is longer: opening it costs less than one frame
-CLIP_BYTES = 30 << 20  # of decoded RGB; glibc maps and unmaps allocations above 32 MB anew each time, page by page
+# Of decoded RGB. Threads have heaps of 64 MiB, where glibc does not use an aligned block again for another of its size while
+# a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a heap, the process grew by gigabytes.
+CLIP_BYTES = 15 << 20
 
 
 def requests_per_clip(size: tuple[int, int], steps: int) -> int:
