@@ -72,18 +72,17 @@ def main() -> int:
 
 def read(folder: Path) -> Found:
     """The reports, what cannot be read as one, and the measurements that failed. Other JSON is passed over."""
-    found = Found([], [], 0)
-    bad = []
+    rows, reports, bad = [], [], []
     for path in sorted(folder.glob("*.json")):
         try:
             report = json.loads(path.read_text())
             if isinstance(report, dict) and "frames_per_s_node" in report:
-                found.rows.append(row(report))
-                found.reports.append(report)
+                rows.append(row(report))
+                reports.append(report)
         except ValueError as error:
             bad.append(named(path) | {"status": f"unreadable: {error}"})
     failed = [named(path) | {"status": path.read_text(errors="replace").strip()} for path in sorted(folder.glob("*.failed"))]
-    return found._replace(rows=[*found.rows, *bad, *failed], unreadable=len(bad))
+    return Found([*rows, *bad, *failed], reports, len(bad))
 
 
 def named(path: Path) -> dict[str, str]:

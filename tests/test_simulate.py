@@ -210,10 +210,11 @@ def test_no_bandwidth_is_enough(parts: SimpleNamespace) -> None:
 
 # ---- the program
 
+CLUSTER = "--nodes 2 --gpus-per-node 2 --dataset-tb 0.01 --episode-seconds 4 --cameras 1 --batch-size 16 --step-ms 100"
+
 
 def test_the_program_says_what_would_be_enough(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    given = "--nodes 2 --gpus-per-node 2 --dataset-tb 0.01 --episode-seconds 4 --cameras 1 --batch-size 16 --step-ms 100"
-    assert parts.main([*given.split(), "--minutes", "0.05", "--bandwidth-gbps", "0.02", "--json"]) == 0
+    assert parts.main([*CLUSTER.split(), "--minutes", "0.05", "--bandwidth-gbps", "0.02", "--json"]) == 0
     said = capsys.readouterr().out
     report = json.loads(said.splitlines()[-1])
     assert said.startswith("stalls: 4 ranks on 2 nodes")
@@ -224,8 +225,7 @@ def test_the_program_says_what_would_be_enough(parts: SimpleNamespace, capsys: p
 
 def test_the_program_does_not_judge_while_the_pools_fill(parts: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     """There is bandwidth enough, and 0.4 s a request: until the pools are full it waits, and what comes then is not known."""
-    given = "--nodes 2 --gpus-per-node 2 --dataset-tb 0.01 --episode-seconds 4 --cameras 1 --batch-size 16 --step-ms 100"
-    assert parts.main([*given.split(), "--minutes", "0.05", "--latency-ms", "400", "--json"]) == 0
+    assert parts.main([*CLUSTER.split(), "--minutes", "0.05", "--latency-ms", "400", "--json"]) == 0
     said = capsys.readouterr().out
     report = json.loads(said.splitlines()[-1])
     assert said.startswith("undecided: 4 ranks on 2 nodes")

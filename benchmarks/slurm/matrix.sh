@@ -60,11 +60,11 @@ read -ra sources <<<"${SOURCES:-}"
 read -ra modes <<<"${MODES:-single sarm action_chunk}"
 read -ra decodes <<<"${DECODES:-auto torchcodec}"
 ((${#sources[@]})) || die "SOURCES is not set; it is LABEL=URI ..., such as SOURCES='nfs=/data/droid hub=lerobot/droid_1.0.1'"
-declare -A uris
+declare -A labels
 for each in "${sources[@]}"; do
     [[ $each =~ ^[A-Za-z0-9_.]+=.+ ]] || die "SOURCES has '$each'; it is LABEL=URI, a label of letters, digits, _ and ."
-    [[ -z ${uris[${each%%=*}]:-} ]] || die "SOURCES has the label '${each%%=*}' twice; give each source its own"
-    uris[${each%%=*}]=${each#*=}
+    [[ -z ${labels[${each%%=*}]:-} ]] || die "SOURCES has the label '${each%%=*}' twice; give each source its own"
+    labels[${each%%=*}]=taken
 done
 run=${RUN:-sbatch}
 [[ $run == sbatch || $run == here ]] || die "RUN is '$run'; allowed: sbatch, here"
