@@ -139,7 +139,7 @@ def decoded_per_frame(loader: dali_stream.Loader, began: dict[str, Any]) -> floa
     At both times the loader has made all that it makes ahead, which is decoded and not delivered yet.
     """
     now = loader.stats()
-    return float((now["decoded_pictures"] - began["decoded_pictures"]) / (now["frames"] - began["frames"]))
+    return float((now["decoded_frames"] - began["decoded_frames"]) / (now["frames"] - began["frames"]))
 
 
 def ffmpeg_floor(jobs: list[tuple[Path, str, int]], threads: int, frames: int) -> Callable[[], float]:
@@ -151,7 +151,7 @@ def ffmpeg_floor(jobs: list[tuple[Path, str, int]], threads: int, frames: int) -
 def settle(loader: dali_stream.Loader) -> None:
     """Returns when the loader has made all that it makes ahead, so that it takes no core from the other side."""
     before = -1
-    while (now := loader.stats()["decoded_pictures"]) != before:
+    while (now := loader.stats()["decoded_frames"]) != before:
         before = now
         time.sleep(0.5)  # longer than a task takes
 

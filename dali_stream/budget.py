@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError, MemoryBudgetError
 from dali_stream.residency import HEADROOM, block_bytes, row_share
-from dali_stream.stage import Plan
 from dali_stream.video.table import SampleTable
+
+if TYPE_CHECKING:
+    from dali_stream.stage import Plan
 
 
 def check(plan: Plan) -> None:
@@ -29,6 +33,49 @@ def check(plan: Plan) -> None:
             f"memory_budget is {plan.memory_budget} bytes, and a batch of {size} samples can need about {least} for the rows, "
             "indices and encoded video of its episodes; give a larger memory_budget, or a smaller batch_size"
         )
+
+
+class Shares(NamedTuple):
+    """How `memory_budget` is divided.
+
+    Attributes:
+        encoded: bytes for rows, indices and, of remote data, encoded video.
+        frames: decoded frames of each camera that may be kept for later batches.
+        horizon: samples that the order is read ahead for that.
+    """
+
+    encoded: int
+    frames: int
+    horizon: int
+
+
+def divide(plan: Plan, on_cpu: Sequence[str]) -> Shares:
+    """Divides `memory_budget`: what the episodes in use need of rows, indices and encoded video, half of it at most, and
+    the rest for decoded frames of the cameras that the CPU decodes. If these all fit, what they leave goes back.
+
+    The frames of the batches under way come on top.
+    """
+    budget, frames = plan.memory_budget, plan.dataset.num_frames
+    need = _need(plan)
+    if need > budget // 2:
+        need = budget // 2 if _fits(plan, budget // 2) else budget
+    frame_bytes = sum(math.prod(plan.frame_size(camera)) * 3 for camera in on_cpu)
+    kept = min((budget - need) // frame_bytes, frames) if frame_bytes else 0
+    # A frame that is used later than twice as many samples from now as there is room for frames will not be kept.
+    return Shares(budget - kept * frame_bytes, kept, 0 if kept == frames else min(2 * kept, 2 * frames))
+
+
+def _need(plan: Plan) -> int:
+    """About how many bytes the rows, indices and, of remote data, the encoded video of the episodes in use take."""
+    dataset = plan.dataset
+    in_use = min(dataset.num_frames, int(_episodes(plan) * dataset.num_frames / dataset.num_episodes * 1.5))
+    rows, (first, every) = in_use * dataset.row_bytes * 2, _indices(plan)
+    video = 0
+    if dataset.data_store.remote:
+        for camera in dataset.videos:
+            if table := _table(plan, camera):
+                video += in_use * int(table.size.sum()) // len(table) * 5 // 4
+    return (rows + max(first, every) + video) * HEADROOM // (HEADROOM - 1) + (1 << 20)
 
 
 def _bounds(refused: float) -> Iterator[int]:

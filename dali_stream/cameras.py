@@ -1,6 +1,6 @@
-"""From a batch's requests of one camera to frames or clips: dealt into tasks, run by the decode pool, collected by row.
+"""From what the schedule plans for a camera to decode tasks for the pool.
 
-A task that fails is run again sample by sample, so that an error names the sample that is at fault and no other.
+A task that fails is run again frame by frame, so that an error names the frame that is at fault and no other.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.buffers import Buffers
+from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.residency import Residency
+from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.storage import Store
 from dali_stream.tables import Tables
 from dali_stream.video import decode, image
 from dali_stream.video.clip import HiddenFrames, config, pack
 from dali_stream.video.format import VideoFormat, describe
+from dali_stream.video.resize import resize
 from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
-CLIP_FRAMES = 32  # decoded by one decoder, or one window where that is longer: opening it costs less than one frame
-# Of decoded RGB. Threads have heaps of 64 MiB, where glibc does not use an aligned block again for another of its size while
-# a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a heap, the process grew by gigabytes.
-CLIP_BYTES = 15 << 20
+Int64 = npt.NDArray[np.int64]
+CLIP_FRAMES = 32  # frames of a decode task, unless a single GOP has more: opening a decoder costs less than one frame
+# Of decoded RGB at a time. Threads have heaps of 64 MiB, where glibc does not use an aligned block again for another of its
+# size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a heap, the process grew by gigabytes.
+PART_BYTES = 15 << 20
 
 
-def requests_per_clip(size: tuple[int, int], steps: int) -> int:
-    """How many windows of so many steps are decoded by one task, of pictures of this (height, width)."""
-    frames = min(CLIP_FRAMES, CLIP_BYTES // max(size[0] * size[1] * 3, 1))
-    return max(frames // steps, 1)
+def frames_at_once(size: tuple[int, int]) -> int:
+    """How many frames of this (height, width) are in memory at full size at a time, per decode thread."""
+    return int(np.clip(PART_BYTES // (size[0] * size[1] * 3), 1, CLIP_FRAMES))
 
 
 class RouteChange(DaliStreamError):
@@ -57,111 +59,55 @@ class Pool(Protocol):
         ...
 
 
-class Request(NamedTuple):
-    """What a video camera is to show for one sample: a window of frames of one episode, and the samples that show them."""
-
-    row: int
-    episode: int
-    frames: Array
-    samples: Array
-    table: SampleTable
-
-
-@dataclass
-class Pending:
-    """What one camera shows for one batch, to come.
+class Gop(NamedTuple):
+    """Frames of one GOP that a task decodes.
 
     Attributes:
-        out: (B, T, H, W, 3) uint8 that the tasks fill; on the DALI route a list of one `Packed` a sample.
-        tasks: under way; each gives the rows that could not be had.
-        failed: those rows, with their errors.
+        table: the index of their file.
+        episode: that they belong to.
+        frames: of the episode.
+        packets: that hold them.
+        slots: where they go.
     """
 
-    out: Any
-    tasks: list[Future[dict[int, DecodeError]]] = field(default_factory=list)
-    failed: dict[int, DecodeError] = field(default_factory=dict)
-
-    def succeeded(self) -> bool:
-        """Whether all is there, without waiting."""
-        return not self.failed and all(
-            t.done() and not t.cancelled() and not t.exception() and not t.result() for t in self.tasks
-        )
-
-    def collect(self) -> Any:
-        """Waits for all tasks, and returns `out`."""
-        for task in self.tasks:
-            self.failed |= task.result()
-        return self.out
+    table: SampleTable
+    episode: int
+    frames: list[int]
+    packets: list[int]
+    slots: list[int]
 
 
-class Packed(NamedTuple):
-    """One sample on the DALI route: a clip, the frames in it, rising, and per step of the window which of those it shows."""
-
-    clip: Array
-    frames: Array
-    order: Array
-
-
-class VideoCamera:
-    """A camera whose frames are in MP4s.
+class VideoFiles:
+    """A camera's MP4s: their indices, and whether they hold what the metadata promise.
 
     Args:
         dataset: where they are.
         key: the camera.
-        store: where its encoded pictures are read.
-        route: its decoder.
         gpu: the CUDA device of the DALI route; None on a CPU.
         counters: what to add to.
     """
 
-    def __init__(self, dataset: Dataset, key: str, store: Store, route: Route, gpu: int | None, counters: Counters) -> None:
-        self.key, self._dataset, self._store, self._route = key, dataset, store, route
-        self._gpu, self._counters = gpu, counters
+    def __init__(self, dataset: Dataset, key: str, gpu: int | None, counters: Counters) -> None:
+        self.key, self._dataset, self._gpu, self._counters = key, dataset, gpu, counters
         self._formats: dict[bytes, VideoFormat] = {}
-
-    def submit(self, pool: Pool, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
-        """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
-        pending = Pending(None)
-        requests = []
-        for row, (e, shown) in enumerate(zip(episode.tolist(), residency.samples(self.key, episode, frames), strict=True)):
-            try:
-                requests.append(Request(row, e, frames[row], shown, self._locate(residency, e, frames[row], shown)))
-            except DecodeError as error:
-                pending.failed[row] = error
-        release = residency.hold(self.key, [(r.episode, r.table, r.samples) for r in requests])
-        if self._route.decoder == "dali":
-            pending.out = [None] * len(episode)
-            pending.tasks = [pool.submit(self._pack, request, pending.out) for request in requests]
-        else:
-            pending.out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
-            pending.tasks = [pool.submit(self._decode, group, pending.out) for group in self._deal(requests)]
-        _when_done(pending.tasks, release)
-        return pending
 
     def describe(self, tables: Tables, episode: int) -> tuple[SampleTable, VideoFormat]:
         """Index and format of the file that holds an episode. Raises DecodeError."""
-        table = tables.of(self.key, episode, self._store)
+        table = tables.of(self.key, episode, self._dataset.data_store)
         return table, self._format(table, 0)
 
-    def _locate(self, residency: Residency, episode: int, frames: Array, samples: Array) -> SampleTable:
-        """The index of the episode's file, with all checked that can be before decoding."""
-        try:
-            table = residency.table(self.key, episode)
-            lacking = samples == LACKING
-            if lacking.any():
-                frames = frames[lacking]
-                raise DecodeError(
-                    f"{self._dataset.data_store.where(table.path)}: the video shows no picture at that frame's time, though "
-                    "the metadata promises one: it is shorter than its episode, or its timestamps drift. Record, convert or "
-                    "copy the dataset again"
-                )
-            video = self._format(table, int(samples[0]))
-            self._check_size(table, video)
-        except DecodeError as error:
-            raise named(self._dataset, self.key, episode, frames, error) from error
-        if self._route.decoder == "dali" and (reason := refusal(self._gpu, video, table)):
-            raise RouteChange([self.key], f"{self._dataset.data_store.where(table.path)}: {reason}")
-        return table
+    def checked(self, table: SampleTable, packets: Int64) -> None:
+        """Holds the descriptions of these packets against the metadata. Raises DecodeError."""
+        for number in np.unique(table.config[packets]).tolist():
+            self._check_size(table, self._format(table, int(np.argmax(table.config == number))))
+
+    def lacking(self, table: SampleTable) -> DecodeError:
+        """The error for a frame that the video has no picture for."""
+        return DecodeError(
+            f"{self._dataset.data_store.where(table.path)}: the video shows no picture at that frame's time, though the "
+            "metadata promises one: it is shorter than its episode, or its timestamps drift. Record, convert or copy the "
+            "dataset again"
+        )
 
     def _format(self, table: SampleTable, sample: int) -> VideoFormat:
         config = table.configs[table.config[sample]]
@@ -181,51 +127,220 @@ class VideoCamera:
                 f"meta/info.json promises {size[0]}×{size[1]}"
             )
 
-    def _deal(self, requests: list[Request]) -> list[list[Request]]:
-        """Groups that are decoded by one task. Neighbours in a file share GOPs, and a clip has one sample description."""
-        by_config: dict[bytes, list[Request]] = {}
-        for request in sorted(requests, key=lambda r: (r.table.path, int(r.samples[0]))):
-            by_config.setdefault(config(request.table, request.samples[0]), []).append(request)
-        groups = []
-        for alike in by_config.values():
-            most = requests_per_clip(self._dataset.picture_size(self.key), len(alike[0].frames))
-            groups += [alike[part.start : part.stop] for part in _even(len(alike), most)]
-        return groups
+    def _named(self, episode: int, frames: Array, table: SampleTable, error: DecodeError) -> DecodeError:
+        where = self._dataset.data_store.where(table.path)
+        return named(self._dataset, self.key, episode, frames, DecodeError(f"{where}: {error}"))
 
-    def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
-        """Decode pool, torchcodec route: fills the rows of `out`."""
-        started = time.perf_counter()
-        # Windows are clamped to their episodes and overlap each other: what is shown several times is converted once.
-        places: dict[tuple[int, int], int] = {}
-        shown = [[places.setdefault((id(r.table), s), len(places)) for s in r.samples.tolist()] for r in requests]
-        by_id = {id(r.table): r.table for r in requests}
-        tables, samples = [by_id[key] for key, _ in places], [sample for _, sample in places]
-        video = self._format(tables[0], samples[0])
+
+class DecodedVideo(VideoFiles):
+    """A camera whose video torchcodec decodes, on the CPU, into slots.
+
+    Args:
+        store: where encoded video is read.
+        slots: where decoded frames go.
+        size: (height, width) that they are resized to.
+    """
+
+    def __init__(self, dataset: Dataset, key: str, counters: Counters, store: Store, slots: Slots, size: tuple[int, int]) -> None:
+        super().__init__(dataset, key, None, counters)
+        self.slots, self._store, self._size = slots, store, size
+        self._broken: dict[int, DecodeError] = {}  # episodes whose file is of no use
+
+    def learn(self, residency: Residency, episode: int) -> tuple[Int64, Int64]:
+        """Per frame of an episode, its packet, and the packet that decoding it begins with; `LACKING` where there is none."""
+        packets = residency.packets(self.key, episode)
+        there = packets != LACKING
+        keyframes = np.full(len(packets), LACKING, np.int64)
         try:
-            decoded, pictures = decode.decode(self._store, tables, samples, video)
+            table = residency.table(self.key, episode)
+            self.checked(table, packets[there])
+            keyframes[there] = table.keyframes(packets[there])
         except DecodeError as error:
-            if len(requests) == 1:
-                return {requests[0].row: self._blame(requests[0], video, error)}
-            return {row: e for request in requests for row, e in self._decode([request], out).items()}
-        # Copied at once: the decoder's own array goes back to this thread's heap, where the next clip takes it again.
-        for request, steps in zip(requests, shown, strict=True):
-            np.take(decoded, steps, axis=0, out=out[request.row], mode="clip")  # "raise" goes by way of another copy
-        self._counters.decoded(started, pictures)
-        return {}
+            self._broken[episode] = error
+            return keyframes, keyframes
+        return packets, keyframes
 
-    def _blame(self, request: Request, video: VideoFormat, error: DecodeError) -> DecodeError:
-        """A window's error with the name of the first frame in it that fails on its own."""
-        frames = request.frames
-        for i, sample in enumerate(request.samples.tolist()):
+    def missing(self, residency: Residency, episode: int, frame: int) -> DecodeError:
+        """The error for a frame that has no packet."""
+        error = self._broken.get(episode) or self.lacking(residency.table(self.key, episode))
+        return named(self._dataset, self.key, episode, np.array([frame]), error)
+
+    def submit(self, pool: Pool, step: FrameStep, residency: Residency) -> list[Future[None]]:
+        """Starts the tasks of a step."""
+        gops = self._gops(step, residency)
+        release = residency.hold(self.key, [(gop.episode, gop.table, np.array(gop.packets)) for gop in gops])
+        tasks = [pool.submit(self._decode, task) for task in self._deal(gops)]
+        _when_done(tasks, release)
+        return tasks
+
+    def _gops(self, step: FrameStep, residency: Residency) -> list[Gop]:
+        starts = np.flatnonzero(np.diff(step.gop, prepend=NONE)).tolist()
+        stops = [*starts, len(step.gop)][1:]
+        tables = {episode: residency.table(self.key, episode) for episode in np.unique(step.episode).tolist()}
+        columns = [values.tolist() for values in (step.frame, step.packet, step.slot)]
+        return [
+            Gop(tables[episode], episode, *(values[start:stop] for values in columns))
+            for episode, start, stop in zip(step.episode[starts].tolist(), starts, stops, strict=True)
+        ]
+
+    def _deal(self, gops: list[Gop]) -> list[list[Gop]]:
+        """Tasks: GOPs of one sample description, since a clip has one; neighbours in a file together."""
+        by_config: dict[bytes, list[Gop]] = {}
+        for gop in sorted(gops, key=lambda gop: (gop.table.path, gop.packets[0])):
+            by_config.setdefault(config(gop.table, gop.packets[0]), []).append(gop)
+        tasks = []
+        for alike in by_config.values():
+            ends = np.cumsum([len(gop.packets) for gop in alike])
+            task = _even_tasks(ends)
+            tasks += [[alike[i] for i in np.flatnonzero(task == number)] for number in np.unique(task)]
+        return tasks
+
+    def _decode(self, gops: list[Gop]) -> None:
+        """Decode pool: fills the slots of these frames."""
+        started, decoded = time.perf_counter(), 0
+        tables = [gop.table for gop in gops for _ in gop.packets]
+        packets = [packet for gop in gops for packet in gop.packets]
+        slots = [slot for gop in gops for slot in gop.slots]
+        video = self._format(tables[0], packets[0])
+        part = frames_at_once((video.height, video.width))
+        try:
+            for requests, frames, more in decode.decode_in_parts(self._store, tables, packets, video, part):
+                self.slots.put([slots[i] for i in requests], resize(frames, self._size))
+                decoded += more
+        except DecodeError as error:
+            if len(packets) > 1:
+                for gop in gops:
+                    for one in zip(gop.frames, gop.packets, gop.slots, strict=True):
+                        self._decode([Gop(gop.table, gop.episode, *([value] for value in one))])
+            else:
+                self.slots.fail(slots[0], self._named(gops[0].episode, np.array(gops[0].frames), gops[0].table, error))
+        self._counters.decoded(started, decoded)
+
+
+class DecodedImages:
+    """A camera whose frames are images in Parquet rows, decoded into slots.
+
+    Args:
+        dataset: where they are.
+        key: the camera.
+        counters: what to add to.
+        slots: where decoded frames go.
+        size: (height, width) that they are resized to.
+    """
+
+    def __init__(self, dataset: Dataset, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
+        self.key, self._dataset, self._counters, self.slots, self._size = key, dataset, counters, slots, size
+
+    def learn(self, residency: Residency, episode: int) -> tuple[Int64, Int64]:
+        """As of `DecodedVideo`: each frame is a GOP of its own."""
+        frames = np.arange(self._dataset.lengths[episode])
+        return frames, frames
+
+    def missing(self, residency: Residency, episode: int, frame: int) -> DecodeError:
+        """As of `DecodedVideo`."""
+        return named(self._dataset, self.key, episode, np.array([frame]), DecodeError("its row has no image"))
+
+    def submit(self, pool: Pool, step: FrameStep, residency: Residency) -> list[Future[None]]:
+        """Starts the tasks of a step."""
+        if not len(step.slot):
+            return []
+        encoded = residency.gather(self.key, step.episode, step.frame)
+        task = _even_tasks(np.arange(1, len(step.slot) + 1))
+        return [pool.submit(self._decode, encoded[part], step.episode[part], step.frame[part], step.slot[part].tolist())
+                for part in (task == number for number in np.unique(task))]  # fmt: skip
+
+    def _decode(self, encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
+        started = time.perf_counter()
+        for i, slot in enumerate(slots):
             try:
-                decode.decode(self._store, [request.table], [sample], video)
-            except DecodeError as own:
-                frames, error = frames[i : i + 1], own
-                break
-        return self._named(request, frames, error)
+                pixels = image.decode(encoded[i], self._dataset.picture_size(self.key))
+                self.slots.put([slot], resize(pixels[None], self._size))
+            except DecodeError as error:
+                self.slots.fail(slot, named(self._dataset, self.key, int(episode[i]), frame[i : i + 1], error))
+        self._counters.decoded(started, len(slots))
 
-    def _pack(self, request: Request, out: list[Packed | None]) -> dict[int, DecodeError]:
-        """Decode pool, DALI route. Each frame of the window is decoded once, in rising order, and then put into place."""
+
+def _even_tasks(ends: Int64) -> Int64:
+    """Numbers of tasks for items that have `ends` frames up to and with each: as few tasks as can be, of about equal size."""
+    tasks = -(-int(ends[-1]) // CLIP_FRAMES)
+    return (ends - 1) * tasks // ends[-1]
+
+
+class Request(NamedTuple):
+    """What a camera on the DALI route shows for one sample: a window of frames of one episode, and the packets that hold them."""
+
+    row: int
+    episode: int
+    frames: Array
+    samples: Array
+    table: SampleTable
+
+
+class Packed(NamedTuple):
+    """One sample on the DALI route: a clip, the frames in it, rising, and per step of the window which of those it shows."""
+
+    clip: Array
+    frames: Array
+    order: Array
+
+
+@dataclass
+class Clips:
+    """The clips of one batch of a camera on the DALI route, to come.
+
+    Attributes:
+        packed: per sample.
+        tasks: that make them.
+        failed: samples that have none, with their errors.
+    """
+
+    packed: list[Packed | None]
+    tasks: list[Future[None]] = field(default_factory=list)
+    failed: dict[int, DecodeError] = field(default_factory=dict)
+
+
+class PackedVideo(VideoFiles):
+    """A camera whose video DALI decodes: a clip per sample.
+
+    Args:
+        store: where encoded video is read.
+    """
+
+    def __init__(self, dataset: Dataset, key: str, gpu: int | None, counters: Counters, store: Store) -> None:
+        super().__init__(dataset, key, gpu, counters)
+        self._store = store
+
+    def submit(self, pool: Pool, residency: Residency, episode: Int64, frames: Int64) -> Clips:
+        """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
+        clips = Clips([None] * len(episode))
+        requests = []
+        for row, (e, shown) in enumerate(zip(episode.tolist(), residency.samples(self.key, episode, frames), strict=True)):
+            try:
+                requests.append(Request(row, e, frames[row], shown, self._locate(residency, e, frames[row], shown)))
+            except DecodeError as error:
+                clips.failed[row] = error
+        release = residency.hold(self.key, [(r.episode, r.table, r.samples) for r in requests])
+        clips.tasks = [pool.submit(self._pack, request, clips) for request in requests]
+        _when_done(clips.tasks, release)
+        return clips
+
+    def _locate(self, residency: Residency, episode: int, frames: Int64, samples: Int64) -> SampleTable:
+        """The index of the episode's file, with all checked that can be before decoding."""
+        try:
+            table = residency.table(self.key, episode)
+            absent = samples == LACKING
+            if absent.any():
+                frames = frames[absent]
+                raise self.lacking(table)
+            self.checked(table, samples)
+        except DecodeError as error:
+            raise named(self._dataset, self.key, episode, frames, error) from error
+        if reason := refusal(self._gpu, self._format(table, int(samples[0])), table):
+            raise RouteChange([self.key], f"{self._dataset.data_store.where(table.path)}: {reason}")
+        return table
+
+    def _pack(self, request: Request, clips: Clips) -> None:
+        """Decode pool. Each frame of the window is decoded once, in rising order, and then put into place."""
         started = time.perf_counter()
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
@@ -234,22 +349,12 @@ class VideoCamera:
             where = self._dataset.data_store.where(request.table.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
-            return {request.row: self._named(request, request.frames, error)}
+            clips.failed[request.row] = self._named(request.episode, request.frames, request.table, error)
+            return
         self._counters.decoded(started, clip.pictures)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
-        out[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
-        return {}
-
-    def _named(self, request: Request, frames: Array, error: DecodeError) -> DecodeError:
-        where = self._dataset.data_store.where(request.table.path)
-        return named(self._dataset, self.key, request.episode, frames, DecodeError(f"{where}: {error}"))
-
-
-def _even(count: int, most: int) -> list[range]:
-    """Cuts `count` into as few parts of `most` as can be, of about equal size, so that threads are done together."""
-    parts = -(-count // most)
-    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+        clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
 
 
 def _when_done(tasks: Sequence[Future[Any]], call: Callable[[], None]) -> None:
@@ -259,30 +364,6 @@ def _when_done(tasks: Sequence[Future[Any]], call: Callable[[], None]) -> None:
         task.add_done_callback(lambda _: None if next(left) else call())
     if not tasks:
         call()
-
-
-class ImageCamera:
-    """A camera whose frames are images in Parquet rows."""
-
-    def __init__(self, dataset: Dataset, key: str, counters: Counters) -> None:
-        self.key, self._dataset, self._counters = key, dataset, counters
-
-    def submit(self, pool: Pool, buffers: Buffers, residency: Residency, episode: Array, frames: Array) -> Pending:
-        """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
-        out = buffers.take(*frames.shape, *self._dataset.picture_size(self.key), 3)
-        encoded = residency.gather(self.key, episode, frames)
-        groups = _even(len(episode), requests_per_clip(self._dataset.picture_size(self.key), frames.shape[1]))
-        return Pending(out, [pool.submit(self._decode, rows, encoded, episode, frames, out) for rows in groups])
-
-    def _decode(self, rows: range, encoded: Array, episode: Array, frames: Array, out: Array) -> dict[int, DecodeError]:
-        started, failed = time.perf_counter(), {}
-        for row, step in itertools.product(rows, range(frames.shape[1])):
-            try:
-                out[row, step] = image.decode(encoded[row, step], out.shape[2:4])
-            except DecodeError as error:
-                failed[row] = named(self._dataset, self.key, int(episode[row]), frames[row, step : step + 1], error)
-        self._counters.decoded(started, len(rows) * frames.shape[1])
-        return failed
 
 
 def named(dataset: Dataset, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:

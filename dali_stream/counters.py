@@ -14,7 +14,8 @@ class Counters:
     samples: int = 0
     frames: int = 0
     clips: int = 0
-    decoded_pictures: int = 0
+    decoded_frames: int = 0
+    frame_cache_hits: int = 0
     decode_s: float = 0.0
     plan_s: float = 0.0
     starved_s: float = 0.0
@@ -25,11 +26,11 @@ class Counters:
     indices_read_again: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def decoded(self, started: float, pictures: int) -> None:
+    def decoded(self, started: float, frames: int) -> None:
         """Counts one task of the decode pool."""
         with self.lock:
             self.clips += 1
-            self.decoded_pictures += pictures
+            self.decoded_frames += frames
             self.decode_s += time.perf_counter() - started
 
     def add(self, *, needed_bytes: int = 0, evicted_early: int = 0) -> None:

@@ -37,7 +37,6 @@ def build(
     stage: Stage,
     routes: dict[str, Route],
     user: Graph | None,
-    image_size: tuple[int, int] | None,
     image_dtype: str,
 ) -> tuple[Pipeline, list[str]]:
     """Builds the pipeline.
@@ -47,7 +46,6 @@ def build(
         stage: the external source.
         routes: the decoder of each camera.
         user: the user's graph function, given (F)HWC pictures and tabular nodes on the pipeline's device.
-        image_size: (height, width), or None for the recorded size.
         image_dtype: "float32" in [0, 1] or "uint8".
 
     Returns:
@@ -64,10 +62,11 @@ def build(
         exec_dynamic=True,  # its buffers are handed to torch without a copy
     )
     with pipeline:
-        made_anew = image_size is not None or image_dtype == "float32"  # by an operator that reads the pictures
-        nodes = _read(plan, stage, routes, made_anew)
+        nodes = _read(plan, stage, routes, made_anew=image_dtype == "float32")  # by an operator that reads the frames
         for camera in plan.dataset.cameras:
-            nodes[camera] = _picture(nodes[camera], image_size, image_dtype)
+            # The CPU's frames have been resized where they were decoded.
+            size = plan.image_size if routes[camera].decoder == "dali" else None
+            nodes[camera] = _picture(nodes[camera], size, image_dtype)
         if user is not None:
             nodes = _applied(user, nodes)
         pipeline.set_outputs(*nodes.values())

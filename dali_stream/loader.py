@@ -11,7 +11,7 @@ from typing import Any
 from dali_stream import budget, process, windows
 from dali_stream.arguments import byte_count, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
-from dali_stream.cameras import RouteChange, VideoCamera
+from dali_stream.cameras import RouteChange, VideoFiles
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
@@ -126,6 +126,7 @@ class Loader:
             threads=threads,
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
             memory_budget=memory,
+            image_size=picture_size(image_size),
             tables=Tables(self.dataset, memory // 4),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
@@ -137,7 +138,7 @@ class Loader:
             )
         if pipeline is not None and not callable(pipeline):
             raise ValueError(f"pipeline is {pipeline!r}; it is a function from a dict of DALI nodes to one, or None")
-        self._graph = (pipeline, picture_size(image_size), image_dtype)
+        self._graph = (pipeline, image_dtype)
         self._decode = decode
         self._counters = Counters()
         self._batches_delivered, self._wait_s = 0, 0.0
@@ -216,7 +217,7 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Counters and times since the loader was made.
 
-        `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_pictures` it took; seconds: `wait_s` in `next()`,
+        `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_frames` it took; seconds: `wait_s` in `next()`,
         `first_batch_s` from construction to the first batch, `decode_s` of all decode threads together, `plan_s` of the
         planner, `starved_s` that DALI's source waited for frames; `padded` and `substituted` samples; `route_changes`;
         `resident_bytes` of rows, indices and, of remote data, encoded video; `indices_read_again`, those of video files in use
@@ -236,6 +237,8 @@ class Loader:
             "first_batch_s": self._first_batch_s,
             "route_changes": self._route_changes,
             "resident_bytes": self._run.stage.resident_bytes() if self._run else 0,
+            "frame_cache_bytes": self._run.stage.frame_cache_bytes() if self._run else 0,
+            "frames_evicted_before_use": self._run.stage.evicted_before_use() if self._run else 0,
             **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
         }
 
@@ -345,7 +348,7 @@ class Loader:
     def _choose_route(self, key: str) -> Route:
         plan = self._plan
         try:
-            camera = VideoCamera(plan.dataset, key, plan.dataset.data_store, Route("", ""), plan.gpu, self._counters)
+            camera = VideoFiles(plan.dataset, key, plan.gpu, self._counters)
             table, video = camera.describe(plan.tables, 0)
             route = choose(self._decode, plan.gpu, video, table, plan.dataset.data_store)
             if route.decoder != "dali" or not (refused := trial(plan.dataset.data_store, table, video, plan.gpu)):

@@ -185,6 +185,10 @@ class Residency:
         """Samples that show these (B, T) frames in their episodes' files; `LACKING` where nothing is shown then."""
         return self.gather(SAMPLE + camera, episode, frame).astype(np.int64)
 
+    def packets(self, camera: str, episode: int) -> Int64:
+        """Per frame of a resident episode, the packet that holds it; `LACKING` where the video has none."""
+        return self._arena.rows(SAMPLE + camera, episode).astype(np.int64)
+
     def table(self, camera: str, episode: int) -> SampleTable:
         """The sample table of the file that holds an episode. Raises DecodeError where it has none."""
         future = self._missing_tables.get((camera, episode))

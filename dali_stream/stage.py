@@ -13,8 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,13 +23,18 @@ import numpy.typing as npt
 
 from dali_stream import windows
 from dali_stream.batches import Batches
+from dali_stream.budget import divide
 from dali_stream.buffers import Buffers
-from dali_stream.cameras import ImageCamera, Packed, Pending, VideoCamera, requests_per_clip
+from dali_stream.cache.slots import Slots
+from dali_stream.cameras import CLIP_FRAMES, Clips, DecodedImages, DecodedVideo, Packed, PackedVideo
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DaliStreamError, DatasetError, StorageError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.order import Order, Shuffle
 from dali_stream.residency import Residency
+from dali_stream.schedule.frames import NONE, FrameStep
+from dali_stream.schedule.samples import Samples, samples
+from dali_stream.schedule.schedule import Limits, Schedule
 from dali_stream.tables import Tables
 from dali_stream.uniforms import uniforms
 from dali_stream.video.route import Route
@@ -57,6 +61,7 @@ class Plan:
     threads: int
     prefetch: int | None
     memory_budget: int
+    image_size: tuple[int, int] | None
     tables: Tables
     substitute: bool
     gpu: int | None
@@ -65,6 +70,10 @@ class Plan:
     def order(self, epoch: int) -> Order:
         """The order of one epoch."""
         return Order(self.dataset.lengths, self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size)
+
+    def frame_size(self, camera: str) -> tuple[int, int]:
+        """(height, width) of a camera's frames when the CPU has decoded and resized them."""
+        return self.image_size or self.dataset.picture_size(camera)
 
     def steps(self, camera: str) -> int:
         """Frames of a camera's window."""
@@ -81,15 +90,12 @@ class Plan:
         return keys + [f"{key}_is_pad" for key in self.windows] + [SAMPLE] * self.augments
 
 
-class Draw(NamedTuple):
-    """What one batch of this rank shows: rows of the epoch's order, of which the last `padded` are there to fill it up."""
+class Decoded(NamedTuple):
+    """The frames of one camera for one batch, on their way into slots."""
 
-    epoch: int
-    order: Order
-    position: Array
-    episode: Array
-    frame: Array
-    padded: int
+    step: FrameStep
+    tasks: list[Future[None]]
+    failed: dict[int, DecodeError]  # samples with a frame that the video does not have
 
 
 @dataclass
@@ -98,7 +104,8 @@ class Batch:
 
     columns: dict[str, Array]
     strings: dict[str, list[str]]
-    cameras: dict[str, Pending]
+    clips: dict[str, Clips]
+    decoded: dict[str, Decoded]
     padded: int
 
 
@@ -114,16 +121,31 @@ class Stage:
 
     def __init__(self, plan: Plan, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
         self._plan, self._counters = plan, counters
-        self._residency = Residency(
-            plan.dataset, plan.memory_budget, plan.tables, plan.windows, plan.batches.batch_size, counters
+        dataset = plan.dataset
+        self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
+        on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
+        shares, depth = divide(plan, on_cpu), self._depth()
+        self._residency = Residency(dataset, shares.encoded, plan.tables, plan.windows, plan.batches.batch_size, counters)
+        self._schedule = Schedule(
+            dataset.lengths,
+            samples(plan.order, plan.batches, plan.rank, epoch, position),
+            plan.batches.largest,
+            {key: plan.windows.get(key, np.zeros(1, np.int64)) for key in on_cpu},
+            Limits(shares.frames, depth, max(shares.horizon, _LOOK_AHEAD)),
         )
-        self._cameras: dict[str, VideoCamera | ImageCamera] = {
-            key: VideoCamera(plan.dataset, key, self._residency.store, routes[key], plan.gpu, counters)
-            if key in plan.dataset.videos
-            else ImageCamera(plan.dataset, key, counters)
-            for key in plan.dataset.cameras
+        self._packed = {
+            key: PackedVideo(dataset, key, plan.gpu, counters, self._residency.store) for key in self._on_dali
         }
-        self._on_dali = [key for key in plan.dataset.cameras if routes[key].decoder == "dali"]
+        self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
+        for key in on_cpu:
+            size = plan.frame_size(key)
+            slots = Slots(self._schedule.frames[key].slots, size)
+            self._decoded[key] = (
+                DecodedVideo(dataset, key, counters, self._residency.store, slots, size)
+                if key in dataset.videos
+                else DecodedImages(dataset, key, counters, slots, size)
+            )
+        self._expected = 0  # batches whose bytes are asked for
         self._buffers = Buffers()
         self._lent: list[Array] = []
         self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `pictures`
@@ -131,12 +153,12 @@ class Stage:
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that DALI may be at
         self._made: deque[Batch | BaseException] = deque()
         self._more = threading.Condition()
-        self._room = threading.Semaphore(self._depth())
+        self._room = threading.Semaphore(depth)
         self._stopping = False
         self._pid = os.getpid()
         self.delivered: deque[dict[str, list[str]]] = deque()  # strings of the batches that DALI has taken
         self._pool = Workers("dali_stream decode", plan.threads)
-        self._planner = threading.Thread(target=self._run, args=(epoch, position), name="dali_stream planner", daemon=True)
+        self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
         self._planner.start()
 
     def source(self) -> tuple[Any, ...]:
@@ -198,15 +220,26 @@ class Stage:
         """Whether `source` would return at once, and without an error."""
         with self._more:
             batch = self._made[0] if self._made else None
-        return isinstance(batch, Batch) and all(pending.succeeded() for pending in batch.cameras.values())
+        if not isinstance(batch, Batch) or any(self._decoded[key].slots.broken for key in batch.decoded):
+            return False
+        works: list[Clips | Decoded] = [*batch.clips.values(), *batch.decoded.values()]
+        return all(not work.failed and all(map(_succeeded, work.tasks)) for work in works)
 
     def clips(self) -> dict[str, list[Packed]]:
         """Per camera on the DALI route, the clips of the batches that DALI may be at."""
         return {key: [clip for batch in self._clips for clip in batch[key]] for key in self._on_dali}
 
     def resident_bytes(self) -> int:
-        """Memory of rows, indices and encoded video."""
-        return self._residency.resident_bytes()
+        """Memory of rows, indices, encoded video and decoded frames that are kept."""
+        return self._residency.resident_bytes() + self.frame_cache_bytes()
+
+    def frame_cache_bytes(self) -> int:
+        """Memory of decoded frames that are kept for later batches."""
+        return sum(cache.cached * self._decoded[key].slots.frame_bytes for key, cache in self._schedule.frames.items())
+
+    def evicted_before_use(self) -> int:
+        """Decoded frames that went although a later batch was known to show them."""
+        return sum(cache.evicted_before_use for cache in self._schedule.frames.values())
 
     def close(self) -> None:
         """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
@@ -233,16 +266,21 @@ class Stage:
         """Batches under way: as asked for, else enough for all threads to have work while the oldest batch is waited for."""
         if self._plan.prefetch is not None:
             return self._plan.prefetch
-        plan, tasks = self._plan, 0
-        for camera in self._cameras:
-            tasks += -(-plan.batches.batch_size // requests_per_clip(plan.dataset.picture_size(camera), plan.steps(camera)))
-        return int(np.clip(-(-2 * plan.threads // max(tasks, 1)), 2, 16))
+        frames = self._plan.batches.batch_size * sum(self._plan.steps(camera) for camera in self._plan.dataset.cameras)
+        return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
 
     # ---- planner thread
 
-    def _run(self, epoch: int, position: int) -> None:
+    def _run(self) -> None:
         try:
-            for batch in self._batches(epoch, position):
+            while True:
+                self._expect()
+                self._room.acquire()
+                if self._stopping:
+                    return
+                started = time.perf_counter()
+                batch = self._prepare()
+                self._counters.plan_s += time.perf_counter() - started
                 self._put(batch)
         except BaseException as error:
             self._put(closed() if self._stopping else error)
@@ -252,67 +290,54 @@ class Stage:
             self._made.append(made)
             self._more.notify()
 
-    def _batches(self, epoch: int, position: int) -> Iterator[Batch]:
-        draws, ahead = self._draws(epoch, position), deque[Draw]()
-        for number in itertools.count():
-            while not ahead or (len(ahead) < self._horizon(ahead) and self._residency.room_ahead()):
-                draw = next(draws)
-                served = partial(draw.order.served, rank=self._plan.rank, world_size=self._plan.batches.world_size)
-                self._residency.expect(number + len(ahead), draw.epoch, draw.episode, served)
-                ahead.append(draw)
-            self._room.acquire()
-            if self._stopping:
+    def _expect(self) -> None:
+        """Has the bytes fetched that the batches ahead need, as far as there is room: no further than the next epoch."""
+        now = self._schedule.next()
+        horizon = int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256))
+        for ahead in itertools.islice(self._schedule.ahead, max(self._expected - now.number, 0), horizon):
+            if ahead.number > now.number and (ahead.epoch > now.epoch + 1 or not self._residency.room_ahead()):
                 return
-            started = time.perf_counter()
-            batch = self._prepare(number, ahead.popleft())
-            self._counters.plan_s += time.perf_counter() - started
-            yield batch
+            served = partial(ahead.order.served, rank=self._plan.rank, world_size=self._plan.batches.world_size)
+            self._residency.expect(ahead.number, ahead.epoch, ahead.episode, served)
+            self._expected = ahead.number + 1
 
-    def _horizon(self, ahead: deque[Draw]) -> int:
-        """Batches that are looked ahead, no further than the next epoch: what they need is fetched while others are decoded."""
-        if ahead[-1].epoch > ahead[0].epoch + 1:
-            return 0
-        return int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256))
-
-    def _draws(self, epoch: int, position: int) -> Iterator[Draw]:
-        plan, batches = self._plan, self._plan.batches
-        world = batches.world_size
-        for number in itertools.count(epoch):
-            order = plan.order(number)
-            while batches.count(position):
-                start, stop = batches.span(position)
-                places = np.arange(start + (plan.rank - start) % world, stop, world)
-                episode, frame = order.read(start, len(places), plan.rank, world)
-                padded = batches.batch_size - len(places) if batches.last_batch == "pad" else 0
-                if padded:
-                    again = order.read(0, padded, plan.rank, world)
-                    more = (plan.rank + world * np.arange(len(again[0])), *again)
-                    places, episode, frame = (
-                        np.append(a, np.resize(b, padded)) for a, b in zip((places, episode, frame), more, strict=True)
-                    )
-                yield Draw(number, order, places, episode, frame, padded)
-                position = stop
-            position = 0
-
-    def _prepare(self, number: int, draw: Draw) -> Batch:
-        plan, dataset = self._plan, self._plan.dataset
-        _, _, position, episode, frame, padded = draw
-        self._residency.turn(draw.epoch, number)
-        self._residency.load(np.unique(episode))
+    def _prepare(self) -> Batch:
+        plan, dataset, residency = self._plan, self._plan.dataset, self._residency
+        batch = self._schedule.next()
+        residency.turn(batch.epoch, batch.number)
+        residency.load(np.unique(batch.episode))
         columns: dict[str, Array] = {}
-        cameras: dict[str, Pending] = {}
         shown, pads = {}, {}
         for key, offset in plan.windows.items():
-            shown[key], pads[f"{key}_is_pad"] = windows.window(offset, frame, dataset.lengths[episode])
+            shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
         for key in dataset.features:
-            if key in self._cameras:
-                frames = shown.get(key, frame[:, None])
-                cameras[key] = self._cameras[key].submit(self._pool, self._buffers, self._residency, episode, frames)
-            else:
-                columns[key] = self._residency.gather(key, episode, shown.get(key, frame))
+            if key not in dataset.cameras:
+                columns[key] = residency.gather(key, batch.episode, shown.get(key, batch.frame))
         if plan.augments:
-            columns[SAMPLE] = uniforms(plan.seed, draw.epoch, position)
-        return Batch(columns | pads, self._strings(columns, episode, frame), cameras, padded)
+            columns[SAMPLE] = uniforms(plan.seed, batch.epoch, batch.position)
+        strings = self._strings(columns, batch.episode, batch.frame)
+        frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
+        clips = {
+            key: camera.submit(self._pool, residency, batch.episode, frames[key]) for key, camera in self._packed.items()
+        }
+        return Batch(columns | pads, strings, clips, self._decode(batch, frames), batch.padded)
+
+    def _decode(self, batch: Samples, frames: dict[str, Array]) -> dict[str, Decoded]:
+        """Starts decoding what the schedule plans for the cameras that the CPU decodes."""
+        for key, camera in self._decoded.items():
+            for episode in self._schedule.unknown(key):
+                self._schedule.learn(key, episode, *camera.learn(self._residency, episode))
+        found = {}
+        for key, step in self._schedule.step().items():
+            camera = self._decoded[key]
+            self._counters.frame_cache_hits += step.hits
+            failed = {}
+            if (step.show == NONE).any():
+                for row, t in np.argwhere(step.show == NONE).tolist():
+                    if row not in failed:
+                        failed[row] = camera.missing(self._residency, int(batch.episode[row]), int(frames[key][row, t]))
+            found[key] = Decoded(step, camera.submit(self._pool, step, self._residency), failed)
+        return found
 
     def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:
         """Text goes past DALI: string features, and the name of the current frame's task."""
@@ -333,22 +358,36 @@ class Stage:
     # ---- the thread that runs DALI
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
-        """Waits for the frames of a batch, per camera as in `Pending.out`. Replaces samples that failed, if allowed."""
-        frames = {key: pending.collect() for key, pending in batch.cameras.items()}
-        failed = {row: error for pending in batch.cameras.values() for row, error in sorted(pending.failed.items())}
+        """Waits for the frames of a batch: per camera clips, or (B, T, H, W, 3). Replaces samples that failed, if allowed."""
+        frames: dict[str, Any] = {}
+        failed: dict[int, DecodeError] = {}
+        for key, clips in batch.clips.items():
+            for task in clips.tasks:
+                task.result()
+            frames[key] = clips.packed
+            failed |= clips.failed
+        for key, decoded in batch.decoded.items():
+            for task in decoded.tasks:
+                task.result()
+            frames[key] = self._buffers.take(*decoded.step.show.shape, *self._plan.frame_size(key), 3)
+            failed |= decoded.failed | self._decoded[key].slots.gather(decoded.step.show, frames[key])
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
         self._counters.frames += rows * sum(map(self._plan.steps, frames))
         if failed:
             good = [row for row in range(rows) if row not in failed]
             if not self._plan.substitute or not good:
-                raise next(iter(failed.values()))
-            for row, error in failed.items():
+                raise failed[min(failed)]
+            for row, error in sorted(failed.items()):
                 _log.warning("a sample was substituted by another of its batch: %s", error)
                 for values in (*batch.columns.values(), *batch.strings.values(), *frames.values()):
                     values[row] = values[good[row % len(good)]]
             self._counters.substituted += len(failed)
         return frames
+
+
+def _succeeded(task: Future[None]) -> bool:
+    return task.done() and not task.cancelled() and not task.exception()
 
 
 def closed() -> DaliStreamError:

@@ -214,13 +214,13 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
         stats = loader.stats()
     json.dumps(stats)
     assert set(before) == set(stats) >= {
-        "batches", "samples", "frames", "clips", "decoded_pictures", "wait_s", "first_batch_s", "decode_s", "plan_s",
+        "batches", "samples", "frames", "clips", "decoded_frames", "wait_s", "first_batch_s", "decode_s", "plan_s",
         "starved_s", "padded", "substituted", "route_changes", "resident_bytes",
     }  # fmt: skip
     assert stats["batches"] == count == len(loader)
     assert stats["samples"] >= 32 * count
     assert stats["frames"] == 3 * stats["samples"]
-    assert stats["decoded_pictures"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same picture
+    assert stats["decoded_frames"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same picture
     assert stats["first_batch_s"] > 0
     assert stats["wait_s"] > 0
     assert stats["decode_s"] > 0

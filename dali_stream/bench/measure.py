@@ -20,7 +20,7 @@ CHUNK = 50  # actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
 POINTS = 200  # of the time line
 # Sums of `Loader.stats()` that a measurement takes the growth of.
-SUMS = ("frames", "clips", "decoded_pictures", "decode_s", "wait_s", "starved_s", "plan_s", "substituted", "fetch_s",
+SUMS = ("frames", "clips", "decoded_frames", "decode_s", "wait_s", "starved_s", "plan_s", "substituted", "fetch_s",
         "fetched_bytes", "cached_bytes", "needed_bytes", "requests", "retries", "evicted_early")  # fmt: skip
 
 

@@ -7,7 +7,8 @@ that was asked for, since a decoder that met damage may skip a picture and deliv
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ except (ImportError, OSError, RuntimeError) as error:
         "(constraints.txt has a pair that does)"
     ) from error
 
+if TYPE_CHECKING:
+    from torchcodec import FrameBatch
+
 Frames = npt.NDArray[np.uint8]
 
 
@@ -46,29 +50,39 @@ def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], 
     Raises:
         DecodeError: the decoder failed, or delivered another picture than the one asked for.
     """
-    groups = _groups(tables, samples)
-    if len(groups) == 1:
-        return _decode_group(store, tables, samples, expected)
-    frames, pictures = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
-    for group in groups:
-        found = _decode_group(store, [tables[i] for i in group], [samples[i] for i in group], expected)
-        frames[group] = found[0]
-        pictures += found[1]
-    return frames, pictures
+    frames, decoded = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
+    for requests, part, more in decode_in_parts(store, tables, samples, expected, len(samples)):
+        frames[requests] = part
+        decoded += more
+    return frames, decoded
 
 
-def _decode_group(
-    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat
-) -> tuple[Frames, int]:
-    clip = pack(store, tables, samples)
-    try:
-        return decode_clip(clip, expected), clip.pictures
-    except DecodeError:
-        # Of an H.264 file with open GOPs, only the first picture is sure to be one that FFmpeg shows all pictures after.
-        if not (tables[0].open_gops and is_avc(tables[0])):
-            raise
-    clip = pack(store, tables, samples, from_the_start=True)
-    return decode_clip(clip, expected), clip.pictures
+def decode_in_parts(
+    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat, part: int
+) -> Iterator[tuple[list[int], Frames, int]]:
+    """Decodes samples, a few at a time, so that little memory is taken at once. Arguments and errors as of `decode`.
+
+    Args:
+        part: requests at a time, at most.
+
+    Yields:
+        The numbers of some requests, their frames, and how many frames were decoded since the part before. Requests may come
+        again, with frames that replace those of the first time.
+    """
+    for group in _groups(tables, samples):
+        mine, wanted = [tables[i] for i in group], [samples[i] for i in group]
+        clip = pack(store, mine, wanted)
+        try:
+            for requests, frames, decoded in _decode_clip(clip, expected, part):
+                yield [group[i] for i in requests], frames, decoded
+            continue
+        except DecodeError:
+            # Of an H.264 file with open GOPs, only the first picture is sure to be one that FFmpeg shows all pictures after.
+            if not (mine[0].open_gops and is_avc(mine[0])):
+                raise
+        clip = pack(store, mine, wanted, from_the_start=True)
+        for requests, frames, decoded in _decode_clip(clip, expected, part):
+            yield [group[i] for i in requests], frames, decoded
 
 
 def _groups(tables: Sequence[SampleTable], samples: Sequence[int]) -> list[list[int]]:
@@ -82,6 +96,15 @@ def _groups(tables: Sequence[SampleTable], samples: Sequence[int]) -> list[list[
 
 def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
     """Decodes one clip to (n, H, W, 3) uint8 RGB. Errors as in `decode`."""
+    frames = np.empty((len(clip.frames), expected.height, expected.width, 3), np.uint8)
+    for requests, part, _ in _decode_clip(clip, expected, len(clip.frames)):
+        frames[requests] = part
+    return frames
+
+
+def _decode_clip(clip: Clip, expected: VideoFormat, part: int) -> Iterator[tuple[list[int], Frames, int]]:
+    """The requests of a clip in the order in which they are shown, `part` at a time. As `decode_in_parts`."""
+    order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.pictures
     try:
         decoder = _open(clip)
         size = decoder.metadata.height, decoder.metadata.width
@@ -90,16 +113,24 @@ def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
                 f"its encoded pictures are {size[0]}×{size[1]}, and its sample description says "
                 f"{expected.height}×{expected.width}"
             )
-        batch = decoder.get_frames_at(clip.frames)
+        for start in range(0, len(order), part):
+            requests = order[start : start + part]
+            batch = decoder.get_frames_at([clip.frames[i] for i in requests])
+            yield requests, _checked(batch, [clip.frames[i] for i in requests], expected), decoded
+            decoded = 0
     except (RuntimeError, ValueError, IndexError) as error:
         raise DecodeError(f"the {expected.codec} decoder failed: {_first_line(error)}") from error
+
+
+def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> Frames:
+    """What torchcodec delivered, if it is what it was asked for."""
     frames: Frames = batch.data.numpy()
     if frames.shape[1:] != (expected.height, expected.width, 3):
         raise DecodeError(
             f"a decoded picture has shape {frames.shape[1:]}, and its file says {expected.height}×{expected.width}"
         )
-    shown = zip(batch.pts_seconds.tolist(), clip.frames, strict=True)
-    wrong = sum(abs(seconds * TIMESCALE / TICK - frame) > 0.25 for seconds, frame in shown)
+    shown = zip(batch.pts_seconds.tolist(), indices, strict=True)
+    wrong = sum(abs(seconds * TIMESCALE / TICK - index) > 0.25 for seconds, index in shown)
     if wrong:
         raise DecodeError(
             f"the {expected.codec} decoder delivered other pictures than the {wrong} asked for: the encoded data "

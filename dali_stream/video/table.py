@@ -78,6 +78,17 @@ class SampleTable:
         samples, away = self.nearest(seconds)
         return np.where(away <= 0.25 / fps, samples, LACKING)
 
+    def keyframes(self, samples: Int64) -> Int64:
+        """Per sample, the sync sample that decoding it begins with.
+
+        That is the one it follows, or, for a picture that an open GOP shows before its sync sample, the one before that.
+        """
+        head = self.head[samples].astype(np.int64)
+        if not self.open_gops:
+            return head
+        before = self.head[np.maximum(head - 1, 0)].astype(np.int64)
+        return np.where(self.pts[samples] < self.pts[head], before, head)
+
     def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
         """The samples shown nearest to these times, and how many seconds away each is shown."""
         shown_at = self.pts[self.shown] / self.timescale

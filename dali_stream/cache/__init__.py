@@ -1,0 +1,1 @@
+"""What the schedule says to hold in memory. Nothing here decides."""

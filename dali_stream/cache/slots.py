@@ -1,0 +1,65 @@
+"""Decoded frames in memory, in the slots that the schedule gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import DecodeError
+
+Frames = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
+
+
+class Slots:
+    """One camera's frames. Decode threads put them in, and the thread that runs DALI copies batches out.
+
+    It takes no lock: the schedule has no slot written while another batch reads or writes it.
+
+    Args:
+        count: slots. Memory is taken when one is first written.
+        size: (height, width) of each frame.
+    """
+
+    def __init__(self, count: int, size: tuple[int, int]) -> None:
+        self._frames = np.empty((count, *size, 3), np.uint8)
+        self._errors: dict[int, DecodeError] = {}
+        self.frame_bytes = size[0] * size[1] * 3
+
+    def put(self, slots: Sequence[int], frames: Frames) -> None:
+        """Writes frames, (n, height, width, 3), into slots."""
+        for slot, frame in zip(slots, frames, strict=True):
+            np.copyto(self._frames[slot], frame)
+            if self._errors:
+                self._errors.pop(slot, None)
+
+    def fail(self, slot: int, error: DecodeError) -> None:
+        """Notes that the frame of a slot cannot be decoded: an error for the batch that shows it, and for no other."""
+        self._errors[slot] = error
+
+    @property
+    def broken(self) -> bool:
+        """Whether any slot has a frame that cannot be decoded."""
+        return bool(self._errors)
+
+    def gather(self, show: Int64, out: Frames) -> dict[int, DecodeError]:
+        """Copies the frames of a batch.
+
+        Args:
+            show: (B, T) slots, negative where there is no frame.
+            out: (B, T, height, width, 3).
+
+        Returns:
+            Per sample that could not be had, the error of its first frame that failed; `out` is undefined there.
+        """
+        np.take(self._frames, show, axis=0, out=out, mode="clip")  # "raise" goes by way of another copy
+        if not self._errors:
+            return {}
+        failed = {}
+        for sample, slots in enumerate(show.tolist()):
+            errors = [self._errors[slot] for slot in slots if slot in self._errors]
+            if errors:
+                failed[sample] = errors[0]
+        return failed
