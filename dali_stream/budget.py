@@ -41,12 +41,12 @@ class Shares(NamedTuple):
     Attributes:
         encoded: bytes for rows, indices and, of remote data, encoded video.
         frames: decoded frames of each camera that may be kept for later batches.
-        horizon: samples that the order is read ahead for that.
+        frame_bytes: of one decoded frame of each camera.
     """
 
     encoded: int
     frames: int
-    horizon: int
+    frame_bytes: int
 
 
 def divide(plan: Plan, on_cpu: Sequence[str]) -> Shares:
@@ -61,8 +61,16 @@ def divide(plan: Plan, on_cpu: Sequence[str]) -> Shares:
         need = budget // 2 if _fits(plan, budget // 2) else budget
     frame_bytes = sum(math.prod(plan.frame_size(camera)) * 3 for camera in on_cpu)
     kept = min((budget - need) // frame_bytes, frames) if frame_bytes else 0
-    # A frame that is used later than twice as many samples from now as there is room for frames will not be kept.
-    return Shares(budget - kept * frame_bytes, kept, 0 if kept == frames else min(2 * kept, 2 * frames))
+    return Shares(budget - kept * frame_bytes, kept, frame_bytes)
+
+
+def horizon(kept: int, frames: int) -> int:
+    """Samples that the order is read ahead, to know the next uses of `kept` frames of a dataset of `frames`.
+
+    Of frames that are used once each, and that many decodes bring, those kept are used within some twice as many samples as
+    there is room for; where a decode brings few, as with GOPs of 2, they are farther away.
+    """
+    return 0 if kept >= frames else min(2 * frames, max(2 * kept, min(8 * kept, 1 << 18)))
 
 
 def _need(plan: Plan) -> int:

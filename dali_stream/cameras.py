@@ -27,14 +27,15 @@ from dali_stream.video import decode, image
 from dali_stream.video.clip import HiddenFrames, config, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.resize import resize
-from dali_stream.video.route import Route, refusal
+from dali_stream.video.route import refusal
 from dali_stream.video.table import LACKING, SampleTable
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 CLIP_FRAMES = 32  # frames of a decode task, unless a single GOP has more: opening a decoder costs less than one frame
-# Of decoded RGB at a time. Threads have heaps of 64 MiB, where glibc does not use an aligned block again for another of its
-# size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a heap, the process grew by gigabytes.
+# Of RGB at full size that a decode thread holds at a time. Threads have heaps of 64 MiB, where glibc does not use an aligned
+# block again for another of its size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a heap,
+# the process grew by gigabytes.
 PART_BYTES = 15 << 20
 
 
@@ -141,7 +142,9 @@ class DecodedVideo(VideoFiles):
         size: (height, width) that they are resized to.
     """
 
-    def __init__(self, dataset: Dataset, key: str, counters: Counters, store: Store, slots: Slots, size: tuple[int, int]) -> None:
+    def __init__(
+        self, dataset: Dataset, key: str, counters: Counters, store: Store, slots: Slots, size: tuple[int, int]
+    ) -> None:
         super().__init__(dataset, key, None, counters)
         self.slots, self._store, self._size = slots, store, size
         self._broken: dict[int, DecodeError] = {}  # episodes whose file is of no use
@@ -267,7 +270,7 @@ def _even_tasks(ends: Int64) -> Int64:
 
 
 class Request(NamedTuple):
-    """What a camera on the DALI route shows for one sample: a window of frames of one episode, and the packets that hold them."""
+    """What a camera on the DALI route shows for one sample: a window of frames of one episode, and their packets."""
 
     row: int
     episode: int

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from dali_stream import windows
 from dali_stream.batches import Batches
-from dali_stream.budget import divide
+from dali_stream.budget import divide, horizon
 from dali_stream.buffers import Buffers
 from dali_stream.cache.slots import Slots
 from dali_stream.cameras import CLIP_FRAMES, Clips, DecodedImages, DecodedVideo, Packed, PackedVideo
@@ -32,6 +32,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.order import Order, Shuffle
 from dali_stream.residency import Residency
+from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.schedule.samples import Samples, samples
 from dali_stream.schedule.schedule import Limits, Schedule
@@ -43,6 +44,7 @@ from dali_stream.workers import Workers
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
 SAMPLE = "sample"  # the key of what a sample brings for augmentation
+_LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
@@ -124,18 +126,16 @@ class Stage:
         dataset = plan.dataset
         self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
         on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
-        shares, depth = divide(plan, on_cpu), self._depth()
-        self._residency = Residency(dataset, shares.encoded, plan.tables, plan.windows, plan.batches.batch_size, counters)
+        self._shares, depth = divide(plan, on_cpu), self._depth()
+        self._residency = Residency(dataset, self._shares.encoded, plan.tables, plan.windows, plan.batches.batch_size, counters)
         self._schedule = Schedule(
             dataset.lengths,
             samples(plan.order, plan.batches, plan.rank, epoch, position),
             plan.batches.largest,
             {key: plan.windows.get(key, np.zeros(1, np.int64)) for key in on_cpu},
-            Limits(shares.frames, depth, max(shares.horizon, _LOOK_AHEAD)),
+            self._limits(depth),
         )
-        self._packed = {
-            key: PackedVideo(dataset, key, plan.gpu, counters, self._residency.store) for key in self._on_dali
-        }
+        self._packed = {key: PackedVideo(dataset, key, plan.gpu, counters, self._residency.store) for key in self._on_dali}
         self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
         for key in on_cpu:
             size = plan.frame_size(key)
@@ -145,6 +145,7 @@ class Stage:
                 if key in dataset.videos
                 else DecodedImages(dataset, key, counters, slots, size)
             )
+        self._advised = False
         self._expected = 0  # batches whose bytes are asked for
         self._buffers = Buffers()
         self._lent: list[Array] = []
@@ -269,6 +270,11 @@ class Stage:
         frames = self._plan.batches.batch_size * sum(self._plan.steps(camera) for camera in self._plan.dataset.cameras)
         return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
 
+    def _limits(self, depth: int) -> Limits:
+        kept, frames = self._shares.frames, self._plan.dataset.num_frames
+        larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
+        return Limits(kept, depth, max(horizon(kept, frames), _LOOK_AHEAD), larger)
+
     # ---- planner thread
 
     def _run(self) -> None:
@@ -317,9 +323,7 @@ class Stage:
             columns[SAMPLE] = uniforms(plan.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
-        clips = {
-            key: camera.submit(self._pool, residency, batch.episode, frames[key]) for key, camera in self._packed.items()
-        }
+        clips = {key: camera.submit(self._pool, residency, batch.episode, frames[key]) for key, camera in self._packed.items()}
         return Batch(columns | pads, strings, clips, self._decode(batch, frames), batch.padded)
 
     def _decode(self, batch: Samples, frames: dict[str, Array]) -> dict[str, Decoded]:
@@ -328,7 +332,11 @@ class Stage:
             for episode in self._schedule.unknown(key):
                 self._schedule.learn(key, episode, *camera.learn(self._residency, episode))
         found = {}
-        for key, step in self._schedule.step().items():
+        steps = self._schedule.step()
+        if self._schedule.advice and not self._advised:
+            self._advised = True
+            self._advise(self._schedule.advice)
+        for key, step in steps.items():
             camera = self._decoded[key]
             self._counters.frame_cache_hits += step.hits
             failed = {}
@@ -338,6 +346,13 @@ class Stage:
                         failed[row] = camera.missing(self._residency, int(batch.episode[row]), int(frames[key][row, t]))
             found[key] = Decoded(step, camera.submit(self._pool, step, self._residency), failed)
         return found
+
+    def _advise(self, advice: Advice) -> None:
+        budget = self._plan.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
+        _log.info(
+            "memory_budget=%.1fGiB would lower decoded frames per delivered frame from %.2f to %.2f",
+            *(-(-budget * 10 // (1 << 30)) / 10, advice.now, advice.then),
+        )
 
     def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:
         """Text goes past DALI: string features, and the name of the current frame's task."""

@@ -12,8 +12,7 @@ import pytest
 from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
 from torchcodec.decoders import VideoDecoder
 
-from dali_stream import Dataset, DecodeError, Loader, Route, cameras
-from dali_stream.buffers import Buffers
+from dali_stream import Dataset, DecodeError, Loader, cameras
 from dali_stream.counters import Counters
 from dali_stream.demo import read_identities, write_demo
 from dali_stream.residency import Residency
@@ -68,17 +67,17 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     FFmpeg stands in for NVDEC, since no decoder of DALI takes H.264 on a CPU.
     """
     monkeypatch.setattr(cameras, "refusal", lambda *_: "")
-    dataset, buffers = Dataset(h264_demo), Buffers()
+    dataset = Dataset(h264_demo)
     residency = Residency(dataset, 1 << 30, Tables(dataset, 1 << 30), {}, 5, Counters())
     episode = np.array([0, 1, 1, 0, 1])
     # Neighbours, since samples and pictures are in different orders only within a GOP.
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
     residency.load(np.arange(2))
     for number, key in enumerate(dataset.cameras):
-        camera = cameras.VideoCamera(dataset, key, dataset.data_store, Route("dali", "a test"), None, Counters())
+        camera = cameras.PackedVideo(dataset, key, None, Counters(), dataset.data_store)
         with ThreadPoolExecutor(2) as pool:
-            packed = camera.submit(pool, buffers, residency, episode, frames).collect()
-        for row, (clip, places, order) in enumerate(packed):
+            clips = camera.submit(pool, residency, episode, frames)
+        for row, (clip, places, order) in enumerate(clips.packed):
             assert (np.diff(places) > 0).all()
             decoder = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
             shown = decoder.get_frames_at(places.tolist()).data.numpy()[order]

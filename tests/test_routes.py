@@ -16,7 +16,6 @@ from loader_data import TOP, check_identities, read_lengths
 import dali_stream
 from dali_stream import cameras
 from dali_stream import loader as loader_module
-from dali_stream.buffers import Buffers
 from dali_stream.counters import Counters
 from dali_stream.demo import write_demo
 from dali_stream.residency import Residency
@@ -137,14 +136,14 @@ def test_hidden_frames_are_kept_from_nvdec(
     residency = Residency(dataset, 1 << 30, Tables(dataset, 1 << 30), {}, 4, Counters())
     episode, frame = np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]])
     residency.load(np.arange(2))
-    camera = cameras.VideoCamera(dataset, TOP, dataset.data_store, dali_stream.Route("dali", "a test"), 0, Counters())
+    camera = cameras.PackedVideo(dataset, TOP, 0, Counters(), dataset.data_store)
     with ThreadPoolExecutor(2) as pool:
-        pending = camera.submit(pool, Buffers(), residency, episode, frame)
-        if not hides:
-            assert all(clip.frames.size == 1 for clip in pending.collect())
-            return
-        with pytest.raises(cameras.RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* at byte \d+ comes"):
-            pending.collect()
+        clips = camera.submit(pool, residency, episode, frame)
+    if not hides:
+        assert all(clip.frames.size == 1 for clip in clips.packed)
+        return
+    with pytest.raises(cameras.RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* at byte \d+ comes"):
+        next(task for task in clips.tasks if task.exception()).result()
 
 
 def test_the_colours_that_a_file_names_are_read() -> None:

@@ -7,7 +7,6 @@ frame whose next use is farthest away goes (Belady 1966, "A study of replacement
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +31,7 @@ class FrameStep:
             of its file, into slot `slot`. Frames of one GOP stand together, in decode order.
         gop: (n,) int64, the same number for frames of one GOP.
         hits: how many of the B · T frames an earlier batch has decoded.
+        decodes: how many frames are decoded, those that are only on the way to others included.
     """
 
     show: Int64
@@ -41,26 +41,27 @@ class FrameStep:
     slot: Int64
     gop: Int64
     hits: int
+    decodes: int
 
 
 class FrameCache:
     """The schedule of one camera's decoded frames.
 
-    A slot is a place for one decoded frame. The first `kept` hold frames that later batches show. The others hold what only one
-    batch shows, a part of them for each of the `in_flight` batches that may be planned and not delivered yet.
+    A slot is a place for one decoded frame. A frame of a batch has one until the batch is delivered. Of the others, those with
+    the nearest next uses stay, `kept` at most.
 
     Args:
         table: the frames; gets the columns of this camera.
         camera: its name.
         uses: when its frames are shown.
-        kept: slots for frames that later batches show.
+        kept: frames that may be kept for later batches.
         batch_frames: frames of a batch at most, B · T.
         in_flight: batch n is planned when batch n - in_flight has been delivered: then its slots may be written again.
         keep_all: `kept` is enough for every frame of the dataset, so none ever goes.
 
     Attributes:
-        slots: how many there are.
-        cached: frames in the cache.
+        slots: how many there are: for what is kept, and for the batches in flight.
+        cached: frames that are kept.
         evicted_before_use: frames that went although a later batch was known to show them.
     """
 
@@ -74,15 +75,25 @@ class FrameCache:
         for name in (self._slot, self._packet, self._gop):
             table.add_column(name, np.int64, NONE)
         table.add_column(self._gop_frames, np.int32, 0)
-        self._kept, self._batch_frames, self._in_flight, self._keep_all = kept, batch_frames, in_flight, keep_all
+        self._kept, self._in_flight, self._keep_all = kept, in_flight, keep_all
         self.slots = kept + in_flight * batch_frames
-        self._row = np.full(kept, NONE, np.int64)  # per slot, the frame in it
-        self._touched = np.full(kept, -in_flight, np.int64)  # per slot, the last batch that writes or shows it
-        self._free = np.arange(kept, dtype=np.int64)[::-1].copy()  # a stack: memory that was never used is used last
-        self._free_count = kept
-        self._cooling: dict[int, list[Int64]] = {}  # slots that are free from a batch on
-        self._limit, self._limit_batch = NEVER - 1, 0  # frames with a later next use were not kept at that batch
+        self._row = np.full(self.slots, NONE, np.int64)  # per slot, the frame that is kept in it
+        self._touched = np.full(self.slots, -in_flight, np.int64)  # per slot, the last batch that writes or shows it
+        self._free = np.arange(self.slots, dtype=np.int64)[::-1].copy()  # a stack: memory that was never used is used last
+        self._free_count = self.slots
+        self._freed: dict[int, list[Int64]] = {}  # slots that are free from a batch on
+        self._evicted: dict[int, int] = {}  # how many of them frames had that were evicted
+        self._room = kept  # frames that may still be kept
         self.cached = self.evicted_before_use = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether frames have to go for others to stay."""
+        return self.cached >= self._kept - self._kept // _SLACK - 1
+
+    def clear(self) -> None:
+        """Lets all frames go; the cache is of no use afterwards."""
+        self._table.release(self._row[self._row != NONE])
 
     def unknown(self, episodes: Int64) -> Int64:
         """Those of these open episodes that `learn` has to be called for."""
@@ -111,35 +122,38 @@ class FrameCache:
             rows: (B, T) its frames, of episodes that `learn` has been called for.
         """
         columns = self._table.columns
-        for slots in self._cooling.pop(batch, ()):
-            self._release(slots)
+        for slots in self._freed.pop(batch, ()):
+            self._free[self._free_count : self._free_count + len(slots)] = slots
+            self._free_count += len(slots)
+        self._room += self._evicted.pop(batch, 0)
         shown, place = np.unique(rows, return_inverse=True)
         slot = columns[self._slot][shown]
         hit = slot >= 0
         self._touched[slot[hit]] = batch
         wanted = shown[~hit]
         wanted = wanted[columns[self._packet][wanted] >= 0]
-        decode = np.concatenate([wanted, self._beside(wanted)])
-        kept = self._worth_keeping(batch, decode, shown[hit])
-        self._keep(batch, decode[kept])
-        kept[: len(wanted)] = True
-        decode = decode[kept]
-        into = columns[self._slot][decode]
-        own = np.flatnonzero(into == NONE)  # frames that only this batch shows
-        into[own] = self._kept + batch % self._in_flight * self._batch_frames + np.arange(len(own))
+        beside = self._beside(wanted)
+        kept, stays = self._choose(batch, np.concatenate([wanted, beside]), len(wanted), shown[hit])
+        decode = np.concatenate([wanted, beside[kept[len(wanted) :]]])
+        kept = np.concatenate([kept[: len(wanted)], np.ones(len(decode) - len(wanted), np.bool_)])
+        into = self._take(batch, len(decode))
+        self._keep(decode[kept], into[kept])
+        self._free_later(batch, into[~kept])
+        self._forget(batch, shown[hit][~stays], shown=True)
         slot[np.searchsorted(shown, wanted)] = into[: len(wanted)]
-        self._forget(batch, shown[hit][self._uses.next(shown[hit]) > self._limit_at(batch)])
         order = np.lexsort((columns[self._packet][decode], columns[self._gop][decode]))
         decode = decode[order]
+        packet, gop = columns[self._packet][decode], columns[self._gop][decode]
         episode = columns["episode"][decode].astype(np.int64)
         return FrameStep(
             show=slot[place].reshape(rows.shape),
             episode=episode,
             frame=decode - self._table.first_row[episode],
-            packet=columns[self._packet][decode],
+            packet=packet,
             slot=into[order],
-            gop=columns[self._gop][decode],
+            gop=gop,
             hits=int(hit[place].sum()),
+            decodes=self._decodes(packet, gop),
         )
 
     def _beside(self, wanted: Int64) -> Int64:
@@ -153,58 +167,87 @@ class FrameCache:
         others[np.searchsorted(members, wanted)] = False
         return members[others]
 
-    def _worth_keeping(self, batch: int, frames: Int64, hits: Int64) -> Mask:
-        """Which of these frames, about to be decoded, get a slot of the cache. Makes room for them."""
-        after = self._uses.next(frames)
-        kept = after <= self._limit_at(batch)
-        if kept.sum() > self._free_count:
-            self._make_room(batch, np.concatenate([after[kept], self._uses.next(hits)]))
-            kept = after <= self._limit_at(batch)
-        if (excess := int(kept.sum()) - self._free_count) > 0:  # slots of batches that are not delivered yet
-            nearest = np.flatnonzero(kept)[np.argsort(after[kept], kind="stable")]
-            kept[nearest[len(nearest) - excess :]] = False
-        return kept
+    def _decodes(self, packet: Int64, gop: Int64) -> int:
+        """Frames that are decoded for these packets: each GOP from its first frame, the keyframe, to the last of them."""
+        if not len(gop):
+            return 0
+        starts = np.flatnonzero(np.diff(gop, prepend=NONE))
+        last = np.append(starts[1:], len(gop)) - 1
+        return int((packet[last] - self._table.columns[self._packet][gop[starts]] + 1).sum())
 
-    def _make_room(self, batch: int, coming: Int64) -> None:
-        """Evicts the frames with the farthest next uses, and does not keep such frames from now on."""
-        held = np.flatnonzero((self._row != NONE) & (self._touched != batch))
-        after = self._uses.next(self._row[held])
-        everything = np.concatenate([after, coming])
-        most = self._kept - self._kept // _SLACK
-        if len(everything) <= most:
-            return
-        self._limit = int(np.partition(everything, most - 1)[most - 1]) if most else -1
-        self._limit, self._limit_batch = min(self._limit, NEVER - 1), batch
-        self._forget(batch, self._row[held[after > self._limit]])
+    def _choose(self, batch: int, coming: Int64, wanted: int, hits: Int64) -> tuple[Mask, Mask]:
+        """Which frames of this batch are kept after it. Evicts others where they are farther from their next use.
 
-    def _limit_at(self, batch: int) -> int:
-        """The latest next use that a frame is kept for. It moves on with the batches."""
+        Args:
+            batch: its number.
+            coming: frames that may be decoded, first the `wanted` ones that the batch shows.
+            wanted: how many those are.
+            hits: cached frames that the batch shows.
+
+        Returns:
+            Masks over `coming` and `hits`.
+        """
+        after, after_hits = self._uses.next(coming), self._uses.next(hits)
+        keep, stays = np.ones(len(coming), np.bool_), np.ones(len(hits), np.bool_)
         if self._keep_all:
-            return NEVER
-        return min(self._limit + batch - self._limit_batch, NEVER - 1)
+            return keep, stays
+        # What a batch has shown and no later one is known to show goes. What is decoded beside it may stay as long as there is
+        # room: the order has just not been read as far.
+        keep[:wanted], stays = after[:wanted] < NEVER, after_hits < NEVER
+        if keep.sum() > self._room + (~stays).sum():
+            held = np.flatnonzero((self._row != NONE) & (self._touched != batch))
+            parts = self._uses.next(self._row[held]), after[keep], after_hits[stays]
+            everything = np.concatenate(parts)
+            most = max(self._kept - self._kept // _SLACK, 0)
+            if len(everything) > most:
+                nearest = np.zeros(len(everything), np.bool_)
+                nearest[np.argpartition(everything, most - 1)[:most] if most else []] = True
+                near_held, near_coming, near_hits = np.split(nearest, np.cumsum([len(part) for part in parts])[:-1])
+                keep[keep], stays[stays] = near_coming, near_hits
+                self._forget(batch, self._row[held[~near_held]], shown=False)
+        if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:  # slots of batches that are not delivered yet
+            farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
+            keep[farthest[:excess]] = False
+        return keep, stays
 
-    def _keep(self, batch: int, frames: Int64) -> None:
-        self._free_count -= len(frames)
-        slots = self._free[self._free_count : self._free_count + len(frames)][::-1]
+    def _take(self, batch: int, count: int) -> Int64:
+        """Free slots, to be written for a batch."""
+        self._free_count -= count
+        slots = self._free[self._free_count : self._free_count + count][::-1].copy()
+        self._touched[slots] = batch
+        return slots
+
+    def _keep(self, frames: Int64, slots: Int64) -> None:
         self._table.columns[self._slot][frames] = slots
         self._row[slots] = frames
-        self._touched[slots] = batch
         self._table.hold(frames)
+        self._room -= len(frames)
         self.cached += len(frames)
 
-    def _forget(self, batch: int, frames: Int64) -> None:
-        """Takes frames out of the cache. Their slots are free when the batches that write or show them are delivered."""
+    def _forget(self, batch: int, frames: Int64, shown: bool) -> None:
+        """Takes frames out of the cache: those that the batch has `shown`, or evicted ones."""
         slots = self._table.columns[self._slot][frames]
         self._table.columns[self._slot][frames] = NONE
         self._row[slots] = NONE
         self.cached -= len(frames)
         self.evicted_before_use += int((self._uses.next(frames) < NEVER).sum())
-        free_from = self._touched[slots] + self._in_flight
-        self._release(slots[free_from <= batch])
-        for later in np.unique(free_from[free_from > batch]).tolist():
-            self._cooling.setdefault(later, []).append(slots[free_from == later])
+        self._free_later(batch, slots)
+        if shown:  # there are slots for the batches in flight beside those for what is kept
+            self._room += len(frames)
+        else:
+            free_from, count = np.unique(np.maximum(self._touched[slots] + self._in_flight, batch), return_counts=True)
+            for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
+                if at == batch:
+                    self._room += freed
+                else:
+                    self._evicted[at] = self._evicted.get(at, 0) + freed
         self._table.release(frames)
 
-    def _release(self, slots: Int64) -> None:
-        self._free[self._free_count : self._free_count + len(slots)] = slots
-        self._free_count += len(slots)
+    def _free_later(self, batch: int, slots: Int64) -> None:
+        """Gives slots back, when the batches that write or show them are delivered."""
+        free_from = np.maximum(self._touched[slots] + self._in_flight, batch)
+        now = slots[free_from == batch]
+        self._free[self._free_count : self._free_count + len(now)] = now
+        self._free_count += len(now)
+        for at in np.unique(free_from[free_from > batch]).tolist():
+            self._freed.setdefault(at, []).append(slots[free_from == at])

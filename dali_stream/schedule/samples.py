@@ -36,9 +36,7 @@ class Samples(NamedTuple):
     padded: int
 
 
-def samples(
-    order: Callable[[int], Order], batches: Batches, rank: int, epoch: int, position: int
-) -> Iterator[Samples]:
+def samples(order: Callable[[int], Order], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
     """The batches from a position on, without end: one epoch follows another.
 
     Args:

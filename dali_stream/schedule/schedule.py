@@ -1,8 +1,8 @@
 """The schedule: what each batch shows, and for each camera which frames are decoded, kept and dropped for it.
 
-    read      the order is read ahead, so that the next use of each frame is known
-    learn     says where an episode's frames are in its video file, before the first batch that shows it is planned
-    step      plans the next batch
+read      the order is read ahead, so that the next use of each frame is known
+learn     says where an episode's frames are in its video file, before the first batch that shows it is planned
+step      plans the next batch
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.schedule.advice import Advice, Advisor
 from dali_stream.schedule.frame_table import FrameTable
 from dali_stream.schedule.frames import FrameCache, FrameStep
 from dali_stream.schedule.samples import Samples
@@ -32,11 +33,13 @@ class Limits:
         kept: decoded frames of each camera that may be kept for later batches.
         in_flight: batches that may be planned and not delivered yet.
         horizon: samples that the order is read ahead.
+        advise: frames that a larger cache would keep, which is tried on the first camera to see whether it would help; or 0.
     """
 
     kept: int
     in_flight: int
     horizon: int
+    advise: int = 0
 
 
 class Schedule:
@@ -52,6 +55,7 @@ class Schedule:
     Attributes:
         ahead: the batches that have been read and not planned.
         frames: per camera, its cache.
+        advice: what more memory would bring, when that is known and worth it.
     """
 
     def __init__(
@@ -64,15 +68,25 @@ class Schedule:
         self._offsets: dict[str, Int64] = {}
         self._uses: dict[str, Uses] = {}
         self._window: dict[str, str] = {}  # per camera, the name of its window: those that are alike share their uses
-        self.frames: dict[str, FrameCache] = {}
         for camera, offsets in windows.items():
             name = self._window[camera] = " ".join(map(str, offsets.tolist()))
             if name not in self._uses:
                 self._offsets[name], self._uses[name] = offsets, Uses(self._table, name)
-            self.frames[camera] = FrameCache(
-                self._table, camera, self._uses[name], kept=limits.kept, batch_frames=batch_size * len(offsets),
-                in_flight=limits.in_flight, keep_all=limits.kept >= int(lengths.sum()),
-            )  # fmt: skip
+
+        def cache(name: str, camera: str, kept: int) -> FrameCache:
+            uses, frames = self._uses[self._window[camera]], batch_size * len(windows[camera])
+            keep_all = kept >= int(lengths.sum())
+            return FrameCache(
+                self._table, name, uses, kept=kept, batch_frames=frames, in_flight=limits.in_flight, keep_all=keep_all
+            )
+
+        self.frames = {camera: cache(camera, camera, limits.kept) for camera in windows}
+        self.advice: Advice | None = None
+        self._advised = next(iter(windows), "") if limits.advise else ""
+        self._advisor: Advisor | None = None
+        if self._advised:
+            larger = cache(f"advice on {self._advised}", self._advised, limits.advise)
+            self._advisor = Advisor(self.frames[self._advised], larger, limits.advise)
 
     def next(self) -> Samples:
         """The batch that `step` will plan."""
@@ -94,11 +108,11 @@ class Schedule:
         """Episodes that `learn` has to be called for before `step`."""
         return self.frames[camera].unknown(np.unique(self.next().episode)).tolist()
 
-    def learn(
-        self, camera: str, episode: int, packet: npt.NDArray[np.integer], keyframe: npt.NDArray[np.integer]
-    ) -> None:
+    def learn(self, camera: str, episode: int, packet: npt.NDArray[np.integer], keyframe: npt.NDArray[np.integer]) -> None:
         """Says where the frames of an episode are, see `FrameCache.learn`. Only for those that `unknown` names."""
         self.frames[camera].learn(episode, packet, keyframe)
+        if self._advisor and camera == self._advised:
+            self._advisor.larger.learn(episode, packet, keyframe)
 
     def step(self) -> dict[str, FrameStep]:
         """Plans the next batch: per camera, what to decode, show and keep."""
@@ -110,6 +124,11 @@ class Schedule:
         passed = [uses.advance() for uses in self._uses.values()]
         self.ahead.popleft()
         steps = {camera: cache.step(samples.number, rows[self._window[camera]]) for camera, cache in self.frames.items()}
+        if self._advisor:
+            larger = self._advisor.larger
+            if self._advisor.compare(steps[self._advised], larger.step(samples.number, rows[self._window[self._advised]])):
+                self.advice, self._advisor = self._advisor.advice(), None
+                larger.clear()
         for shown in passed:
             self._table.release(shown)
         return steps

@@ -1,0 +1,230 @@
+"""The schedule on its own, held against models that are written without regard to speed."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dali_stream.batches import Batches
+from dali_stream.budget import horizon
+from dali_stream.order import Order
+from dali_stream.schedule.frames import NONE, FrameStep
+from dali_stream.schedule.samples import Samples, samples
+from dali_stream.schedule.schedule import Limits, Schedule
+from dali_stream.windows import window
+
+Frame = tuple[int, int]  # episode, frame
+CAMERA = "top"
+
+
+@dataclass
+class Run:
+    """A small dataset and how it is walked."""
+
+    lengths: np.ndarray
+    gop: int
+    offsets: np.ndarray
+    batch_size: int
+    limits: Limits
+    reordered: bool = False
+    consumers: int = 4
+    pool: int = 2
+    shuffle: bool | str = True
+    position: int = 0
+    last_batch: str = "pad"
+    lacking: frozenset[Frame] = frozenset()
+    steps: list[tuple[Samples, FrameStep]] = field(default_factory=list)
+
+    def batches(self):
+        def order(epoch: int) -> Order:
+            return Order(self.lengths, self.shuffle, 0, epoch, self.consumers, self.pool)
+
+        batches = Batches(int(self.lengths.sum()), self.batch_size, 1, self.last_batch)
+        return samples(order, batches, 0, 0, self.position)
+
+    def packets(self, episode: int) -> tuple[np.ndarray, np.ndarray]:
+        """Packets and keyframes of an episode; `reordered` as with B-frames: the last frame of a GOP is decoded second."""
+        frames = np.arange(self.lengths[episode])
+        keyframe = frames // self.gop * self.gop
+        packet = frames.copy()
+        if self.reordered:
+            last = np.minimum(keyframe + self.gop, self.lengths[episode]) - 1
+            inside = frames > keyframe
+            packet = np.where(inside & (frames == last), keyframe + 1, np.where(inside, frames + 1, frames))
+        packet, keyframe = packet + 1000, keyframe + 1000
+        for e, frame in self.lacking:
+            if e == episode and frame < len(packet):
+                packet[frame], keyframe[frame] = NONE, NONE
+        return packet, keyframe
+
+    def plan(self, count: int) -> Run:
+        schedule = Schedule(self.lengths, self.batches(), self.batch_size, {CAMERA: self.offsets}, self.limits)
+        for _ in range(count):
+            found = schedule.next()
+            for episode in schedule.unknown(CAMERA):
+                schedule.learn(CAMERA, episode, *self.packets(episode))
+            self.steps.append((found, schedule.step()[CAMERA]))
+        return self
+
+    def shown(self, found: Samples) -> list[list[Frame]]:
+        frames, _ = window(self.offsets, found.frame, self.lengths[found.episode])
+        return [[(e, f) for f in steps] for e, steps in zip(found.episode.tolist(), frames.tolist(), strict=True)]
+
+    def cost(self, step: FrameStep) -> int:
+        """Frames that are decoded: each GOP from its keyframe to the last packet that is asked for."""
+        deepest: dict[tuple[int, int], int] = {}
+        for episode, frame, packet in zip(step.episode.tolist(), step.frame.tolist(), step.packet.tolist(), strict=True):
+            key = episode, int(self.packets(episode)[1][frame])
+            deepest[key] = max(deepest.get(key, 0), packet - key[1] + 1)
+        return sum(deepest.values())
+
+
+def belady(run: Run, count: int) -> int:
+    """Frames decoded for `count` batches by a cache that knows all of the order, and keeps the nearest next uses exactly."""
+    batches = [run.shown(found) for found in itertools.islice(run.batches(), 3 * count)]
+    uses: dict[Frame, list[int]] = defaultdict(list)
+    for number, batch in enumerate(batches):
+        for frame in set(itertools.chain.from_iterable(batch)):
+            uses[frame].append(number)
+
+    def next_use(frame: Frame, after: int) -> float:
+        place = bisect.bisect_right(uses[frame], after)
+        return uses[frame][place] if place < len(uses[frame]) else float("inf")
+
+    cache: set[Frame] = set()
+    decoded = 0
+    for number, batch in enumerate(batches[:count]):
+        wanted = set(itertools.chain.from_iterable(batch)) - cache
+        gops = {(e, f // run.gop) for e, f in wanted}
+        beside = {(e, f) for e, g in gops for f in range(g * run.gop, min((g + 1) * run.gop, int(run.lengths[e])))}
+        nearest = sorted(cache | wanted | beside | set(itertools.chain.from_iterable(batch)), key=lambda f: next_use(f, number))
+        cache_after = {f for f in nearest[: run.limits.kept] if next_use(f, number) < float("inf")}
+        for e, g in gops:
+            inside = [f for f in (wanted | (cache_after & beside) - cache) if (f[0], f[1] // run.gop) == (e, g)]
+            decoded += max(f for _, f in inside) % run.gop + 1
+        cache = cache_after
+    return decoded
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    lengths = np.array(draw(st.lists(st.integers(1, 40), min_size=1, max_size=8)), np.int64)
+    batch_size = draw(st.integers(1, 9))
+    return Run(
+        lengths,
+        gop=draw(st.sampled_from([1, 2, 7, 100])),
+        offsets=np.array(draw(st.lists(st.integers(-12, 12), min_size=1, max_size=4)), np.int64),
+        batch_size=batch_size,
+        limits=Limits(
+            kept=draw(st.sampled_from([0, 1, 5, 30, int(lengths.sum())])),
+            in_flight=draw(st.integers(1, 4)),
+            horizon=draw(st.sampled_from([0, 10, 1000])),
+        ),
+        reordered=draw(st.booleans()),
+        consumers=draw(st.integers(1, 4)),
+        shuffle=draw(st.sampled_from([True, "global", False])),
+        position=draw(st.integers(0, int(lengths.sum()) - 1)),
+        lacking=frozenset(draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 39)), max_size=2))),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
+    """Also with any frames missing, from any position, in any order and across the end of epochs."""
+    held: dict[int, Frame] = {}
+    touched: dict[int, int] = defaultdict(lambda: -100)
+    for number, (found, step) in enumerate(run.plan(40).steps):
+        decode = list(zip(step.slot.tolist(), step.episode.tolist(), step.frame.tolist(), step.packet.tolist(), strict=True))
+        assert len({slot for slot, *_ in decode}) == len({(e, f) for _, e, f, _ in decode}) == len(decode)
+        for slot, episode, frame, packet in decode:
+            assert 0 <= slot < run.limits.kept + run.limits.in_flight * run.batch_size * len(run.offsets)
+            assert packet == run.packets(episode)[0][frame]
+            assert touched[slot] <= number - run.limits.in_flight  # a batch that is not delivered may still be copied from it
+            held[slot], touched[slot] = (episode, frame), number
+        misses = 0
+        for expected, slots in zip(run.shown(found), step.show.tolist(), strict=True):
+            for frame, slot in zip(expected, slots, strict=True):
+                if frame in run.lacking:
+                    assert slot == NONE
+                    misses += 1
+                    continue
+                assert held[slot] == frame
+                misses += (slot, *frame) in {(s, e, f) for s, e, f, _ in decode}
+                touched[slot] = number
+        assert step.hits == step.show.size - misses
+
+
+@settings(max_examples=25, deadline=None)
+@given(runs())
+def test_where_all_frames_fit_each_is_decoded_once_and_never_again(run: Run) -> None:
+    run.limits = Limits(int(run.lengths.sum()), run.limits.in_flight, 0)
+    run.lacking = frozenset()
+    batches = -(-int(run.lengths.sum()) // run.batch_size)
+    run.plan(4 * batches)
+    decoded = [(e, f) for _, step in run.steps for e, f in zip(step.episode.tolist(), step.frame.tolist(), strict=True)]
+    assert len(decoded) == len(set(decoded))
+    assert sum(run.cost(step) for _, step in run.steps) <= run.lengths.sum()
+    assert not any(len(step.slot) for _, step in run.steps[2 * batches :])
+
+
+@pytest.mark.parametrize(
+    ("gop", "steps", "kept"), [(2, 1, 100), (2, 8, 200), (12, 1, 60), (12, 1, 500), (30, 1, 300), (30, 4, 400), (100, 1, 1500)]
+)
+def test_decodes_are_near_those_of_a_cache_that_knows_the_future(gop: int, steps: int, kept: int) -> None:
+    lengths = np.random.default_rng(gop).integers(60, 120, 40).astype(np.int64)
+    limits = Limits(kept, 2, horizon(kept, int(lengths.sum())))
+    run = Run(lengths, gop, -7 * np.arange(steps)[::-1], 4, limits, consumers=4, pool=3)
+    count = 800 // steps
+    own = sum(run.cost(step) for _, step in run.plan(count).steps)
+    assert own == sum(step.decodes for _, step in run.steps)
+    assert own <= 1.05 * belady(run, count)
+
+
+def test_the_same_run_gives_the_same_steps() -> None:
+    def plan() -> list[tuple[Samples, FrameStep]]:
+        return Run(np.array([50, 70, 90]), 12, np.array([-3, 0]), 8, Limits(40, 2, 100)).plan(30).steps
+
+    for (_, mine), (_, other) in zip(plan(), plan(), strict=True):
+        for name in ("show", "episode", "frame", "packet", "slot"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(other, name))
+
+
+HUGE = """
+import itertools, resource, numpy as np
+from dali_stream.batches import Batches
+from dali_stream.budget import horizon
+from dali_stream.order import Order
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule
+lengths = np.full(1_000_000, 100)
+order = lambda epoch: Order(lengths, True, 0, epoch, 32, 8)
+found = samples(order, Batches(100_000_000, 64, 8, "drop"), 0, 0, {position})
+schedule = Schedule(lengths, found, 64, {{"a": np.zeros(1, np.int64), "b": np.arange(-7, 1)}}, Limits(28000, 2, 56000))
+for _ in range(20):
+    schedule.next()
+    for camera in "ab":
+        for episode in schedule.unknown(camera):
+            frames = np.arange(100)
+            schedule.learn(camera, episode, frames, frames // 30 * 30)
+    schedule.step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_a_hundred_million_frames_take_little_memory() -> None:
+    """Also where a run is resumed in the middle of the epoch."""
+    for position in (0, 50_000_000):
+        code = HUGE.format(position=position)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert int(done.stdout) << 10 < 1 << 30
