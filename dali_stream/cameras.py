@@ -5,7 +5,6 @@ A task that fails is run again frame by frame, so that an error names the frame 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.memory import Memory
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.residency import Residency
 from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.storage import Store
-from dali_stream.tables import Tables
 from dali_stream.video import decode, image
 from dali_stream.video.clip import HiddenFrames, config, pack
 from dali_stream.video.format import VideoFormat, describe
@@ -92,9 +91,9 @@ class VideoFiles:
         self.key, self._dataset, self._gpu, self._counters = key, dataset, gpu, counters
         self._formats: dict[bytes, VideoFormat] = {}
 
-    def describe(self, tables: Tables, episode: int) -> tuple[SampleTable, VideoFormat]:
+    def describe(self, indices: IndexCache, episode: int) -> tuple[SampleTable, VideoFormat]:
         """Index and format of the file that holds an episode. Raises DecodeError."""
-        table = tables.of(self.key, episode, self._dataset.data_store)
+        table = indices.of(self.key, episode, self._dataset.data_store)
         return table, self._format(table, 0)
 
     def checked(self, table: SampleTable, packets: Int64) -> None:
@@ -137,25 +136,22 @@ class DecodedVideo(VideoFiles):
     """A camera whose video torchcodec decodes, on the CPU, into slots.
 
     Args:
-        store: where encoded video is read.
         slots: where decoded frames go.
         size: (height, width) that they are resized to.
     """
 
-    def __init__(
-        self, dataset: Dataset, key: str, counters: Counters, store: Store, slots: Slots, size: tuple[int, int]
-    ) -> None:
+    def __init__(self, dataset: Dataset, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         super().__init__(dataset, key, None, counters)
-        self.slots, self._store, self._size = slots, store, size
+        self.slots, self._size = slots, size
         self._broken: dict[int, DecodeError] = {}  # episodes whose file is of no use
 
-    def learn(self, residency: Residency, episode: int) -> tuple[Int64, Int64]:
+    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
         """Per frame of an episode, its packet, and the packet that decoding it begins with; `LACKING` where there is none."""
-        packets = residency.packets(self.key, episode)
+        packets = memory.packets(self.key, episode)
         there = packets != LACKING
         keyframes = np.full(len(packets), LACKING, np.int64)
         try:
-            table = residency.table(self.key, episode)
+            table = memory.index(self.key, episode)
             self.checked(table, packets[there])
             keyframes[there] = table.keyframes(packets[there])
         except DecodeError as error:
@@ -163,23 +159,19 @@ class DecodedVideo(VideoFiles):
             return keyframes, keyframes
         return packets, keyframes
 
-    def missing(self, residency: Residency, episode: int, frame: int) -> DecodeError:
+    def missing(self, memory: Memory, episode: int, frame: int) -> DecodeError:
         """The error for a frame that has no packet."""
-        error = self._broken.get(episode) or self.lacking(residency.table(self.key, episode))
+        error = self._broken.get(episode) or self.lacking(memory.index(self.key, episode))
         return named(self._dataset, self.key, episode, np.array([frame]), error)
 
-    def submit(self, pool: Pool, step: FrameStep, residency: Residency) -> list[Future[None]]:
-        """Starts the tasks of a step."""
-        gops = self._gops(step, residency)
-        release = residency.hold(self.key, [(gop.episode, gop.table, np.array(gop.packets)) for gop in gops])
-        tasks = [pool.submit(self._decode, task) for task in self._deal(gops)]
-        _when_done(tasks, release)
-        return tasks
+    def submit(self, pool: Pool, step: FrameStep, memory: Memory, store: Store) -> list[Future[None]]:
+        """Starts the tasks of a step. They read encoded video from `store`."""
+        return [pool.submit(self._decode, store, task) for task in self._deal(self._gops(step, memory))]
 
-    def _gops(self, step: FrameStep, residency: Residency) -> list[Gop]:
+    def _gops(self, step: FrameStep, memory: Memory) -> list[Gop]:
         starts = np.flatnonzero(np.diff(step.gop, prepend=NONE)).tolist()
         stops = [*starts, len(step.gop)][1:]
-        tables = {episode: residency.table(self.key, episode) for episode in np.unique(step.episode).tolist()}
+        tables = {episode: memory.index(self.key, episode) for episode in np.unique(step.episode).tolist()}
         columns = [values.tolist() for values in (step.frame, step.packet, step.slot)]
         return [
             Gop(tables[episode], episode, *(values[start:stop] for values in columns))
@@ -198,7 +190,7 @@ class DecodedVideo(VideoFiles):
             tasks += [[alike[i] for i in np.flatnonzero(task == number)] for number in np.unique(task)]
         return tasks
 
-    def _decode(self, gops: list[Gop]) -> None:
+    def _decode(self, store: Store, gops: list[Gop]) -> None:
         """Decode pool: fills the slots of these frames."""
         started, decoded = time.perf_counter(), 0
         tables = [gop.table for gop in gops for _ in gop.packets]
@@ -207,14 +199,14 @@ class DecodedVideo(VideoFiles):
         video = self._format(tables[0], packets[0])
         part = frames_at_once((video.height, video.width))
         try:
-            for requests, frames, more in decode.decode_in_parts(self._store, tables, packets, video, part):
+            for requests, frames, more in decode.decode_in_parts(store, tables, packets, video, part):
                 self.slots.put([slots[i] for i in requests], resize(frames, self._size))
                 decoded += more
         except DecodeError as error:
             if len(packets) > 1:
                 for gop in gops:
                     for one in zip(gop.frames, gop.packets, gop.slots, strict=True):
-                        self._decode([Gop(gop.table, gop.episode, *([value] for value in one))])
+                        self._decode(store, [Gop(gop.table, gop.episode, *([value] for value in one))])
             else:
                 self.slots.fail(slots[0], self._named(gops[0].episode, np.array(gops[0].frames), gops[0].table, error))
         self._counters.decoded(started, decoded)
@@ -234,20 +226,20 @@ class DecodedImages:
     def __init__(self, dataset: Dataset, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         self.key, self._dataset, self._counters, self.slots, self._size = key, dataset, counters, slots, size
 
-    def learn(self, residency: Residency, episode: int) -> tuple[Int64, Int64]:
+    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
         """As of `DecodedVideo`: each frame is a GOP of its own."""
         frames = np.arange(self._dataset.lengths[episode])
         return frames, frames
 
-    def missing(self, residency: Residency, episode: int, frame: int) -> DecodeError:
+    def missing(self, memory: Memory, episode: int, frame: int) -> DecodeError:
         """As of `DecodedVideo`."""
         return named(self._dataset, self.key, episode, np.array([frame]), DecodeError("its row has no image"))
 
-    def submit(self, pool: Pool, step: FrameStep, residency: Residency) -> list[Future[None]]:
+    def submit(self, pool: Pool, step: FrameStep, memory: Memory, store: Store | None = None) -> list[Future[None]]:
         """Starts the tasks of a step."""
         if not len(step.slot):
             return []
-        encoded = residency.gather(self.key, step.episode, step.frame)
+        encoded = memory.gather(self.key, step.episode, step.frame)
         task = _even_tasks(np.arange(1, len(step.slot) + 1))
         return [pool.submit(self._decode, encoded[part], step.episode[part], step.frame[part], step.slot[part].tolist())
                 for part in (task == number for number in np.unique(task))]  # fmt: skip
@@ -303,34 +295,33 @@ class Clips:
 
 
 class PackedVideo(VideoFiles):
-    """A camera whose video DALI decodes: a clip per sample.
+    """A camera whose video DALI decodes: a clip per sample."""
 
-    Args:
-        store: where encoded video is read.
-    """
+    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
+        """As of `DecodedVideo`; what is wrong with a file is told when a frame of it is asked for."""
+        packets = memory.packets(self.key, episode)
+        there = packets != LACKING
+        keyframes = np.full(len(packets), LACKING, np.int64)
+        if there.any():
+            keyframes[there] = memory.index(self.key, episode).keyframes(packets[there])
+        return packets, keyframes
 
-    def __init__(self, dataset: Dataset, key: str, gpu: int | None, counters: Counters, store: Store) -> None:
-        super().__init__(dataset, key, gpu, counters)
-        self._store = store
-
-    def submit(self, pool: Pool, residency: Residency, episode: Int64, frames: Int64) -> Clips:
-        """Starts the work for a batch. `episode` is (B,), `frames` (B, T)."""
+    def submit(self, pool: Pool, packets: Int64, memory: Memory, store: Store, episode: Int64, frames: Int64) -> Clips:
+        """Starts the work for a batch. `episode` is (B,), `frames` and their `packets` are (B, T)."""
         clips = Clips([None] * len(episode))
-        requests = []
-        for row, (e, shown) in enumerate(zip(episode.tolist(), residency.samples(self.key, episode, frames), strict=True)):
+        for row, (e, shown) in enumerate(zip(episode.tolist(), packets, strict=True)):
             try:
-                requests.append(Request(row, e, frames[row], shown, self._locate(residency, e, frames[row], shown)))
+                request = Request(row, e, frames[row], shown, self._locate(memory, e, frames[row], shown))
             except DecodeError as error:
                 clips.failed[row] = error
-        release = residency.hold(self.key, [(r.episode, r.table, r.samples) for r in requests])
-        clips.tasks = [pool.submit(self._pack, request, clips) for request in requests]
-        _when_done(clips.tasks, release)
+            else:
+                clips.tasks.append(pool.submit(self._pack, store, request, clips))
         return clips
 
-    def _locate(self, residency: Residency, episode: int, frames: Int64, samples: Int64) -> SampleTable:
+    def _locate(self, memory: Memory, episode: int, frames: Int64, samples: Int64) -> SampleTable:
         """The index of the episode's file, with all checked that can be before decoding."""
         try:
-            table = residency.table(self.key, episode)
+            table = memory.index(self.key, episode)
             absent = samples == LACKING
             if absent.any():
                 frames = frames[absent]
@@ -342,12 +333,12 @@ class PackedVideo(VideoFiles):
             raise RouteChange([self.key], f"{self._dataset.data_store.where(table.path)}: {reason}")
         return table
 
-    def _pack(self, request: Request, clips: Clips) -> None:
+    def _pack(self, store: Store, request: Request, clips: Clips) -> None:
         """Decode pool. Each frame of the window is decoded once, in rising order, and then put into place."""
         started = time.perf_counter()
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
-            clip = pack(self._store, [request.table] * len(unique), unique.tolist(), shown_only=self._gpu is not None)
+            clip = pack(store, [request.table] * len(unique), unique.tolist(), shown_only=self._gpu is not None)
         except HiddenFrames as error:
             where = self._dataset.data_store.where(request.table.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
@@ -358,15 +349,6 @@ class PackedVideo(VideoFiles):
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
-
-
-def _when_done(tasks: Sequence[Future[Any]], call: Callable[[], None]) -> None:
-    """Has `call` called when the last of the tasks has ended, however it did."""
-    left = itertools.count(len(tasks) - 1, -1)  # `next` of it is atomic
-    for task in tasks:
-        task.add_done_callback(lambda _: None if next(left) else call())
-    if not tasks:
-        call()
 
 
 def named(dataset: Dataset, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dali_stream import budget, process, windows
+from dali_stream import process, windows
 from dali_stream.arguments import byte_count, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
+from dali_stream.cache.indices import IndexCache
 from dali_stream.cameras import RouteChange, VideoFiles
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
@@ -19,14 +20,15 @@ from dali_stream.graph import Graph
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_order_arguments, check_world
 from dali_stream.run import Batch, Run
+from dali_stream.schedule.budget import divide
 from dali_stream.stage import SAMPLE, Plan, closed
 from dali_stream.state import check_state, order_state
-from dali_stream.tables import Tables
 from dali_stream.video.route import DECODE, Route, choose
 from dali_stream.video.trial import trial
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
+BYTES_BY_KIND = ("row_bytes", "index_bytes", "encoded_bytes")
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
@@ -127,7 +129,7 @@ class Loader:
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
             memory_budget=memory,
             image_size=picture_size(image_size),
-            tables=Tables(self.dataset, memory // 4),
+            indices=IndexCache(self.dataset),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
             augments=pipeline is not None,
@@ -152,7 +154,7 @@ class Loader:
         self._pid = os.getpid()
         self._route_changes = 0
         self._routes = self._choose_routes()
-        budget.check(self._plan)
+        divide(memory, self._plan.sizes(()))
 
     def __getattr__(self, name: str) -> Any:
         # What Accelerate asks of a loader that it would split by rank, or skip batches of.
@@ -229,7 +231,7 @@ class Loader:
         memory_budget had no room to keep.
         """
         counters = {key: value for key, value in vars(self._counters).items() if key != "lock"}
-        counters["needed_bytes"] += self._plan.tables.index_bytes if self.dataset.data_store.remote else 0
+        counters["needed_bytes"] += self._plan.indices.read_bytes if self.dataset.data_store.remote else 0
         return {
             "batches": self._batches_delivered,
             **counters,
@@ -237,6 +239,11 @@ class Loader:
             "first_batch_s": self._first_batch_s,
             "route_changes": self._route_changes,
             "resident_bytes": self._run.stage.resident_bytes() if self._run else 0,
+            **(
+                self._run.stage.bytes_by_kind()
+                if self._run
+                else dict.fromkeys(("row_bytes", "index_bytes", "encoded_bytes"), 0)
+            ),
             "frame_cache_bytes": self._run.stage.frame_cache_bytes() if self._run else 0,
             "frames_evicted_before_use": self._run.stage.evicted_before_use() if self._run else 0,
             **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
@@ -349,7 +356,7 @@ class Loader:
         plan = self._plan
         try:
             camera = VideoFiles(plan.dataset, key, plan.gpu, self._counters)
-            table, video = camera.describe(plan.tables, 0)
+            table, video = camera.describe(plan.indices, 0)
             route = choose(self._decode, plan.gpu, video, table, plan.dataset.data_store)
             if route.decoder != "dali" or not (refused := trial(plan.dataset.data_store, table, video, plan.gpu)):
                 return route

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dali_stream.arena import Columns
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.metadata import parquet_errors
@@ -27,6 +27,24 @@ from dali_stream.storage import Store
 from dali_stream.storage.store import Ranges
 
 _log = logging.getLogger("dali_stream")
+Columns = dict[str, npt.NDArray[Any]]
+
+
+class Found(dict[int, Columns]):
+    """{episode: {key: (L, ...) array}} of some row groups; strings and encoded images are arrays of objects.
+
+    Attributes:
+        rows: per episode index that was there, how many.
+        bytes_read: that it took.
+    """
+
+    rows: dict[int, int]
+    bytes_read: int
+
+    def take_bytes(self) -> int:
+        """`bytes_read`, to whoever asks first; 0 to others."""
+        taken, self.bytes_read = self.bytes_read, 0
+        return taken
 
 
 class RowReader:
@@ -35,7 +53,6 @@ class RowReader:
     Args:
         dataset: the selected part of a dataset.
         store: where its rows are read; None: where the dataset lies.
-        count: told how many bytes row groups have taken, with what names them.
         at_once: bytes of row groups that are read at the same time, unless a single one has more.
     """
 
@@ -45,23 +62,21 @@ class RowReader:
         self,
         dataset: Dataset,
         store: Store | None = None,
-        count: Callable[[object, int], None] | None = None,
         at_once: int = 1 << 62,
     ) -> None:
-        self._dataset, self._store, self._count = dataset, store or dataset.data_store, count
+        self._dataset, self._store = dataset, store or dataset.data_store
         self._at_once, self._reading, self._warned = at_once, 0, False
         self._room = threading.Condition()
         self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video"}
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
+        self._alive: weakref.WeakValueDictionary[tuple[object, ...], Found] = weakref.WeakValueDictionary()
 
-    def read(self, episode: int) -> dict[int, Columns]:
+    def read(self, episode: int) -> Found:
         """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
 
-        Returns:
-            {episode: {key: (L, ...) array}}; strings and encoded images are arrays of objects. Others that ask for the
-            same row groups at the same time get the same arrays, so they are not to be changed.
+        Who asks for the same row groups while anyone holds them gets the same arrays, so they are not to be changed.
 
         Raises:
             DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
@@ -73,37 +88,42 @@ class RowReader:
         first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
         with parquet_errors(self._store, path):
             footer = self._footer(path, number)
-            table, found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
+            found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
             if episode not in found:  # the file does not hold its episodes in their order
-                table, found = self._read(
-                    footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index)
-                )
+                found = self._read(footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index))
         if episode not in found:
-            rows = int((table["episode_index"].to_numpy() == dataset.episodes[episode]).sum())
             raise DatasetError(
                 f"{self._store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
-                f"{dataset.lengths[episode]} rows, and the file holds {rows}; copy the dataset again"
+                f"{dataset.lengths[episode]} rows, and the file holds {found.rows.get(index, 0)}; copy the dataset again"
             )
         return found
 
-    def _read(self, footer: _Footer, path: str, groups: list[int]) -> tuple[pa.Table, dict[int, Columns]]:
+    def _read(self, footer: _Footer, path: str, groups: list[int]) -> Found:
         columns = list(dict.fromkeys([*self.features, "episode_index"]))
 
-        def read() -> tuple[pa.Table, dict[int, Columns]]:
+        def read() -> Found:
             file = self._store.open(path, footer.size)
             parquet = _parquet(file, footer)
             runs = footer.runs(columns) if self._dataset.skips_images else [columns]
             parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
             table = pa.table({name: part[name] for part in parts for name in part.column_names})
-            if self._count:
-                self._count((path, *groups), file.bytes_read)
-            return table, self._cut(path, table)
+            found = self._cut(path, table)
+            episodes, rows = np.unique(table["episode_index"].to_numpy(), return_counts=True)
+            found.rows, found.bytes_read = dict(zip(episodes.tolist(), rows.tolist(), strict=True)), file.bytes_read
+            return found
 
-        def read_in_turn() -> tuple[pa.Table, dict[int, Columns]]:
-            with self._turn(path, sum(footer.metadata.row_group(group).total_byte_size for group in groups)):
-                return read()
+        def read_in_turn() -> Found:
+            with self._lock:
+                found = self._alive.get(key)
+            if found is None:
+                with self._turn(path, sum(footer.metadata.row_group(group).total_byte_size for group in groups)):
+                    found = read()
+                with self._lock:
+                    self._alive[key] = found
+            return found
 
-        return self._once((path, *groups), read_in_turn)
+        key = (path, *groups)
+        return self._once(key, read_in_turn)
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
@@ -146,15 +166,15 @@ class RowReader:
             parquet = pq.ParquetFile(_footer_alone(file, size) if self._dataset.skips_images else file)
             return _Footer(parquet, list(self.features), first_row, promised, store.where(path), size)
 
-    def _cut(self, path: str, table: pa.Table) -> dict[int, Columns]:
+    def _cut(self, path: str, table: pa.Table) -> Found:
         """The selected episodes that are whole in `table`."""
         dataset = self._dataset
         index = table["episode_index"].to_numpy()
+        found = Found()
         if not len(index):
-            return {}
+            return found
         starts = np.flatnonzero(np.append(True, index[1:] != index[:-1]))
         stops = np.append(starts[1:], len(index))
-        found: dict[int, Columns] = {}
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             episode = int(np.searchsorted(dataset.episodes, index[start]))
             known = episode < len(dataset.episodes) and dataset.episodes[episode] == index[start]

@@ -7,15 +7,16 @@ DALI's caller:   `Stage.source()` and `pictures()` take the next batch in order 
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
-from concurrent.futures import CancelledError, Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,20 +24,23 @@ import numpy.typing as npt
 
 from dali_stream import windows
 from dali_stream.batches import Batches
-from dali_stream.budget import divide, horizon
 from dali_stream.buffers import Buffers
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.memory import Memory
+from dali_stream.cache.rows import size_of
 from dali_stream.cache.slots import Slots
 from dali_stream.cameras import CLIP_FRAMES, Clips, DecodedImages, DecodedVideo, Packed, PackedVideo
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.order import Order, Shuffle
-from dali_stream.residency import Residency
 from dali_stream.schedule.advice import Advice
+from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
 from dali_stream.schedule.frames import NONE, FrameStep
-from dali_stream.schedule.samples import Samples, samples
-from dali_stream.schedule.schedule import Limits, Schedule
-from dali_stream.tables import Tables
+from dali_stream.schedule.reads import Storage
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule, Step
+from dali_stream.storage import Store
 from dali_stream.uniforms import uniforms
 from dali_stream.video.route import Route
 from dali_stream.workers import Workers
@@ -45,6 +49,7 @@ Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
 SAMPLE = "sample"  # the key of what a sample brings for augmentation
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
+_MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
 _LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
@@ -64,7 +69,7 @@ class Plan:
     prefetch: int | None
     memory_budget: int
     image_size: tuple[int, int] | None
-    tables: Tables
+    indices: IndexCache
     substitute: bool
     gpu: int | None
     augments: bool
@@ -84,6 +89,39 @@ class Plan:
     def squeezed(self, camera: str) -> bool:
         """Whether a sample has one picture without a time axis. LeRobot drops the axis of one step for videos only."""
         return self.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
+
+    def window(self, camera: str) -> npt.NDArray[np.int64]:
+        """(T,) frame offsets of a camera."""
+        return self.windows.get(camera, np.zeros(1, np.int64))
+
+    def sizes(self, on_cpu: Sequence[str]) -> Sizes:
+        """What batches need of memory_budget. Reads the indices of the first video files."""
+        dataset, indices = self.dataset, {}
+        for camera in dataset.videos:
+            with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
+                indices[camera] = self.indices.of(camera, 0, dataset.data_store)
+        return Sizes(
+            lengths=dataset.lengths,
+            batch_size=self.batches.batch_size,
+            episodes=min(self._episodes(), dataset.num_episodes),
+            row_bytes=dataset.row_bytes,
+            least_row_bytes=dataset.row_bytes_without_objects,
+            files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows])) for camera in dataset.videos},
+            indices=indices,
+            windows={camera: self.window(camera) for camera in dataset.videos},
+            fetched=dataset.data_store.remote,
+            frame_bytes=sum(math.prod(self.frame_size(camera)) * 3 for camera in on_cpu),
+        )
+
+    def _episodes(self) -> int:
+        """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
+        batches, lengths = self.batches, self.dataset.lengths
+        if self.shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
+            return self.consumers // batches.world_size * (self.episode_pool_size + 1)
+        if self.shuffle is False:
+            ends = np.cumsum(lengths)
+            return int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
+        return batches.batch_size
 
     def columns(self) -> list[str]:
         """Keys that go through DALI as plain arrays."""
@@ -126,27 +164,30 @@ class Stage:
         dataset = plan.dataset
         self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
         on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
-        self._shares, depth = divide(plan, on_cpu), self._depth()
-        self._residency = Residency(dataset, self._shares.encoded, plan.tables, plan.windows, plan.batches.batch_size, counters)
+        sizes = plan.sizes(on_cpu)
+        self._shares, depth = divide(plan.memory_budget, sizes), self._depth()
+        self._memory = Memory(dataset, plan.indices, self._shares.encoded, counters)
         self._schedule = Schedule(
             dataset.lengths,
             samples(plan.order, plan.batches, plan.rank, epoch, position),
             plan.batches.largest,
-            {key: plan.windows.get(key, np.zeros(1, np.int64)) for key in on_cpu},
-            self._limits(depth),
+            {key: plan.window(key) for key in on_cpu},
+            self._limits(depth, sizes),
+            self._storage(sizes),
+            {key: plan.window(key) for key in self._on_dali},
         )
-        self._packed = {key: PackedVideo(dataset, key, plan.gpu, counters, self._residency.store) for key in self._on_dali}
+        for (key, file), size in plan.indices.held().items():
+            self._schedule.reads.there(key, file, size)
+        self._packed = {key: PackedVideo(dataset, key, plan.gpu, counters) for key in self._on_dali}
         self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
         for key in on_cpu:
             size = plan.frame_size(key)
             slots = Slots(self._schedule.frames[key].slots, size)
-            self._decoded[key] = (
-                DecodedVideo(dataset, key, counters, self._residency.store, slots, size)
-                if key in dataset.videos
-                else DecodedImages(dataset, key, counters, slots, size)
-            )
+            decoder = DecodedVideo if key in dataset.videos else DecodedImages
+            self._decoded[key] = decoder(dataset, key, counters, slots, size)
         self._advised = False
-        self._expected = 0  # batches whose bytes are asked for
+        self._first: list[Future[None]] = []  # what is fetched for the first batch
+        self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
         self._buffers = Buffers()
         self._lent: list[Array] = []
         self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `pictures`
@@ -232,7 +273,11 @@ class Stage:
 
     def resident_bytes(self) -> int:
         """Memory of rows, indices, encoded video and decoded frames that are kept."""
-        return self._residency.resident_bytes() + self.frame_cache_bytes()
+        return self._schedule.reads.cache.taken + self.frame_cache_bytes()
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Of that, the memory of rows, of indices and of encoded video."""
+        return {f"{name}_bytes": self._schedule.reads.bytes_of(name) for name in ("row", "index", "encoded")}
 
     def frame_cache_bytes(self) -> int:
         """Memory of decoded frames that are kept for later batches."""
@@ -247,7 +292,7 @@ class Stage:
         if os.getpid() != self._pid:
             return
         self._stopping = True
-        self._residency.stop()
+        self._memory.stop()
         self._pool.stop()
         self._room.release()
         # A loader that nobody holds is closed by the garbage collector, which may run in a thread of its own.
@@ -260,7 +305,7 @@ class Stage:
     def _join(self) -> None:
         self._planner.join()
         self._pool.join()
-        self._residency.join()
+        self._memory.join()
         self._put(closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:
@@ -270,17 +315,34 @@ class Stage:
         frames = self._plan.batches.batch_size * sum(self._plan.steps(camera) for camera in self._plan.dataset.cameras)
         return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
 
-    def _limits(self, depth: int) -> Limits:
+    def _limits(self, depth: int, sizes: Sizes) -> Limits:
         kept, frames = self._shares.frames, self._plan.dataset.num_frames
         larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
-        return Limits(kept, depth, max(horizon(kept, frames), _LOOK_AHEAD), larger)
+        ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), _LOOK_AHEAD)
+        return Limits(kept, depth, ahead, larger)
+
+    def _storage(self, sizes: Sizes) -> Storage:
+        dataset, remote = self._plan.dataset, self._plan.dataset.data_store.remote
+        return Storage(
+            files={camera: dataset.table.video[camera].index[dataset.rows] for camera in dataset.videos},
+            row_bytes=dataset.row_bytes * 3 // 2,
+            index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
+            fetched=dataset.videos if remote else (),
+            room=self._shares.encoded,
+            block=self._shares.block,
+            look_ahead=int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256)) if remote else 0,
+        )
 
     # ---- planner thread
 
     def _run(self) -> None:
         try:
             while True:
-                self._expect()
+                reads, drop = self._schedule.request()
+                self._memory.drop(drop)
+                self._memory.begin(reads)
+                wait(self._first)  # of the first batch: it has storage for itself
+                self._first = []
                 self._room.acquire()
                 if self._stopping:
                     return
@@ -296,56 +358,95 @@ class Stage:
             self._made.append(made)
             self._more.notify()
 
-    def _expect(self) -> None:
-        """Has the bytes fetched that the batches ahead need, as far as there is room: no further than the next epoch."""
-        now = self._schedule.next()
-        horizon = int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256))
-        for ahead in itertools.islice(self._schedule.ahead, max(self._expected - now.number, 0), horizon):
-            if ahead.number > now.number and (ahead.epoch > now.epoch + 1 or not self._residency.room_ahead()):
-                return
-            served = partial(ahead.order.served, rank=self._plan.rank, world_size=self._plan.batches.world_size)
-            self._residency.expect(ahead.number, ahead.epoch, ahead.episode, served)
-            self._expected = ahead.number + 1
+    def _learn(self) -> None:
+        """Waits for the rows and indices that the next batch needs, and those of some batches ahead of it."""
+        reads, now = self._schedule.reads, self._schedule.next().number
+        for read in reads.due():
+            try:
+                size, found = self._memory.finish(read)
+            except (DaliStreamError, CancelledError):
+                if read.batch == now:
+                    raise
+                reads.failed(read)  # it gets another chance
+            else:
+                others = {episode: size_of(rows) for episode, rows in found.items() if episode != read.number}
+                self._memory.keep(found, reads.arrived(read, size, others))
+        self._count_indices()
+        episodes, remote = reads.ready(), self._plan.dataset.data_store.remote
+        for key, camera in (*self._decoded.items(), *self._packed.items()):
+            for episode in self._schedule.unknown(key, episodes):
+                packets, keyframes = camera.learn(self._memory, episode)
+                fetched = remote and key in self._plan.dataset.videos and (packets != NONE).any()
+                index = self._memory.index(key, episode) if fetched else None
+                self._schedule.learn(key, episode, packets, keyframes, index)
 
     def _prepare(self) -> Batch:
-        plan, dataset, residency = self._plan, self._plan.dataset, self._residency
-        batch = self._schedule.next()
-        residency.turn(batch.epoch, batch.number)
-        residency.load(np.unique(batch.episode))
+        plan, dataset, memory = self._plan, self._plan.dataset, self._memory
+        self._learn()
+        step = self._schedule.plan()
+        batch, stores = step.samples, self._read(step)
         columns: dict[str, Array] = {}
         shown, pads = {}, {}
         for key, offset in plan.windows.items():
             shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
         for key in dataset.features:
             if key not in dataset.cameras:
-                columns[key] = residency.gather(key, batch.episode, shown.get(key, batch.frame))
+                columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
         if plan.augments:
             columns[SAMPLE] = uniforms(plan.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
-        clips = {key: camera.submit(self._pool, residency, batch.episode, frames[key]) for key, camera in self._packed.items()}
-        return Batch(columns | pads, strings, clips, self._decode(batch, frames), batch.padded)
+        clips = {
+            key: camera.submit(self._pool, step.packets[key], memory, stores[key], batch.episode, frames[key])
+            for key, camera in self._packed.items()
+        }
+        return Batch(columns | pads, strings, clips, self._decode(step, frames, stores), batch.padded)
 
-    def _decode(self, batch: Samples, frames: dict[str, Array]) -> dict[str, Decoded]:
+    def _read(self, step: Step) -> Mapping[str, Store]:
+        """Fetches and drops what the step says. Returns where each camera's video is read."""
+        reads, video = step.reads, self._memory.video
+        self._memory.drop(reads.drop)
+        fetched = video.fetch(reads.fetch)
+        if not step.samples.number:
+            self._first = fetched
+        self._counters.add(needed_bytes=reads.needed_bytes)
+        self._count_evicted()
+        return video.view(step.samples.number, reads.needed)
+
+    def _decode(self, step: Step, frames: dict[str, Array], stores: Mapping[str, Store]) -> dict[str, Decoded]:
         """Starts decoding what the schedule plans for the cameras that the CPU decodes."""
-        for key, camera in self._decoded.items():
-            for episode in self._schedule.unknown(key):
-                self._schedule.learn(key, episode, *camera.learn(self._residency, episode))
-        found = {}
-        steps = self._schedule.step()
         if self._schedule.advice and not self._advised:
             self._advised = True
             self._advise(self._schedule.advice)
-        for key, step in steps.items():
+        found, batch = {}, step.samples
+        for key, planned in step.frames.items():
             camera = self._decoded[key]
-            self._counters.frame_cache_hits += step.hits
-            failed = {}
-            if (step.show == NONE).any():
-                for row, t in np.argwhere(step.show == NONE).tolist():
+            self._counters.frame_cache_hits += planned.hits
+            failed: dict[int, DecodeError] = {}
+            if (planned.show == NONE).any():
+                for row, t in np.argwhere(planned.show == NONE).tolist():
                     if row not in failed:
-                        failed[row] = camera.missing(self._residency, int(batch.episode[row]), int(frames[key][row, t]))
-            found[key] = Decoded(step, camera.submit(self._pool, step, self._residency), failed)
+                        failed[row] = camera.missing(self._memory, int(batch.episode[row]), int(frames[key][row, t]))
+            found[key] = Decoded(planned, camera.submit(self._pool, planned, self._memory, stores.get(key)), failed)
         return found
+
+    def _count_indices(self) -> None:
+        """Counts indices that were dropped and are read again."""
+        if self._schedule.reads.indices_read_again and not self._counters.indices_read_again:
+            _log.warning(
+                "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
+                "the episodes in use take: indices are read more than once. %s", self._shares.encoded, _MORE_MEMORY,
+            )  # fmt: skip
+        self._counters.indices_read_again = self._before[0] + self._schedule.reads.indices_read_again
+
+    def _count_evicted(self) -> None:
+        """Counts blocks that there was no room for until their next use."""
+        if self._schedule.reads.cache.evicted_early and not self._counters.evicted_early:
+            _log.warning(
+                "memory_budget leaves %d bytes for encoded video, rows and indices, which is less than those of the episodes "
+                "in use take: bytes are fetched more than once. %s", self._shares.encoded, _MORE_MEMORY,
+            )  # fmt: skip
+        self._counters.evicted_early = self._before[1] + self._schedule.reads.cache.evicted_early
 
     def _advise(self, advice: Advice) -> None:
         budget = self._plan.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
@@ -360,7 +461,7 @@ class Stage:
         texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f["dtype"] == "string"}
         for key, index, names in (("task", "task_index", dataset.tasks), ("subtask", "subtask_index", dataset.subtasks)):
             if index in columns and (names or key == "task"):
-                numbers = self._residency.gather(index, episode, frame).tolist()
+                numbers = self._memory.gather(index, episode, frame).tolist()
                 try:
                     texts[key] = [names[n] for n in numbers]
                 except KeyError as error:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dali_stream.batches import Batches
-from dali_stream.budget import horizon
 from dali_stream.order import Order
+from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.schedule.samples import Samples, samples
 from dali_stream.schedule.schedule import Limits, Schedule
@@ -202,7 +202,7 @@ def test_the_same_run_gives_the_same_steps() -> None:
 HUGE = """
 import itertools, resource, numpy as np
 from dali_stream.batches import Batches
-from dali_stream.budget import horizon
+from dali_stream.schedule.budget import horizon
 from dali_stream.order import Order
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from typing import Any
 
-from dali_stream.arena import Columns
 from dali_stream.dataset import Dataset
 from dali_stream.doctor import frames
 from dali_stream.doctor.camera import Camera
@@ -14,7 +13,7 @@ from dali_stream.doctor.frames import Decoded, Decoders
 from dali_stream.doctor.looks import look
 from dali_stream.doctor.report import OK, PROBLEM, Finding
 from dali_stream.errors import DaliStreamError, DecodeError, StorageError
-from dali_stream.rows import RowReader
+from dali_stream.rows import Columns, RowReader
 from dali_stream.video import image
 
 GIVE_UP_AFTER_S = 20.0  # a storage that answers later than that is a finding

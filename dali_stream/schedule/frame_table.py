@@ -21,12 +21,13 @@ class FrameTable:
         lengths: (E,) frames of each episode.
 
     Attributes:
+        lengths: as given.
         first_row: (E,) int64, the row of each open episode's first frame; -1 where it is not open.
         columns: per name, an array with an entry per row. It is replaced when the table grows, so look it up each time.
     """
 
     def __init__(self, lengths: Int64) -> None:
-        self._lengths = lengths
+        self.lengths = lengths
         self.first_row = np.full(len(lengths), -1, np.int64)
         self.columns: dict[str, npt.NDArray[Any]] = {}
         self._empty: dict[str, int] = {}
@@ -69,7 +70,7 @@ class FrameTable:
         return (first if frame.ndim == 1 else first[:, None]) + frame
 
     def _rounded(self, episode: int) -> int:
-        return -(-int(self._lengths[episode]) // _STEP) * _STEP
+        return -(-int(self.lengths[episode]) // _STEP) * _STEP
 
     def _extend(self, size: int) -> int:
         first, self._used = self._used, self._used + size

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from dali_stream.schedule.frame_table import FrameTable
 
 Int64 = npt.NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max  # later than what has been read of the order
 
 
+class Table(Protocol):
+    """Columns with a row for each frame, or whatever else is used."""
+
+    columns: dict[str, npt.NDArray[Any]]
+
+    def add_column(self, name: str, dtype: npt.DTypeLike, empty: int) -> None:
+        """Adds a column that is `empty` at first."""
+        ...
+
+    def hold(self, rows: Int64) -> None:
+        """Keeps these rows until they are released."""
+        ...
+
+
 class Uses:
-    """The uses of frames in the batches ahead, for cameras with the same window.
+    """The uses of frames in the batches ahead, for cameras with the same window; or those of episodes.
 
     Each use is an event, numbered in the order of batches. A frame's row knows its next use and its last event; an event knows
     the frame's use after it. So adding a batch and passing one are a few array operations, however far the order is read.
@@ -24,7 +37,7 @@ class Uses:
         name: of the window, to tell its columns from others'.
     """
 
-    def __init__(self, table: FrameTable, name: str) -> None:
+    def __init__(self, table: Table, name: str) -> None:
         self._table, self._next, self._last = table, f"next {name}", f"last {name}"
         table.add_column(self._next, np.int64, NEVER)
         table.add_column(self._last, np.int64, -1)

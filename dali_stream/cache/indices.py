@@ -1,0 +1,68 @@
+"""Indices of video files in memory. They outlive a run, so that the next one begins with them."""
+
+from __future__ import annotations
+
+import threading
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.once import Once
+from dali_stream.storage import Store
+from dali_stream.video.table import SampleTable, read_table
+
+
+class IndexCache:
+    """Safe to use from several threads.
+
+    Args:
+        dataset: the selected part of a dataset.
+
+    Attributes:
+        read_bytes: of the `moov` boxes that have been read, each counted once.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._indices: dict[tuple[str, int], SampleTable | DecodeError] = {}
+        self._seen: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+        self._once = Once()
+        self.read_bytes = 0
+
+    def of(self, camera: str, episode: int, store: Store) -> SampleTable:
+        """The index of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""
+        return self.read(camera, int(self._dataset.table.video[camera].index[self._dataset.rows[episode]]), store)
+
+    def read(self, camera: str, file: int, store: Store) -> SampleTable:
+        """The index of a file, by its number among those of the camera. As `of`."""
+        found = self._indices.get((camera, file))
+        if found is None:
+            found = self._once((camera, file), lambda: self._read(camera, file, store))
+        if isinstance(found, DecodeError):
+            raise found
+        return found
+
+    def held(self) -> dict[tuple[str, int], int]:
+        """Bytes that each takes."""
+        with self._lock:
+            return {key: 0 if isinstance(index, DecodeError) else index.nbytes for key, index in self._indices.items()}
+
+    def drop(self, camera: str, file: int) -> None:
+        """Lets one go."""
+        with self._lock:
+            self._indices.pop((camera, file), None)
+
+    def _read(self, camera: str, file: int, store: Store) -> SampleTable | DecodeError:
+        key = camera, file
+        try:
+            index: SampleTable | DecodeError = read_table(store, self._dataset.table.video[camera].paths[file])
+        except DatasetError as error:  # there is no such file
+            index = DecodeError(str(error))
+        except DecodeError as error:
+            index = error
+        with self._lock:
+            if isinstance(index, SampleTable) and key not in self._seen:
+                self.read_bytes += index.index_bytes
+                self._seen.add(key)
+            self._indices[key] = index
+        return index

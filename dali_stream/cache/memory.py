@@ -1,0 +1,174 @@
+"""Carries out what the schedule says to read, keep and drop: rows, indices and encoded video. Nothing here decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.rows import RowCache, size_of
+from dali_stream.cache.video import BlockCache, InPlace, Video
+from dali_stream.counters import Counters
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DecodeError
+from dali_stream.rows import Found, RowReader
+from dali_stream.schedule.byte_cache import Drop
+from dali_stream.schedule.reads import Read
+from dali_stream.storage.retry import PER_HOST
+from dali_stream.video.table import LACKING, SampleTable
+from dali_stream.workers import Priority, Workers
+
+Int64 = npt.NDArray[np.int64]
+# Threads. While the pools fill, a batch misses blocks all over them, and waits for as many round trips as these do not do at
+# once: at 50 ms 16 threads bring 21 MB/s, however fast the network is.
+FETCHERS = PER_HOST
+FETCHERS_AHEAD = 10
+
+
+class Pool(Protocol):
+    """What reads: fetch threads, or the caller itself."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
+        """Has a call done."""
+        ...
+
+    def stop(self) -> None:
+        """Cancels what has not begun."""
+        ...
+
+    def join(self) -> None:
+        """Waits for the end, after `stop`."""
+        ...
+
+
+class AtOnce:
+    """A pool without threads: what is read from the disk is read when it is asked for."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
+        """Does a call."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def stop(self) -> None:
+        """There is nothing to cancel."""
+
+    def join(self) -> None:
+        """There is nothing to wait for."""
+
+
+class Memory:
+    """Rows, indices and encoded video. Used by one thread, the planner, but for `video`'s views, which are for all.
+
+    Args:
+        dataset: the selected part of a dataset.
+        indices: which outlive this.
+        at_once: bytes of row groups that are read at the same time.
+        counters: what to add to.
+
+    Attributes:
+        video: the encoded video.
+    """
+
+    def __init__(self, dataset: Dataset, indices: IndexCache, at_once: int, counters: Counters) -> None:
+        self._dataset, self._indices, self._counters = dataset, indices, counters
+        self._source = dataset.data_store.session()
+        self._reader = RowReader(dataset, self._source, at_once)
+        self._rows = RowCache(len(dataset.lengths))
+        self._coming: dict[tuple[str, int], Future[Any]] = {}
+        self._pool: Pool
+        self.video: Video
+        if dataset.data_store.remote:
+            fetchers = Workers("dali_stream fetch", FETCHERS, FETCHERS_AHEAD)
+            self._pool, self.video = fetchers, BlockCache(self._source, fetchers, self._path)
+        else:
+            self._pool, self.video = AtOnce(), InPlace(self._source, dataset.videos)
+
+    def begin(self, reads: Iterable[Read]) -> None:
+        """Begins to read rows and indices."""
+        for read in reads:
+            call = self._read_index if read.camera else self._read_rows
+            self._coming[read.camera, read.number] = self._pool.submit(call, read, priority=(read.batch, 0))
+
+    def finish(self, read: Read) -> tuple[int, Found]:
+        """Waits for rows or an index: the bytes that they take, and the rows that came along.
+
+        Raises:
+            DatasetError: rows are missing or broken.
+            StorageError: it cannot be read.
+            CancelledError: `stop` was called.
+        """
+        found = self._coming.pop((read.camera, read.number)).result()
+        if read.camera:
+            return found, Found()
+        self._rows.put(read.number, found[read.number])
+        return size_of(found[read.number]), found
+
+    def keep(self, found: Found, episodes: Iterable[int]) -> None:
+        """Keeps rows of these episodes that came along."""
+        for episode in episodes:
+            self._rows.put(episode, found[episode])
+
+    def drop(self, drop: Drop) -> None:
+        """Lets things go."""
+        for episode in drop.rows:
+            if self._coming.pop(("", episode), None) is None:
+                self._rows.drop(episode)
+        for camera, file in drop.indices:
+            self._coming.pop((camera, file), None)
+            self._indices.drop(camera, file)
+        self.video.drop(drop.blocks)
+
+    def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
+        """Values of a feature: `episode` is (B,), `frame` (B,) or (B, T); the result has the shape of `frame` in front."""
+        return self._rows.gather(key, episode, frame)
+
+    def index(self, camera: str, episode: int) -> SampleTable:
+        """The index of the file that holds an episode. Raises DecodeError where it has none."""
+        return self._indices.of(camera, episode, self._source)
+
+    def packets(self, camera: str, episode: int) -> Int64:
+        """Per frame of an episode, the packet shown at its time; `LACKING` where the video has none.
+
+        Time in the file is the episode's start there plus the timestamp.
+        """
+        timestamp = self._rows.rows("timestamp", episode)
+        start = self._dataset.table.start[camera][self._dataset.rows[episode]]
+        try:
+            index = self.index(camera, episode)
+        except DecodeError:  # reported when a frame of it is asked for
+            return np.full(len(timestamp), LACKING, np.int64)
+        return index.shown_at(start + timestamp.astype(np.float64), self._dataset.fps)
+
+    def stop(self) -> None:
+        """Wakes whoever waits for what is read, with an error. Does not wait itself."""
+        self._pool.stop()
+        if self._dataset.data_store.remote:
+            self._source.close()
+
+    def join(self) -> None:
+        """Waits for the threads to end, after `stop`."""
+        self._pool.join()
+
+    def _read_rows(self, read: Read) -> Found:
+        found = self._reader.read(read.number)
+        if self._dataset.data_store.remote and not read.again:
+            self._counters.add(needed_bytes=found.take_bytes())
+        return found
+
+    def _read_index(self, read: Read) -> int:
+        try:
+            return self._indices.read(read.camera, read.number, self._source).nbytes
+        except DecodeError:  # reported when a frame of it is asked for
+            return 0
+
+    def _path(self, camera: str, episode: int) -> str:
+        files = self._dataset.table.video[camera]
+        return files.paths[files.index[self._dataset.rows[episode]]]

@@ -1,0 +1,157 @@
+"""Encoded video for decode tasks: files that are read in place, or blocks of remote ones that are fetched ahead of time."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Protocol
+
+from dali_stream.schedule.reads import Fetch
+from dali_stream.storage import Store
+from dali_stream.workers import Workers
+
+Name = tuple[str, int, int]  # camera, episode, number of the block in it
+
+
+class Video(Protocol):
+    """Where decode tasks read."""
+
+    def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
+        """Begins to fetch ranges."""
+        ...
+
+    def drop(self, blocks: Iterable[Name]) -> None:
+        """Lets blocks go. Who has a view of them keeps them."""
+        ...
+
+    def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
+        """Per camera, what to read from for a batch that needs these blocks, each (episode, number)."""
+        ...
+
+
+class InPlace:
+    """Files that are read where they are.
+
+    Args:
+        store: that has them.
+    """
+
+    def __init__(self, store: Store, cameras: Iterable[str]) -> None:
+        self._stores = dict.fromkeys(cameras, store)
+
+    def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
+        """As of `Video`: there is nothing to fetch."""
+        return []
+
+    def drop(self, blocks: Iterable[Name]) -> None:
+        """As of `Video`."""
+
+    def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
+        """As of `Video`."""
+        return self._stores
+
+
+class _Block:
+    __slots__ = ("data", "done", "fetch", "start", "stop")
+
+    def __init__(self, fetch: Fetch, start: int, stop: int) -> None:
+        self.fetch, self.start, self.stop = fetch, start, stop
+        self.data = b""
+        self.done: Future[None]
+
+
+class BlockCache:
+    """Blocks of remote files. Used by the planner; views of it are for any thread.
+
+    Args:
+        store: where the files are.
+        pool: the threads that fetch.
+        path: of the file that holds an episode of a camera.
+    """
+
+    def __init__(self, store: Store, pool: Workers, path: Callable[[str, int], str]) -> None:
+        self._store, self._pool, self._path = store, pool, path
+        self._blocks: dict[Name, _Block] = {}
+
+    def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
+        """As of `Video`."""
+        return [self._fetch(fetch) for fetch in ranges]
+
+    def drop(self, blocks: Iterable[Name]) -> None:
+        """As of `Video`."""
+        for name in blocks:
+            del self._blocks[name]
+
+    def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
+        """As of `Video`. What could not be fetched ahead of time gets another chance."""
+        views = {}
+        for camera, names in needed.items():
+            found = [self._block(batch, (camera, *name)) for name in names]
+            views[camera] = _View(self._store, [(self._path(camera, e), b) for (e, _), b in zip(names, found, strict=True)])
+        return views
+
+    def _block(self, batch: int, name: Name) -> _Block:
+        block = self._blocks[name]
+        if block.fetch.batch < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
+            camera, episode, number = name
+            self._fetch(Fetch(batch, False, camera, episode, number, [(block.start, block.stop)]))
+        return self._blocks[name]
+
+    def _fetch(self, fetch: Fetch) -> Future[None]:
+        blocks = [_Block(fetch, *ends) for ends in fetch.ranges]
+        path = self._path(fetch.camera, fetch.episode)
+        done = self._pool.submit(self._read, path, blocks, priority=(fetch.batch, 1), ahead=fetch.ahead)
+        for number, block in enumerate(blocks, start=fetch.first):
+            block.done = done
+            self._blocks[fetch.camera, fetch.episode, number] = block
+        return done
+
+    def _read(self, path: str, blocks: list[_Block]) -> None:
+        begin = blocks[0].start
+        data = self._store.read(path, begin, blocks[-1].stop)
+        for block in blocks:
+            block.data = data[block.start - begin : block.stop - begin]
+
+
+class _View(Store):
+    """Some blocks, which may be on their way. What lies outside of them is read from where it is."""
+
+    remote = True
+
+    def __init__(self, store: Store, blocks: list[tuple[str, _Block]]) -> None:
+        self.address, self._store = store.address, store
+        self._files: dict[str, list[_Block]] = {}
+        for path, block in blocks:
+            self._files.setdefault(path, []).append(block)
+        for found in self._files.values():
+            found.sort(key=lambda block: block.start)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        blocks = self._files.get(path, [])
+        place = bisect.bisect_right(blocks, start, key=lambda block: block.start) - 1
+        parts, at = [], start
+        while 0 <= place < len(blocks) and at < stop and blocks[place].start <= at < blocks[place].stop:
+            block = blocks[place]
+            block.done.result()
+            part = block.data[at - block.start : stop - block.start]
+            parts.append(part)
+            at += len(part)
+            if at < min(stop, block.stop):  # the file has become shorter
+                return b"".join(parts)
+            place += 1
+        if at < stop:
+            parts.append(self._store.read(path, at, stop))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def size(self, path: str) -> int:
+        return self._store.size(path)
+
+    def exists(self, path: str) -> bool:
+        return self._store.exists(path)
+
+    def files(self, folder: str) -> list[str]:
+        return self._store.files(folder)
+
+    def close(self) -> None:
+        """There is nothing to give back."""

@@ -1,0 +1,155 @@
+"""How `memory_budget` is divided, and whether it holds one batch.
+
+Rows, indices and, of remote data, encoded video get what the episodes in use need of them, but no more than half of the budget
+unless one batch needs more. Decoded frames get the rest. If all of these fit, what they leave goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import MemoryBudgetError
+from dali_stream.schedule.blocks import BLOCK
+from dali_stream.video.table import SampleTable
+
+Int64 = npt.NDArray[np.int64]
+_ROW_SPARE = 3, 2  # memory of rows in use, as a fraction of theirs
+
+
+class Shares(NamedTuple):
+    """How `memory_budget` is divided. The frames of the batches under way come on top.
+
+    Attributes:
+        encoded: bytes for rows, indices and, of remote data, encoded video.
+        frames: decoded frames of each camera that may be kept for later batches.
+        frame_bytes: of one decoded frame of each camera.
+        block: bytes of a block of encoded video.
+    """
+
+    encoded: int
+    frames: int
+    frame_bytes: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What batches need.
+
+    Attributes:
+        lengths: (E,) frames of each episode.
+        batch_size: samples of a batch.
+        episodes: that the order draws from at a time.
+        row_bytes: of a row in memory, about.
+        least_row_bytes: without images and text, whose size is known when they are read.
+        files: per camera with video files, how many there are.
+        indices: per camera with video files, the index of its first file, unless that is broken.
+        windows: per camera with video files, its frame offsets.
+        fetched: whether encoded video is held in memory.
+        frame_bytes: of one decoded frame of each camera that the CPU decodes.
+    """
+
+    lengths: Int64
+    batch_size: int
+    episodes: int
+    row_bytes: int
+    least_row_bytes: int
+    files: Mapping[str, int]
+    indices: Mapping[str, SampleTable]
+    windows: Mapping[str, Int64]
+    fetched: bool
+    frame_bytes: int
+
+    @property
+    def frames_in_use(self) -> int:
+        """About how many frames the episodes have that the order draws from."""
+        frames = int(self.lengths.sum())
+        return min(frames, int(self.episodes * frames / len(self.lengths) * 1.5))
+
+
+def divide(budget: int, sizes: Sizes) -> Shares:
+    """Divides `budget` bytes.
+
+    Raises:
+        MemoryBudgetError: they do not hold a batch of the longest episodes, and of the largest GOPs in the first video files.
+    """
+    least = _least(sizes, budget)
+    if least > budget:
+        enough = next(bound for bound in _bounds(budget) if _least(sizes, bound) <= bound)
+        raise MemoryBudgetError(
+            f"memory_budget is {budget} bytes, and a batch of {sizes.batch_size} samples can need about {enough} for the rows, "
+            "indices and encoded video of its episodes; give a larger memory_budget, or a smaller batch_size"
+        )
+    encoded = min(_in_use(sizes), max(budget // 2, least))
+    frames = int(sizes.lengths.sum())
+    kept = min((budget - encoded) // sizes.frame_bytes, frames) if sizes.frame_bytes else 0
+    return Shares(budget - kept * sizes.frame_bytes, kept, sizes.frame_bytes, _block(sizes, budget))
+
+
+def horizon(kept: int, frames: int) -> int:
+    """Samples that the order is read ahead, to know the next uses of `kept` frames of a dataset of `frames`.
+
+    Of frames that are used once each, and that many decodes bring, those kept are used within some twice as many samples as
+    there is room for; where a decode brings few, as with GOPs of 2, they are farther away.
+    """
+    return 0 if kept >= frames else min(2 * frames, max(2 * kept, min(8 * kept, 1 << 18)))
+
+
+def encoded_horizon(room: int, sizes: Sizes) -> int:
+    """Samples that the order is read ahead, to know the next uses of the encoded video that `room` bytes hold."""
+    each = sum(int(index.size.sum()) / len(index) for index in sizes.indices.values()) if sizes.fetched else 0
+    return min(2 * int(sizes.lengths.sum()), int(2 * room / each), 1 << 18) if each else 0
+
+
+def _in_use(sizes: Sizes) -> int:
+    """About how many bytes the rows, indices and, of remote data, the encoded video of the episodes in use take."""
+    frames = sizes.frames_in_use
+    indices = sum(index.nbytes * min(sizes.files[camera], sizes.episodes) for camera, index in sizes.indices.items())
+    video = sum(frames * int(index.size.sum()) // len(index) for index in sizes.indices.values()) if sizes.fetched else 0
+    return _rows(frames, sizes.row_bytes) + indices + video * 5 // 4 + (1 << 20)
+
+
+def _least(sizes: Sizes, budget: int) -> int:
+    """Bytes that one batch may need."""
+    episodes = min(sizes.episodes, sizes.batch_size)
+    rows = _rows(int(np.sort(sizes.lengths)[-episodes:].sum()), sizes.least_row_bytes)
+    indices = sum(index.nbytes * min(sizes.files[camera], episodes) for camera, index in sizes.indices.items())
+    if not sizes.fetched:
+        return rows + indices
+    block = _block(sizes, budget)
+    frames = {camera: sizes.batch_size * len(sizes.windows[camera]) for camera in sizes.indices}
+    video = sum(
+        sizes.batch_size * window_bytes(index, sizes.windows[camera]) + frames[camera] * block
+        for camera, index in sizes.indices.items()
+    )
+    return rows + indices + video
+
+
+def _rows(frames: int, row_bytes: int) -> int:
+    return frames * row_bytes * _ROW_SPARE[0] // _ROW_SPARE[1]
+
+
+def _block(sizes: Sizes, budget: int) -> int:
+    """Bytes of a block of encoded video: small, where a batch of them would fill the budget."""
+    frames = sizes.batch_size * max((len(window) for window in sizes.windows.values()), default=1)
+    return max(min(BLOCK, budget // 32 // frames), 1)
+
+
+def _bounds(refused: float) -> Iterator[int]:
+    """Larger budgets than one that was refused, in steps of a tenth."""
+    bound = max(refused, 4096.0)
+    while True:
+        yield int(bound)
+        bound *= 1.1
+
+
+def window_bytes(index: SampleTable, offsets: Int64) -> int:
+    """Bytes of encoded video that one sample may need: the GOPs of its window's frames."""
+    largest = int(np.add.reduceat(index.size, index.sync).max())
+    stretch = int(offsets.max() - offsets.min()) * int(index.size.sum()) // len(index)
+    return min(len(offsets) * largest, stretch + 2 * largest)

@@ -1,0 +1,149 @@
+"""What is held in memory of the bytes that were read: rows, indices and blocks of encoded video, within one limit.
+
+Where they do not all fit, what is used farthest in the future goes first, of whatever kind it is (Belady 1966).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.schedule.blocks import BlockTable
+from dali_stream.schedule.uses import NEVER
+
+Int64 = npt.NDArray[np.int64]
+_SLACK = 32  # a full cache gives up one byte in so many at once, so that the farthest uses are looked for rarely
+
+
+class Kind(Protocol):
+    """Things that are held, by number."""
+
+    def candidates(self) -> tuple[Int64, Int64, Int64, Int64]:
+        """(numbers, bytes, next use, last use) of all."""
+        ...
+
+    def drop(self, numbers: Int64) -> None:
+        """Lets some go."""
+        ...
+
+
+class Items:
+    """Rows of episodes, or indices of files.
+
+    Args:
+        next_use: of numbered items, the batch that uses each next.
+
+    Attributes:
+        size: bytes by number; an estimate while it is `coming`.
+        coming: asked for, and not there yet.
+    """
+
+    def __init__(self, next_use: Callable[[Int64], Int64]) -> None:
+        self._next_use = next_use
+        self.size: dict[int, int] = {}
+        self.coming: set[int] = set()
+        self._touched: dict[int, int] = {}
+
+    def touch(self, numbers: list[int], batch: int) -> None:
+        """A batch uses these."""
+        self._touched |= dict.fromkeys(numbers, batch)
+
+    def candidates(self) -> tuple[Int64, Int64, Int64, Int64]:
+        """As of `Kind`."""
+        numbers = np.fromiter(self.size, np.int64, len(self.size))
+        size = np.fromiter(self.size.values(), np.int64, len(self.size))
+        touched = np.fromiter((self._touched.get(number, -1) for number in self.size), np.int64, len(self.size))
+        return numbers, size, self._next_use(numbers), touched
+
+    def drop(self, numbers: Int64) -> None:
+        """As of `Kind`."""
+        for number in numbers.tolist():
+            del self.size[number]
+            self._touched.pop(number, None)
+            self.coming.discard(number)
+
+
+@dataclass
+class Drop:
+    """What goes.
+
+    Attributes:
+        rows: episodes.
+        indices: (camera, number of the file).
+        blocks: (camera, episode, number of the block in it).
+    """
+
+    rows: list[int] = field(default_factory=list)
+    indices: list[tuple[str, int]] = field(default_factory=list)
+    blocks: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+class ByteCache:
+    """Accounts for what is held, and makes room.
+
+    Args:
+        room: bytes that all of it may take.
+        rows, indices, blocks: what is held; the last two by camera.
+
+    Attributes:
+        taken: bytes of what is held or on its way.
+        evicted_early: blocks that went although a later batch was known to need them.
+        nearest: the soonest next use, in batches from then on, of what was evicted last.
+    """
+
+    def __init__(self, room: int, rows: Items, indices: Mapping[str, Items], blocks: Mapping[str, BlockTable]) -> None:
+        self.room, self.taken, self.evicted_early, self.nearest = room, 0, 0, NEVER
+        self._rows, self._indices, self._blocks = rows, indices, blocks
+        self._dropped = Drop()
+
+    def take_dropped(self) -> Drop:
+        """What has gone since the last call."""
+        dropped, self._dropped = self._dropped, Drop()
+        return dropped
+
+    def make_room(self, need: int, batch: int, later_than: int) -> bool:
+        """Whether `need` bytes fit, after evicting what is used after batch `later_than`, and not by batch `batch`."""
+        short = self.taken + need - self.room
+        if short <= 0:
+            return True
+        kinds: list[Kind] = [self._rows, *self._indices.values(), *self._blocks.values()]
+        found = [kind.candidates() for kind in kinds]
+        numbers, size, after, touched = (np.concatenate(part) for part in zip(*found, strict=True))
+        kind = np.repeat(np.arange(len(kinds)), [len(mine) for mine, *_ in found])
+        free = np.flatnonzero((after > later_than) & (touched != batch))
+        free = free[np.lexsort((touched[free], -after[free]))]
+        ends = np.cumsum(size[free])
+        if not len(ends) or ends[-1] < short:
+            return False
+        gone = free[: int(np.searchsorted(ends, short)) + 1]
+        more = free[len(gone) : int(np.searchsorted(ends, short + self.room // _SLACK))]
+        gone = np.concatenate([gone, more])
+        self.nearest = int(after[gone].min()) - batch
+        for number, (name, which) in enumerate(self._named(kinds)):
+            mine = numbers[gone[kind[gone] == number]]
+            if len(mine):
+                self._drop(name, which, mine, int((after[gone[kind[gone] == number]] < NEVER).sum()))
+        self.taken -= int(size[gone].sum())
+        return True
+
+    def drop_blocks(self, camera: str, blocks: Int64) -> None:
+        """Lets blocks go that nobody needs any more."""
+        self.taken -= int(self._blocks[camera].sizes(blocks).sum())
+        self._drop(camera, self._blocks[camera], blocks, 0)
+
+    def _named(self, kinds: list[Kind]) -> list[tuple[str, Kind]]:
+        return list(zip(["", *self._indices, *self._blocks], kinds, strict=True))
+
+    def _drop(self, camera: str, kind: Kind, numbers: Int64, early: int) -> None:
+        if isinstance(kind, BlockTable):
+            self._dropped.blocks += [(camera, *name) for name in kind.names(numbers)]
+            self.evicted_early += early
+        elif kind is self._rows:
+            self._dropped.rows += numbers.tolist()
+        else:
+            self._dropped.indices += [(camera, number) for number in numbers.tolist()]
+        kind.drop(numbers)

@@ -1,0 +1,408 @@
+"""What is read from storage for each batch, when, and until when it is kept: rows, indices and blocks of encoded video.
+
+request   which rows and indices to begin to read
+due       which of them have to be there before the next batch is planned
+step      which blocks a batch needs, and which ranges to fetch for it and for batches ahead of it
+
+The first batch has storage for itself. From batch to batch more is read ahead, up to a limit, the soonest need first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import MemoryBudgetError
+from dali_stream.schedule.blocks import BLOCK, BlockTable
+from dali_stream.schedule.byte_cache import ByteCache, Drop, Items
+from dali_stream.schedule.frame_table import FrameTable
+from dali_stream.schedule.samples import Samples
+from dali_stream.schedule.uses import NEVER, Uses
+
+Int64 = npt.NDArray[np.int64]
+RANGE = 4 << 20  # bytes of a request at most: large for the server, small for who waits behind it
+_URGENT = 4  # batches from now on whose blocks do not have to leave fetch threads free for others
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What there is to read.
+
+    Attributes:
+        files: per camera with video files, (E,) the number of each episode's file.
+        row_bytes: about what a row takes in memory.
+        index_bytes: per camera, about what the index of a file takes in memory.
+        fetched: cameras whose video is fetched into memory; that of others is read in place.
+        room: bytes that rows, indices and encoded video may take together.
+        block: bytes of a block.
+        look_ahead: batches that are read ahead, at most.
+    """
+
+    files: Mapping[str, npt.NDArray[np.integer]]
+    row_bytes: int
+    index_bytes: Mapping[str, int]
+    fetched: tuple[str, ...]
+    room: int
+    block: int = BLOCK
+    look_ahead: int = 0
+
+
+class Read(NamedTuple):
+    """Rows or an index to read.
+
+    Attributes:
+        batch: that needs it first.
+        camera: of the index; empty for rows.
+        number: the episode, or the file.
+        again: it has been read in this epoch, or, of an index, ever.
+    """
+
+    batch: int
+    camera: str
+    number: int
+    again: bool
+
+
+class Fetch(NamedTuple):
+    """Blocks that lie end to end, to get with one request.
+
+    Attributes:
+        batch: that needs the first of them.
+        ahead: nobody will wait for it for a while.
+        camera, episode: whose video it is.
+        first: the number of the first block.
+        ranges: (start, stop) in the file, of each block.
+    """
+
+    batch: int
+    ahead: bool
+    camera: str
+    episode: int
+    first: int
+    ranges: list[tuple[int, int]]
+
+
+@dataclass
+class ReadStep:
+    """What a batch means for storage.
+
+    Attributes:
+        needed: per camera whose video is fetched, (episode, number) of the blocks that the batch decodes.
+        needed_bytes: of those that no other batch of the epoch has needed.
+        fetch: ranges to fetch, those of the soonest need first.
+        drop: what goes.
+    """
+
+    needed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    needed_bytes: int = 0
+    fetch: list[Fetch] = field(default_factory=list)
+    drop: Drop = field(default_factory=Drop)
+
+
+class _Episodes:
+    """Columns with an entry per episode."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.columns: dict[str, npt.NDArray[Any]] = {}
+
+    def add_column(self, name: str, dtype: npt.DTypeLike, empty: int) -> None:
+        self.columns[name] = np.full(self._count, empty, dtype)
+
+    def hold(self, rows: Int64) -> None:
+        """Episodes are always there."""
+
+
+class ReadSchedule:
+    """Plans what is read, batch after batch. Pure: the same calls give the same plan.
+
+    Args:
+        storage: what there is.
+        table: the frames of open episodes.
+        uses: per camera, when its frames are shown.
+        slots: per camera whose frames are cached, the column of `table` that tells which are.
+
+    Attributes:
+        cache: what is held.
+        indices_read_again: indices that were dropped and read another time.
+    """
+
+    def __init__(
+        self, storage: Storage, table: FrameTable, uses: Mapping[str, Uses], slots: Mapping[str, str], keeps_frames: bool
+    ) -> None:
+        self._storage, self._table, self._keeps_frames = storage, table, keeps_frames
+        self._uses = Uses(_Episodes(len(table.lengths)), "rows")
+        self._rows = Items(self._uses.next)
+        self._indices = {camera: Items(partial(self._files_next, camera)) for camera in storage.files}
+        self._blocks = {camera: BlockTable(table, camera, uses[camera], slots.get(camera)) for camera in storage.fetched}
+        self.cache = ByteCache(storage.room, self._rows, self._indices, self._blocks)
+        self._batches: deque[tuple[int, list[int], dict[str, list[int]]]] = deque()  # epoch, episodes, files
+        self._now = 0  # the batch that is planned next
+        self._requested = self._due = self._fetched = -1  # batches whose rows were asked for, are there, whose blocks are
+        self._try_rows = self._try_blocks = 0  # batches, when there was no room for more
+        self._epoch_read = np.full(len(table.lengths), -1, np.int32)
+        self._seen = {camera: np.zeros(int(files.max()) + 1, np.bool_) for camera, files in storage.files.items()}
+        self._index_bytes = dict(storage.index_bytes)
+        self.indices_read_again = 0
+
+    @property
+    def horizon(self) -> int:
+        """Batches behind the next one whose samples have to be known for `request`."""
+        return min(2 * self._now, self._storage.look_ahead * 5 // 4)
+
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of "row", "index" or "encoded" that are held or on their way."""
+        rows = sum(list(self._rows.size.values()))
+        indices = sum(sum(list(items.size.values())) for items in self._indices.values())
+        return {"row": rows, "index": indices, "encoded": self.cache.taken - rows - indices}[kind]
+
+    def add(self, found: Samples) -> None:
+        """Takes the next batch of the order."""
+        episodes = np.unique(found.episode)
+        self._uses.add(found.number, episodes)
+        files = {camera: np.unique(numbers[episodes]).tolist() for camera, numbers in self._storage.files.items()}
+        self._batches.append((found.epoch, episodes.tolist(), files))
+
+    def there(self, camera: str, number: int, size: int) -> None:
+        """The index of a file is in memory from before the run."""
+        self._indices[camera].size[number] = size
+        self._seen[camera][number] = True
+        self.cache.taken += size
+
+    # ---- rows and indices
+
+    def request(self) -> tuple[list[Read], Drop]:
+        """What to begin to read before the next batch is planned, and what goes for that.
+
+        Raises:
+            MemoryBudgetError: the next batch alone is too much.
+        """
+        reads: list[Read] = []
+        ahead = range(max(self._requested, self._now) + 1, self._now + self.horizon + 1) if self._now >= self._try_rows else ()
+        for batch in (self._now, *ahead):
+            missing = self._missing(batch)
+            need = sum(self._estimate(read) for read in missing)
+            if not self.cache.make_room(need, self._now, batch):
+                if batch == self._now:
+                    raise self._too_small(need)
+                self._try_rows = self._now + 1 + (batch - self._now) // 4
+                break
+            for read in missing:
+                self._take(read)
+            reads += missing
+            self._requested = max(self._requested, batch)
+        return reads, self.cache.take_dropped()
+
+    def due(self) -> list[Read]:
+        """What has to have been `arrived` or `failed` before the next batch is planned, the soonest need first."""
+        found = {}
+        for batch in self._newly_due():
+            _, episodes, files = self._batches[batch - self._now]
+            for camera, items, numbers in self._kinds(episodes, files):
+                for number in numbers:
+                    if number in items.coming:
+                        found.setdefault((camera, number), Read(batch, camera, number, again=False))
+        return list(found.values())
+
+    def arrived(self, read: Read, size: int, others: Mapping[int, int] | None = None) -> list[int]:
+        """Takes note of what has been read.
+
+        Args:
+            read: one of `due`.
+            size: bytes that it takes.
+            others: of rows, bytes of other episodes that came along.
+
+        Returns:
+            Which of the others to keep.
+        """
+        items = self._items(read.camera)
+        self.cache.taken += size - items.size[read.number]
+        items.size[read.number] = size
+        items.coming.discard(read.number)
+        if read.camera:
+            self._index_bytes[read.camera] = size
+        self.cache.make_room(0, self._now, self._now)
+        return self._keep(others) if others else []
+
+    def failed(self, read: Read) -> None:
+        """It could not be read ahead of time; `request` names it again for the batch that needs it."""
+        items = self._items(read.camera)
+        self.cache.taken -= items.size.pop(read.number)
+        items.coming.discard(read.number)
+
+    def ready(self) -> list[int]:
+        """The episodes of the batches that `due` was about whose rows and indices are there."""
+        found = {}
+        for batch in self._newly_due():
+            _, episodes, _ = self._batches[batch - self._now]
+            found |= dict.fromkeys(e for e in episodes if self._is_there(e))
+        return list(found)
+
+    def learn(self, camera: str, episode: int, blocks: Any) -> None:
+        """Takes the blocks of an open episode, a `Cut`."""
+        self._blocks[camera].learn(episode, blocks)
+
+    # ---- a batch
+
+    def step(self, frames: Mapping[str, Int64], shown: Callable[[str, int], Int64]) -> ReadStep:
+        """Plans what the next batch needs, and what is fetched ahead.
+
+        Args:
+            frames: per camera whose video is fetched, rows of the frames that the batch decodes.
+            shown: of a camera and a number, rows of the frames that the so many-th batch after this one shows.
+
+        Raises:
+            MemoryBudgetError: the batch alone is too much.
+        """
+        now, found = self._now, ReadStep()
+        epoch, episodes, files = self._batches.popleft()
+        self._uses.advance()
+        for _, items, numbers in self._kinds(episodes, files):
+            items.touch(numbers, now)
+        missing = {}
+        for camera, table in self._blocks.items():
+            blocks = table.of(frames[camera])
+            table.touch(blocks, now)
+            found.needed[camera] = table.names(blocks)
+            found.needed_bytes += table.count(blocks, epoch)
+            missing[camera] = blocks[~table.held(blocks)]
+        need = self._bytes(missing)
+        if not self.cache.make_room(need, now, now):
+            raise self._too_small(need)
+        self._fetch(found, now, missing)
+        self._look_ahead(found, shown)
+        if self._keeps_frames and now % 16 == 15:
+            for camera, table in self._blocks.items():
+                self.cache.drop_blocks(camera, table.finished(now))
+        found.drop = self.cache.take_dropped()
+        self._due = max(self._due, self._last_due())
+        self._now += 1
+        return found
+
+    def _look_ahead(self, found: ReadStep, shown: Callable[[str, int], Int64]) -> None:
+        now = self._now
+        last = self._last_due()
+        for batch in range(max(self._fetched, now) + 1, last + 1) if now >= self._try_blocks else ():
+            missing = {camera: table.missing(shown(camera, batch - now)) for camera, table in self._blocks.items()}
+            if not self.cache.make_room(self._bytes(missing), now, batch):
+                self._try_blocks = now + 1 + (batch - now) // 4
+                break
+            self._fetch(found, batch, missing)
+            self._fetched = batch
+
+    def _fetch(self, found: ReadStep, batch: int, missing: Mapping[str, Int64]) -> None:
+        """Adds ranges for blocks that there is room for."""
+        for camera, blocks in missing.items():
+            self.cache.taken += int(self._blocks[camera].sizes(blocks).sum())
+            self._blocks[camera].hold(blocks)
+            self._blocks[camera].touch(blocks, self._now)
+        for camera, blocks in missing.items():
+            found.fetch += self._ranges(camera, blocks, batch)
+
+    def _ranges(self, camera: str, blocks: Int64, batch: int) -> list[Fetch]:
+        table, distance = self._blocks[camera], batch - self._now
+        largest = max(min(RANGE, self._storage.room // 128), self._storage.block)
+        # The farther ahead, the more comes with one request.
+        wanted = min(largest, self._storage.block << min(distance, 16))
+        fetches = []
+        for group in table.groups(blocks):
+            if distance:
+                group = self._grown(camera, group, wanted)
+            sizes = np.cumsum(table.sizes(group))
+            for part in np.split(group, np.flatnonzero(np.diff((sizes - 1) // largest)) + 1):
+                [(episode, first), *_] = table.names(part[:1])
+                fetches.append(Fetch(batch, distance > _URGENT, camera, episode, first, table.ranges(part)))
+        return fetches
+
+    def _grown(self, camera: str, group: Int64, wanted: int) -> Int64:
+        """Adds the blocks behind the group that are needed too, before anything that had to go lately."""
+        table, cache = self._blocks[camera], self.cache
+        room = min(wanted - int(table.sizes(group).sum()), cache.room - cache.taken)
+        if room <= 0:
+            return group
+        behind = table.behind(int(group[-1]), self._now + min(cache.nearest, NEVER - self._now))
+        behind = behind[np.cumsum(table.sizes(behind)) <= room]
+        cache.taken += int(table.sizes(behind).sum())
+        table.hold(behind)
+        table.touch(behind, self._now)
+        return np.concatenate([group, behind])
+
+    # ---- inside
+
+    def _last_due(self) -> int:
+        return min(self._now + min(self._now, self._storage.look_ahead), max(self._requested, self._now))
+
+    def _newly_due(self) -> list[int]:
+        return [self._now, *range(max(self._due, self._now) + 1, self._last_due() + 1)]
+
+    def _items(self, camera: str) -> Items:
+        return self._indices[camera] if camera else self._rows
+
+    def _kinds(self, episodes: list[int], files: dict[str, list[int]]) -> list[tuple[str, Items, list[int]]]:
+        return [("", self._rows, episodes), *((camera, self._indices[camera], numbers) for camera, numbers in files.items())]
+
+    def _missing(self, batch: int) -> list[Read]:
+        epoch, episodes, files = self._batches[batch - self._now]
+        return [
+            Read(batch, camera, number, bool(self._seen[camera][number] if camera else self._epoch_read[number] == epoch))
+            for camera, items, numbers in self._kinds(episodes, files)
+            for number in numbers
+            if number not in items.size
+        ]
+
+    def _estimate(self, read: Read) -> int:
+        if read.camera:
+            return self._index_bytes.get(read.camera, 0)
+        return int(self._table.lengths[read.number]) * self._storage.row_bytes
+
+    def _take(self, read: Read) -> None:
+        items, size = self._items(read.camera), self._estimate(read)
+        items.size[read.number] = size
+        items.coming.add(read.number)
+        self.cache.taken += size
+        if read.camera:
+            self.indices_read_again += bool(self._seen[read.camera][read.number])
+            self._seen[read.camera][read.number] = True
+        else:
+            self._epoch_read[read.number] = self._batches[read.batch - self._now][0]
+
+    def _keep(self, others: Mapping[int, int]) -> list[int]:
+        """The rows that came along and that are used soonest, as far as there is room."""
+        numbers = np.array([e for e in others if e not in self._rows.size], np.int64)
+        after = self._uses.next(numbers)
+        kept = []
+        for place in np.argsort(after, kind="stable").tolist():
+            episode = int(numbers[place])
+            if after[place] == NEVER or self.cache.taken + others[episode] > self.cache.room:
+                break
+            self._rows.size[episode] = others[episode]
+            self.cache.taken += others[episode]
+            kept.append(episode)
+        return kept
+
+    def _is_there(self, episode: int) -> bool:
+        found = self._kinds([episode], {camera: [int(files[episode])] for camera, files in self._storage.files.items()})
+        return all(number in items.size and number not in items.coming for _, items, [number] in found)
+
+    def _files_next(self, camera: str, files: Int64) -> Int64:
+        """Per file, the next batch that shows an episode of it."""
+        after = self._uses.next(np.arange(len(self._table.lengths)))
+        episodes = np.flatnonzero(after < NEVER)
+        found = np.full(len(self._seen[camera]), NEVER, np.int64)
+        np.minimum.at(found, self._storage.files[camera][episodes], after[episodes])
+        return found[files]
+
+    def _bytes(self, blocks: Mapping[str, Int64]) -> int:
+        return sum(int(self._blocks[camera].sizes(rows).sum()) for camera, rows in blocks.items())
+
+    def _too_small(self, need: int) -> MemoryBudgetError:
+        return MemoryBudgetError(
+            f"memory_budget leaves {self._storage.room} bytes for rows, indices and encoded video, and a batch needs {need} "
+            f"beside {self.cache.taken} in use; give a larger memory_budget, or a smaller batch_size"
+        )
