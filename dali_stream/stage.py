@@ -27,7 +27,7 @@ from dali_stream.batches import Batches
 from dali_stream.buffers import Buffers
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
-from dali_stream.cache.rows import size_of
+from dali_stream.cache.rows import SPARE, size_of
 from dali_stream.cache.slots import Slots
 from dali_stream.cameras import CLIP_FRAMES, Clips, DecodedImages, DecodedVideo, Packed, PackedVideo
 from dali_stream.counters import Counters
@@ -325,7 +325,7 @@ class Stage:
         dataset, remote = self._plan.dataset, self._plan.dataset.data_store.remote
         return Storage(
             files={camera: dataset.table.video[camera].index[dataset.rows] for camera in dataset.videos},
-            row_bytes=dataset.row_bytes * 3 // 2,
+            row_bytes=dataset.row_bytes * SPARE[0] // SPARE[1],
             index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
             fetched=dataset.videos if remote else (),
             room=self._shares.encoded,

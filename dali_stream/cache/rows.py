@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dali_stream.rows import Columns
 
 Array = npt.NDArray[Any]
-SPARE = 3, 2  # memory that the arrays may take, as a fraction of their rows: room to move in
+SPARE = 5, 4  # memory that the arrays may take, as a fraction of their rows: room to move in
 
 
 class _Span(NamedTuple):
@@ -51,7 +51,7 @@ class RowCache:
         if not self._columns:
             self._columns = {key: np.empty((0, *values.shape[1:]), values.dtype) for key, values in columns.items()}
         if self._used + length > self._capacity:
-            self._move((self._live + length) * 5 // 4)
+            self._move((self._live + length) * 9 // 8)
         for key, values in columns.items():
             self._columns[key][self._used : self._used + length] = values
         self._spans[episode] = _Span(self._used, length)
@@ -68,7 +68,7 @@ class RowCache:
             if values.dtype == object:
                 values[start : start + length] = None
         if self._capacity > self._live * SPARE[0] // SPARE[1]:
-            self._move(self._live * 5 // 4)
+            self._move(self._live * 9 // 8)
 
     @property
     def _capacity(self) -> int:

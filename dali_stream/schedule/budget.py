@@ -18,7 +18,7 @@ from dali_stream.schedule.blocks import BLOCK
 from dali_stream.video.table import SampleTable
 
 Int64 = npt.NDArray[np.int64]
-_ROW_SPARE = 3, 2  # memory of rows in use, as a fraction of theirs
+_ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
 class Shares(NamedTuple):

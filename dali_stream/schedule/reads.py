@@ -222,6 +222,8 @@ class ReadSchedule:
             Which of the others to keep.
         """
         items = self._items(read.camera)
+        if read.number not in items.size:  # what came before it took its room
+            return []
         self.cache.taken += size - items.size[read.number]
         items.size[read.number] = size
         items.coming.discard(read.number)
@@ -233,7 +235,7 @@ class ReadSchedule:
     def failed(self, read: Read) -> None:
         """It could not be read ahead of time; `request` names it again for the batch that needs it."""
         items = self._items(read.camera)
-        self.cache.taken -= items.size.pop(read.number)
+        self.cache.taken -= items.size.pop(read.number, 0)
         items.coming.discard(read.number)
 
     def ready(self) -> list[int]:
