@@ -36,10 +36,10 @@ from argument_types import count
 import dali_stream
 from dali_stream import environment, process
 from dali_stream.bench.measure import endless, take, windows
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
 from dali_stream.process import cores
-from dali_stream.residency import Residency
-from dali_stream.tables import Tables
 from dali_stream.video.clip import pack
 from dali_stream.windows import offsets, window
 
@@ -164,7 +164,7 @@ def floor_jobs(
     `shown` has the frame offsets of cameras that show windows. A picture that a batch asks for twice is converted once.
     """
     order = dali_stream.Order(dataset.lengths)
-    residency = Residency(dataset, 4 << 30, Tables(dataset, 1 << 30), shown, batch_size, Counters())
+    memory = Memory(dataset, IndexCache(dataset), 4 << 30, Counters())
     jobs = []
     for camera in dataset.videos:
         steps = shown.get(camera, np.zeros(1, np.int64))
@@ -172,13 +172,14 @@ def floor_jobs(
             tables, samples = [], []
             for number in range(core, batches, threads):
                 episode, frame = order.read(number * batch_size, batch_size)
-                residency.load(np.unique(episode))
+                memory.load(np.unique(episode).tolist())
                 frames, _ = window(steps, frame, dataset.lengths[episode])
-                found = [residency.table(camera, e) for e in episode.tolist() for _ in steps]
+                found = [memory.index(camera, e) for e in episode.tolist() for _ in steps]
                 # A copy of the table a batch: two batches that need the same GOP pay for it twice, as any loader does.
                 own = {id(table): dataclasses.replace(table) for table in found}
                 tables += [own[id(table)] for table in found]
-                samples += residency.samples(camera, episode, frames).reshape(-1).tolist()
+                packets = [memory.packets(camera, e)[steps] for e, steps in zip(episode.tolist(), frames, strict=True)]
+                samples += np.concatenate(packets).tolist()
             clip = pack(dataset.data_store, tables, samples)
             path = folder / f"{len(jobs)}.mp4"
             path.write_bytes(clip.data)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 import dali_stream
-from dali_stream.tables import Tables
+from dali_stream.cache.indices import IndexCache
 from dali_stream.video import dali
 from dali_stream.video.capability import capability
 from dali_stream.video.clip import pack
@@ -33,7 +33,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
     """
     engines, runs = [], []
     for camera in dataset.videos:
-        table = Tables(dataset, 1 << 30).of(camera, 0, dataset.data_store)
+        table = IndexCache(dataset).of(camera, 0, dataset.data_store)
         video = describe(table.configs[0])
         engines.append(threads if gpu is None else capability(gpu, video.codec, video.chroma, video.depth).engines)
         shown = table.shown[:LONGEST].tolist()

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from dali_stream.tables import Tables
 from simulated_dataset import MadeUp, Rows
 from simulated_network import Link, SlowStore
 from simulated_time import Clock, Condition, Task
@@ -18,7 +19,6 @@ from dali_stream.batches import Batches
 from dali_stream.bench import measure
 from dali_stream.counters import Counters
 from dali_stream.stage import Plan, Stage
-from dali_stream.tables import Tables
 from dali_stream.video.format import VideoFormat
 from dali_stream.video.route import Route
 

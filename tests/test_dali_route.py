@@ -13,10 +13,10 @@ from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, r
 from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader, cameras
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
 from dali_stream.demo import read_identities, write_demo
-from dali_stream.residency import Residency
-from dali_stream.tables import Tables
 from dali_stream.video.dali import COLOUR_TOLERANCE
 
 FPS = 20
@@ -68,15 +68,16 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     """
     monkeypatch.setattr(cameras, "refusal", lambda *_: "")
     dataset = Dataset(h264_demo)
-    residency = Residency(dataset, 1 << 30, Tables(dataset, 1 << 30), {}, 5, Counters())
+    memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
     episode = np.array([0, 1, 1, 0, 1])
     # Neighbours, since samples and pictures are in different orders only within a GOP.
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
-    residency.load(np.arange(2))
+    memory.load(range(2))
     for number, key in enumerate(dataset.cameras):
-        camera = cameras.PackedVideo(dataset, key, None, Counters(), dataset.data_store)
+        camera = cameras.PackedVideo(dataset, key, None, Counters())
+        packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frames, strict=True)])
         with ThreadPoolExecutor(2) as pool:
-            clips = camera.submit(pool, residency, episode, frames)
+            clips = camera.submit(pool, packets, memory, dataset.data_store, episode, frames)
         for row, (clip, places, order) in enumerate(clips.packed):
             assert (np.diff(places) > 0).all()
             decoder = VideoDecoder(clip.tobytes(), dimension_order="NHWC")

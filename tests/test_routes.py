@@ -16,11 +16,11 @@ from loader_data import TOP, check_identities, read_lengths
 import dali_stream
 from dali_stream import cameras
 from dali_stream import loader as loader_module
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
 from dali_stream.demo import write_demo
-from dali_stream.residency import Residency
 from dali_stream.storage import Store, open_store
-from dali_stream.tables import Tables
 from dali_stream.video import dali, route
 from dali_stream.video.boxes import box
 from dali_stream.video.capability import Capability
@@ -133,12 +133,13 @@ def test_hidden_frames_are_kept_from_nvdec(
     assert found.decoder == ("torchcodec" if hides else "dali")
     assert (f"{codec} with hidden frames" in found.reason) == hides
 
-    residency = Residency(dataset, 1 << 30, Tables(dataset, 1 << 30), {}, 4, Counters())
+    memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
     episode, frame = np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]])
-    residency.load(np.arange(2))
-    camera = cameras.PackedVideo(dataset, TOP, 0, Counters(), dataset.data_store)
+    memory.load(range(2))
+    camera = cameras.PackedVideo(dataset, TOP, 0, Counters())
+    packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
-        clips = camera.submit(pool, residency, episode, frame)
+        clips = camera.submit(pool, packets, memory, dataset.data_store, episode, frame)
     if not hides:
         assert all(clip.frames.size == 1 for clip in clips.packed)
         return

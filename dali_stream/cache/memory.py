@@ -111,6 +111,14 @@ class Memory:
         self._rows.put(read.number, found[read.number])
         return size_of(found[read.number]), found
 
+    def load(self, episodes: Iterable[int]) -> None:
+        """Reads rows that are not there, for programs without a schedule. Errors as of `finish`."""
+        for episode in episodes:
+            if episode not in self._rows:
+                read = Read(0, "", episode, again=False)
+                self.begin([read])
+                self.finish(read)
+
     def keep(self, found: Found, episodes: Iterable[int]) -> None:
         """Keeps rows of these episodes that came along."""
         for episode in episodes:
@@ -122,8 +130,10 @@ class Memory:
             if self._coming.pop(("", episode), None) is None:
                 self._rows.drop(episode)
         for camera, file in drop.indices:
-            self._coming.pop((camera, file), None)
-            self._indices.drop(camera, file)
+            if (coming := self._coming.pop((camera, file), None)) is None:
+                self._indices.drop(camera, file)
+            else:  # it arrives later, or not at all
+                coming.add_done_callback(lambda _, camera=camera, file=file: self._indices.drop(camera, file))
         self.video.drop(drop.blocks)
 
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:

@@ -35,6 +35,9 @@ class RowCache:
         self._spans: OrderedDict[int, _Span] = OrderedDict()  # as they lie in the arrays
         self._used = self._live = 0
 
+    def __contains__(self, episode: int) -> bool:
+        return episode in self._spans
+
     def rows(self, key: str, episode: int) -> Array:
         """One column of an episode, in place."""
         start, length = self._spans[episode]
