@@ -1,0 +1,227 @@
+"""What the schedule reads, keeps and drops, held against a model that only remembers what it was told."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dali_stream import MemoryBudgetError
+from dali_stream.batches import Batches
+from dali_stream.order import Order
+from dali_stream.schedule.blocks import cut
+from dali_stream.schedule.byte_cache import Drop
+from dali_stream.schedule.reads import Storage
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule, Step
+from dali_stream.video.clip import span
+from dali_stream.video.table import SampleTable
+
+CAMERA, ROW, BATCH = "top", 10, 6
+HUGE = 1 << 40
+
+
+def index_of(path: str, packets: int, gop: int, open_gops: bool, seed: int) -> SampleTable:
+    """An index of a file; with `open_gops`, the first packet after each keyframe is shown before it."""
+    random, every = np.random.default_rng(seed), np.arange(packets)
+    size = random.integers(50, 400, packets)
+    sync = every[::gop]
+    pts = every * 10
+    if open_gops:
+        leading = sync[1:][sync[1:] + 1 < packets]
+        pts[leading], pts[leading + 1] = pts[leading + 1].copy(), pts[leading].copy()
+    head = np.repeat(sync, np.diff(np.append(sync, packets)))
+    return SampleTable(
+        path, (b"\0\0\0\0hvc1",), b"", 10, 48 + np.cumsum(size) - size, size, pts, sync, head.astype(np.int32),
+        np.zeros(packets, np.int8), np.argsort(pts).astype(np.int32), np.zeros(packets, np.int32), open_gops, open_gops, gop, 100,
+    )  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A made-up remote dataset, walked as a loader does it."""
+
+    lengths: np.ndarray
+    room: int = HUGE
+    kept: int = 0
+    gop: int = 4
+    open_gops: bool = False
+    per_file: int = 2
+    block: int = 1500
+    look_ahead: int = 16
+    cached: bool = True
+    failing: frozenset[int] = frozenset()
+    steps: list[Step] = field(default_factory=list)
+    held: dict[tuple, int] = field(default_factory=dict)  # ("row", e), ("index", file), ("block", e, k): bytes
+    fetched: dict[tuple, int] = field(default_factory=dict)  # how often
+
+    def __post_init__(self) -> None:
+        self.file = np.arange(len(self.lengths)) // self.per_file
+        self.start = np.array([self.lengths[: e][self.file[:e] == self.file[e]].sum() for e in range(len(self.lengths))])
+        frames = [int(self.lengths[self.file == file].sum()) for file in range(int(self.file.max()) + 1)]
+        self.indices = [index_of(str(f), n, self.gop, self.open_gops, f) for f, n in enumerate(frames)]
+
+    def order(self, epoch: int) -> Order:
+        return Order(self.lengths, True, 0, epoch, 4, 2)
+
+    def packets(self, episode: int) -> tuple[np.ndarray, np.ndarray]:
+        index = self.indices[self.file[episode]]
+        packets = index.shown[self.start[episode] + np.arange(self.lengths[episode])].astype(np.int64)
+        return packets, index.keyframes(packets)
+
+    def go(self, count: int) -> Run:
+        batches = samples(self.order, Batches(int(self.lengths.sum()), BATCH, 1, "pad"), 0, 0, 0)
+        windows = {CAMERA: np.array([0, 1])}
+        storage = Storage({CAMERA: self.file}, ROW, {CAMERA: 0}, (CAMERA,), self.room, self.block, self.look_ahead)
+        schedule = Schedule(
+            self.lengths, batches, BATCH, windows if self.cached else {}, Limits(self.kept, 2, 1000), storage,
+            {} if self.cached else windows,
+        )  # fmt: skip
+        for number in range(count):
+            self.read(schedule, number)
+            for episode in schedule.unknown(CAMERA, schedule.reads.ready()):
+                schedule.learn(CAMERA, episode, *self.packets(episode), self.indices[self.file[episode]])
+            step = schedule.plan()
+            self.drop(step.reads.drop)
+            for fetch in step.reads.fetch:
+                for place, (start, stop) in enumerate(fetch.ranges):
+                    key = ("block", fetch.episode, fetch.first + place)
+                    assert key not in self.held, "fetched although it is there"
+                    self.held[key], self.fetched[key] = stop - start, self.fetched.get(key, 0) + 1
+                assert all(a[1] == b[0] for a, b in zip(fetch.ranges, fetch.ranges[1:], strict=False))
+            assert schedule.reads.cache.taken == sum(self.held.values()) <= self.room
+            self.check(step)
+            self.steps.append(step)
+        return self
+
+    def read(self, schedule: Schedule, number: int) -> None:
+        reads, drop = schedule.request()
+        self.drop(drop)
+        for read in reads:
+            self.held["index" if read.camera else "row", read.number] = 0
+        for read in schedule.reads.due():
+            key = "index" if read.camera else "row", read.number
+            if number < read.batch and read.number in self.failing:
+                schedule.reads.failed(read)
+                del self.held[key]
+                continue
+            size = self.indices[read.number].nbytes if read.camera else int(self.lengths[read.number]) * ROW
+            schedule.reads.arrived(read, size)
+            self.held[key] = size
+        # Of what was asked for and is not there yet, the schedule counts an estimate.
+        coming = [key for key, size in self.held.items() if key[0] == "row" and not size]
+        self.held |= {key: int(self.lengths[key[1]]) * ROW for key in coming}
+        for key in self.held:
+            if key[0] == "index" and not self.held[key]:
+                self.held[key] = schedule.reads._indices[CAMERA].size.get(key[1], 0)
+
+    def drop(self, drop: Drop) -> None:
+        gone = [("row", e) for e in drop.rows] + [("index", file) for _, file in drop.indices]
+        for key in gone + [("block", e, k) for _, e, k in drop.blocks]:
+            del self.held[key]
+
+    def check(self, step: Step) -> None:
+        """All that decoding the step's frames takes is there."""
+        assert all(("row", e) in self.held and ("index", self.file[e]) in self.held for e in step.samples.episode.tolist())
+        there = {key for key in step.reads.needed[CAMERA] if ("block", *key) in self.held}
+        assert there == set(step.reads.needed[CAMERA])
+        if not self.cached:
+            assert (step.packets[CAMERA] >= 0).all()
+            return
+        planned = step.frames[CAMERA]
+        for episode in np.unique(planned.episode).tolist():
+            index = self.indices[self.file[episode]]
+            blocks = cut(index, *self.packets(episode), self.block)
+            spans = [(int(blocks.start[k]), int(blocks.stop[k])) for e, k in there if e == episode]
+            for packet in planned.packet[planned.episode == episode].tolist():
+                first, last = span(index, packet)
+                for needed in range(first, last + 1):
+                    at = int(index.offset[needed])
+                    assert any(start <= at and at + index.size[needed] <= stop for start, stop in spans)
+
+
+LENGTHS = st.lists(st.integers(3, 40), min_size=3, max_size=12).map(np.array)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=LENGTHS,
+    room=st.sampled_from([14_000, 30_000, 60_000, HUGE]),
+    kept=st.sampled_from([0, 20, 10_000]),
+    gop=st.sampled_from([1, 2, 7]),
+    open_gops=st.booleans(),
+    per_file=st.sampled_from([1, 3]),
+    cached=st.booleans(),
+    failing=st.frozensets(st.integers(0, 11), max_size=3),
+)
+def test_all_that_a_batch_reads_is_there_and_within_the_room(
+    lengths: np.ndarray, room: int, kept: int, gop: int, open_gops: bool, per_file: int, cached: bool, failing: frozenset[int]
+) -> None:
+    run = Run(
+        lengths, room, kept, gop, open_gops and gop > 2, per_file, block=min(1500, room // 100), cached=cached, failing=failing
+    )
+    batches = -(-int(lengths.sum()) // BATCH)
+    try:
+        run.go(min(3 * batches, 60))
+    except MemoryBudgetError:
+        assert room < 60_000
+        return
+    if room == HUGE:
+        assert max(run.fetched.values()) == 1 or kept >= lengths.sum(), "fetched again although it fits"
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(lengths=LENGTHS, open_gops=st.booleans())
+def test_what_is_decoded_once_is_fetched_once_and_not_kept(lengths: np.ndarray, open_gops: bool) -> None:
+    run = Run(lengths, kept=10_000, open_gops=open_gops).go(3 * -(-int(lengths.sum()) // BATCH) + 20)
+    assert set(run.fetched.values()) == {1}
+    assert not run.steps[-1].reads.fetch
+    assert not [key for key in run.held if key[0] == "block"]
+
+
+def test_the_first_batch_has_storage_for_itself_and_more_is_read_from_batch_to_batch() -> None:
+    run = Run(np.full(40, 30), look_ahead=12, per_file=1).go(30)
+    first = run.steps[0].reads
+    fetched = [(f.episode, f.first + k) for f in first.fetch for k in range(len(f.ranges))]
+    assert sorted(fetched) == sorted(first.needed[CAMERA])
+    distances = [max([f.batch - n for f in step.reads.fetch], default=0) for n, step in enumerate(run.steps)]
+    assert [distances[n] <= n for n in range(12)] == [True] * 12
+    assert max(distances) == 12
+    assert all(f.batch >= n for n, step in enumerate(run.steps) for f in step.reads.fetch)
+
+
+def test_what_is_used_farthest_in_the_future_goes() -> None:
+    """Two epochs with room for two thirds of the video: about a third of it is fetched twice."""
+    lengths = np.full(12, 40)
+    free = Run(lengths, cached=False, gop=1, per_file=1, block=600).go(160)
+    video = sum(size for key, size in free.held.items() if key[0] == "block")
+    rest = sum(size for key, size in free.held.items() if key[0] != "block")
+    tight = Run(lengths, room=rest + video * 2 // 3, cached=False, gop=1, per_file=1, block=600, look_ahead=4).go(160)
+    assert set(free.fetched.values()) == {1}
+    assert sum(tight.fetched.values()) < 1.4 * len(free.fetched)
+
+
+def test_the_same_calls_give_the_same_plan() -> None:
+    lengths = np.random.default_rng(0).integers(5, 50, 20)
+    one, other = (Run(lengths, room=40_000, kept=30, per_file=1).go(60) for _ in range(2))
+    for first, second in zip(one.steps, other.steps, strict=True):
+        assert dataclasses.asdict(first.reads) == dataclasses.asdict(second.reads)
+
+
+@pytest.mark.parametrize("gop", [1, 4, 30])
+def test_blocks_are_whole_gops_that_hold_what_their_frames_need(gop: int) -> None:
+    index = index_of("", 200, gop, gop > 2, 0)
+    packets = index.shown[20:150].astype(np.int64)
+    found = cut(index, packets, index.keyframes(packets), 1000)
+    assert len(found.start) <= len(packets)
+    assert (found.start[1:] == found.stop[:-1]).all()
+    keyframes = set(index.offset[index.sync].tolist())
+    assert set(found.start.tolist()) <= keyframes
+    for frame, packet in enumerate(packets.tolist()):
+        first, last = span(index, packet)
+        assert found.start[found.first[frame]] <= index.offset[first]
+        assert index.offset[last] + index.size[last] <= found.stop[found.last[frame]]
