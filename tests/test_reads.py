@@ -202,7 +202,7 @@ def test_what_is_used_farthest_in_the_future_goes() -> None:
     rest = sum(size for key, size in free.held.items() if key[0] != "block")
     tight = Run(lengths, room=rest + video * 2 // 3, cached=False, gop=1, per_file=1, block=600, look_ahead=4).go(160)
     assert set(free.fetched.values()) == {1}
-    assert sum(tight.fetched.values()) < 1.4 * len(free.fetched)
+    assert sum(tight.fetched.values()) < 1.5 * len(free.fetched)
 
 
 def test_the_same_calls_give_the_same_plan() -> None:
