@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dali_stream import budget, process, windows
@@ -17,10 +18,10 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
 from dali_stream.graph import Graph
 from dali_stream.normalize import Modes, Normalizer
-from dali_stream.order import Shuffle, check_order_arguments, check_world
+from dali_stream.order import Shuffle, check_order_arguments, check_world, default_pools, uneven
 from dali_stream.run import Batch, Run
 from dali_stream.stage import SAMPLE, Plan, closed
-from dali_stream.state import check_state, order_state
+from dali_stream.state import check_resumable, check_state, noted, order_state
 from dali_stream.tables import Tables
 from dali_stream.video.route import DECODE, Route, choose
 from dali_stream.video.trial import trial
@@ -52,8 +53,9 @@ class Loader:
         shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
             that is local; False, recorded order.
         seed: of the order, and of augmentation.
-        consumers, episode_pool_size: see `Order`. `consumers` must be a multiple of every world size that a run is to be
-            resumed on.
+        consumers, episode_pool_size: see `Order`; only for `shuffle=True`. None: chosen for the global batch, batch_size times
+            the world size, see `dali_stream.order.default_pools` and docs/order.md (32 and 8 for 64 samples); a resumed run
+            keeps those of its state. A run can be resumed on every world size that divides its `consumers`.
         device: "auto", "cpu", "cuda" or "cuda:1". "auto" is this process's GPU where there is one.
         decode: "auto", NVDEC where the driver says that it decodes the camera's video and torchcodec otherwise; "dali";
             "torchcodec".
@@ -83,8 +85,8 @@ class Loader:
         normalize: Modes = None,
         shuffle: Shuffle = True,
         seed: int = 0,
-        consumers: int = 32,
-        episode_pool_size: int = 8,
+        consumers: int | None = None,
+        episode_pool_size: int | None = None,
         device: str = "auto",
         decode: str = "auto",
         threads: int | None = None,
@@ -99,12 +101,15 @@ class Loader:
         one_of("decode", decode, DECODE)
         one_of("last_batch", last_batch, LAST_BATCH)
         one_of("on_error", on_error, ("raise", "substitute"))
-        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
+        batch_size = positive("batch_size", batch_size)
         rank, world_size = process.rank_and_world(rank, world_size)
+        self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
+        consumers, episode_pool_size = default_pools(batch_size, world_size, consumers, episode_pool_size)
+        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
         check_world(rank, world_size, consumers if shuffle is True else None)
         threads = process.cores() if threads is None else positive("threads", threads)
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-        batches = Batches(self.dataset.num_frames, positive("batch_size", batch_size), world_size, last_batch)
+        batches = Batches(self.dataset.num_frames, batch_size, world_size, last_batch)
         if not batches.count(0):
             raise ValueError(
                 f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
@@ -120,8 +125,8 @@ class Loader:
             windows=windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset)),
             shuffle=shuffle,
             seed=int(seed),
-            consumers=int(consumers),
-            episode_pool_size=int(episode_pool_size),
+            consumers=consumers,
+            episode_pool_size=episode_pool_size,
             rank=rank,
             threads=threads,
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
@@ -150,8 +155,10 @@ class Loader:
         self._closed = False
         self._pid = os.getpid()
         self._route_changes = 0
+        self._left_out_told = False
         self._routes = self._choose_routes()
         budget.check(self._plan)
+        self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:
         # What Accelerate asks of a loader that it would split by rank, or skip batches of.
@@ -167,18 +174,31 @@ class Loader:
         return self._plan.batches.count(0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """One epoch: the first, the one that a loaded state is in, or the one after the last that was begun.
+        """One epoch: the first, the rest of the one that a loaded state is in, or the one after the last that was begun.
 
-        Leaving the loop early stops all work; the next iteration is the next epoch.
+        Leaving the loop early stops all work; the next iteration is the next epoch, and warns once of what was left out.
         """
         self._check_usable()
         return self._iterate()
 
+    @property
+    def epoch(self) -> int:
+        """The present epoch, from 0: that of the batch delivered last until its loop ends, then the next one."""
+        return self._epoch
+
+    @property
+    def batch_index(self) -> int:
+        """Index of the epoch's next batch, from 0: the epoch has `len(loader) - batch_index` batches left.
+
+        So it is the number of batches delivered, but in an epoch that was resumed with another global batch.
+        """
+        return len(self) - self._plan.batches.count(self._position)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: a small JSON-serialisable dict, the same on each rank. It counts what has been delivered.
 
-        It holds the position in the epoch's order, so a run that is resumed goes on at the very next sample, on any number
-        of ranks that divides `consumers`.
+        It holds the position in the epoch's order, so that a resumed run continues at the very next sample, on any number of
+        ranks that divides `consumers`. Taken on the last batch of an epoch, it resumes with the next epoch.
         """
         self._check_usable()
         return {
@@ -186,14 +206,18 @@ class Loader:
             "epoch": self._epoch,
             "position": self._position,
             "dataset": self.dataset.fingerprint,
-            "order": self._order_state(),
+            "order": _order_state(self._plan),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken. Only before the first iteration.
+        """Continues where `state` was taken. Only before the first iteration.
+
+        Of `consumers` and `episode_pool_size`, those that this loader was not given are the state's from here on.
 
         Raises:
-            ResumeError: iteration has begun, or the state is of another dataset or order.
+            ResumeError: iteration has begun, the state is of another dataset or order, or this world size does not divide its
+                `consumers`.
+            MemoryBudgetError: memory_budget does not hold one batch of the state's order.
         """
         self._check_usable()
         if self._began:
@@ -205,7 +229,17 @@ class Loader:
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
                 f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
             )
-        self._epoch, self._position = check_state(state, "loader", self._order_state(), self.dataset.num_frames)
+        taken = noted(state, self._plan.shuffle, self._pools_given)
+        plan = replace(self._plan, **taken)
+        epoch, position = check_state(state, "loader", _order_state(plan), self.dataset.num_frames)
+        if taken:
+            check_resumable(plan.batches.world_size, plan.consumers)
+            budget.check(plan)
+        self._plan, self._epoch, self._position = plan, epoch, position
+        if "consumers" in taken:
+            self._warn_if_uneven()
+        if not plan.batches.count(position):
+            self._end_epoch()
 
     @property
     def routes(self) -> dict[str, Route]:
@@ -256,8 +290,9 @@ class Loader:
         iteration, self._began = self._iteration, True
         batches = self._plan.batches
         if self._abandoned:
-            if batches.count(self._position):
+            if left := batches.count(self._position):
                 self._stop()
+                self._tell_left_out(left)
             self._epoch, self._position = self._epoch + 1, 0
         self._abandoned = True
         try:
@@ -272,11 +307,6 @@ class Loader:
                 self._batches_delivered += 1
                 yield batch
             self._check_current(iteration)
-            left = self.dataset.num_frames - self._position
-            if left and batches.last_batch == "partial":
-                _log.warning(
-                    "%d frames of epoch %d are left out: the run was resumed with fewer of them than ranks", left, self._epoch
-                )
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
@@ -326,11 +356,27 @@ class Loader:
         if iteration != self._iteration:
             raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
 
-    def _order_state(self) -> dict[str, Any]:
-        """What order and augmentation are a function of, beside dataset and epoch."""
+    def _end_epoch(self) -> None:
+        """Goes to the next epoch from a loaded place behind which no batch is left."""
+        left = self.dataset.num_frames - self._position
+        if left and self._plan.batches.last_batch == "partial":
+            _log.warning("%d frames of epoch %d are left out: fewer than the ranks that resume the run", left, self._epoch)
+        self._epoch, self._position = self._epoch + 1, 0
+
+    def _tell_left_out(self, batches: int) -> None:
+        if not self._left_out_told:
+            _log.warning(
+                "the last iteration ended before its epoch: %d of %d batches of epoch %d are left out, and epoch %d begins. To "
+                "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. This is "
+                "said once",
+                *(batches, len(self), self._epoch, self._epoch + 1),
+            )
+        self._left_out_told = True
+
+    def _warn_if_uneven(self) -> None:
         plan = self._plan
-        state = order_state(plan.shuffle, plan.seed, plan.consumers, plan.episode_pool_size)
-        return state | ({"seed": plan.seed} if plan.augments else {})
+        if plan.shuffle is True and (told := uneven(plan.consumers, plan.batches.batch_size, plan.batches.world_size)):
+            _log.warning("%s", told)
 
     def _choose_routes(self) -> dict[str, Route]:
         routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}
@@ -362,6 +408,12 @@ class Loader:
             return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
+
+
+def _order_state(plan: Plan) -> dict[str, Any]:
+    """What order and augmentation are a function of, beside dataset and epoch."""
+    state = order_state(plan.shuffle, plan.seed, plan.consumers, plan.episode_pool_size)
+    return state | ({"seed": plan.seed} if plan.augments else {})
 
 
 def _window_keys(dataset: Dataset) -> list[str]:
