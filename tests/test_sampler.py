@@ -170,6 +170,66 @@ def test_batch_samplers_and_loaders_without_batches_take_it() -> None:
     assert list(DataLoader(Frames(), batch_size=None, sampler=make(), num_workers=1)) == epoch_order(0)
 
 
+# ----------------------------------------------------------------------------------- shuffle, consumers and pools by default
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(7, 1), (5, 3), (4, 1)])
+def test_with_its_batch_size_it_has_the_batches_of_a_loader_with_defaults(demo: Path, batch_size: int, world: int) -> None:
+    dataset, ranks = Dataset(demo, cameras=[]), {"rank": world - 1, "world_size": world}
+    sampler = FrameSampler(dataset, batch_size=batch_size, **ranks)
+    with Loader(dataset, batch_size=batch_size, threads=1, **ranks) as loader:
+        assert [b.tolist() for b in load(sampler, batch_size, drop_last=True)] == [samples([batch]) for batch in loader]
+        saved = loader.state_dict()["order"].items()
+    assert saved <= sampler.state_dict(step=0, batch_size=batch_size)["order"].items()
+
+
+def test_without_a_batch_size_it_is_a_permutation_of_all_frames() -> None:
+    assert list(FrameSampler(LENGTHS, rank=0, world_size=1)) == epoch_order(0, shuffle="global")
+    for options in ({"shuffle": True}, {"consumers": 32}, {"episode_pool_size": 8}):  # pools are asked for, and what they had
+        found = list(FrameSampler(LENGTHS, rank=0, world_size=1, **options))
+        assert found == epoch_order(0, consumers=32, episode_pool_size=8)
+
+
+@pytest.mark.parametrize("batch_size", [None, 4, 6])
+@pytest.mark.parametrize("order", [{"shuffle": False}, {"shuffle": "global"}, {"consumers": 32, "episode_pool_size": 8}, ORDER])
+def test_a_resumed_run_keeps_the_order_of_its_state(batch_size: int | None, order: dict[str, Any]) -> None:
+    first = FrameSampler(LENGTHS, rank=0, world_size=1, **order)
+    list(islice(it := iter(first), 8))
+    state = saved(first.state_dict(step=2, batch_size=4))
+    del it
+    second = FrameSampler(LENGTHS, batch_size=batch_size, rank=0, world_size=1)
+    second.load_state_dict(state)
+    assert list(second) == epoch_order(0, **order)[8:]
+    assert list(second) == epoch_order(1, **order)
+
+
+def test_a_run_on_ranks_that_do_not_divide_the_consumers_of_its_state_is_refused() -> None:
+    state = FrameSampler(LENGTHS, batch_size=8, rank=0, world_size=1).state_dict(step=0, batch_size=8)
+    for options in ({"batch_size": 4}, {}):
+        with pytest.raises(ResumeError, match=r"consumers=8, which world_size=3 does not divide; .* on 1, 2, 4, 8 ranks"):
+            FrameSampler(LENGTHS, rank=0, world_size=3, **options).load_state_dict(state)
+
+
+def test_a_checkpoint_of_plain_numbers_has_the_order_that_was_chosen_for_them() -> None:
+    order = list(FrameSampler(LENGTHS, batch_size=6, rank=0, world_size=1))
+    sampler = FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=3)
+    sampler.resume(epoch=0, step=2, batch_size=6, world_size=1)
+    assert list(sampler) == order[12::3]
+    with pytest.raises(ValueError, match="world_size is 4, which does not divide consumers=6; allowed"):
+        FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=4).resume(epoch=0, step=2, batch_size=6, world_size=1)
+
+
+def test_consumers_that_do_not_divide_the_global_batch_get_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for options in ({"batch_size": 6}, {"consumers": 12}, {"batch_size": 6, "consumers": 12, "shuffle": "global"}):
+        list(FrameSampler(LENGTHS, rank=0, world_size=2, **options))
+    assert caplog.records == []
+    list(FrameSampler(LENGTHS, batch_size=6, consumers=8, rank=0, world_size=2))
+    [record] = caplog.records
+    assert record.getMessage().startswith(
+        "consumers=8 does not divide the global batch of 12 samples (batch_size 6, 2 ranks): "
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------- resume
 
 
