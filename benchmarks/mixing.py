@@ -76,19 +76,19 @@ def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
         lengths: frames of each episode.
         stride: samples of a batch. The samples at the end of an epoch that fill no batch are left out.
     """
-    share = lengths / lengths.sum()
     variances, distinct, products = [], [], [[] for _ in range(LAGS)]
     for episodes in epochs:
         batches, count = len(episodes) // stride, len(lengths)
         batch = np.repeat(np.arange(batches), stride)
         found = np.bincount(batch * count + episodes[: batches * stride], minlength=batches * count).reshape(batches, count)
         distinct.append((found > 0).sum(1))
-        off = (found - stride * share).astype(np.float32)
+        off = (found - found.mean(0)).astype(np.float32)
         variances.append((off**2).sum(1))
         for lag in range(1, min(LAGS + 1, batches)):
             products[lag - 1].append(np.einsum("te,te->t", off[lag:], off[:-lag]))
     variance = float(np.concatenate(variances).mean())
     correlations = [float(np.concatenate(each).mean()) / variance if each and variance else 0.0 for each in products]
+    share = lengths / lengths.sum()
     independent = stride * float((share * (1 - share)).sum())
     return Mixing(variance / independent, max(correlations, key=abs), float(np.concatenate(distinct).mean()))
 
@@ -190,7 +190,7 @@ def _table(cases: list[Case]) -> str:
 def _grid_table(cases: list[Case]) -> str:
     """Per number of episodes the worst of all batch sizes and ranks."""
     lines = [
-        "| episodes | pools hold all of them | cases | variance of batch means | full shuffle | autocorrelation | full shuffle |",
+        "| episodes | pools hold all | cases | variance of batch means | full shuffle | autocorrelation | full shuffle |",
         "|---|---|---|---|---|---|---|",
     ]
     for episodes in sorted({c.episodes for c in cases}):
@@ -266,8 +266,10 @@ def _panel(
     below = f'x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 40}" text-anchor="middle"'
     yield f"<text {below}>batch size; {CURVE_EPISODES} episodes</text>"
     for name, cases in curves.items():
-        for c in cases:
-            yield f'<circle cx="{across(c.batch_size)}" cy="{down(value(c))}" r="2" fill="{COLOURS[name]}" fill-opacity="0.7"/>'
+        dots = (f"M{across(c.batch_size)} {down(value(c))}h0" for c in cases)  # lines of no length, with round ends
+        yield (
+            f'<path d="{"".join(dots)}" stroke="{COLOURS[name]}" stroke-width="4" stroke-linecap="round" stroke-opacity="0.7"/>'
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,41 @@ def test_sigterm_finishes_the_batch_saves_and_ends_with_143_and_the_run_goes_on(
     assert list(losses(tmp_path)) == list(range(1, step + 1))
     train(demo, tmp_path, *options, "--resume")
     assert losses(tmp_path) == losses(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "training"), [(4, False), (4, True), (8, False)])
+def test_a_validation_that_was_interrupted_is_done_again(
+    program: Any, finished: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, training: bool
+) -> None:
+    """SIGTERM comes in the middle of it, or in the training step that it is due after."""
+    policy = importlib.import_module("training.policy").ChunkPolicy
+    predict, steps, cut = policy.predict, [], []
+
+    def interrupted(self: Any, batch: dict[str, Any]) -> torch.Tensor:
+        steps.extend([batch] * self.training)
+        if len(steps) == step and self.training == training and not cut:
+            cut.append(step)
+            signal.raise_signal(signal.SIGTERM)
+        return predict(self, batch)
+
+    monkeypatch.setattr(policy, "predict", interrupted)
+    line = [demo, "--out", tmp_path, *SMALL, "--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4]
+    with pytest.raises(SystemExit) as ended:
+        program.main([*map(str, line)])
+    assert ended.value.code == 143
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == step
+    assert len(validations(tmp_path)) == step // 4 - 1
+    for _ in range(2):  # the second has nothing left to do
+        program.main([*map(str, line), "--resume"])
+        assert validations(tmp_path) == {step: pytest.approx(error, rel=1e-4) for step, error in validations(finished).items()}
+
+
+def validations(out: Path) -> dict[int, float]:
+    """{step: error} of a run's journal, which has each validation once."""
+    found = [(entry["step"], entry["val_error"]) for entry in journal(out) if "val_error" in entry]
+    assert len(dict(found)) == len(found)
+    return dict(found)
 
 
 def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
         together()
         found = watch.end()
         routes = {key: asdict(route) for key, route in loader.routes.items()}
+        order = loader.state_dict()["order"]
     frames = found["samples"] * sum(steps.values())
     return found | {
         "host": platform.node(),
@@ -101,6 +102,7 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
         "frames": frames,
         "first_batch_latency_s": first_batch_s,
         "routes": routes,
+        "order": order,
         "peak_rss_bytes": environment.peak_rss(),
     }
 

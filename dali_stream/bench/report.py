@@ -27,7 +27,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         `wallclock_s`; `decode_s_total`, `fetch_s_total`, `wait_s_total`: seconds of all decode threads, all fetches, and in
         `next()`, over all ranks; `fetched_bytes`, `needed_bytes`, `cached_bytes` (hits of cache_dir), `requests`, `retries`.
         `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `peak_rss_bytes` and `peak_gpu_bytes` (the largest of a
-        rank), `cpu_s_per_sample`, `routes`, `timeline` (of rank 0), `versions`, `machine`, `date`.
+        rank), `cpu_s_per_sample`, `consumers`, `episode_pool_size`, `routes`, `timeline` (of rank 0), `versions`, `machine`,
+        `date`.
     """
     nodes = len({rank["host"] for rank in ranks})
     wall = max(rank["wallclock_s"] for rank in ranks)
@@ -56,6 +57,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         "cpu_s_per_sample": sum(rank["cpu_s"] for rank in ranks) / samples,
         "device": ranks[0]["device"],
         "routes": ranks[0]["routes"],
+        **{key: ranks[0]["order"][key] for key in ("consumers", "episode_pool_size")},
         "timeline": ranks[0]["timeline"],
         **environment.ran_on(ranks[0]["device"]),
     }

@@ -33,8 +33,11 @@ def bench(
     image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Of the pictures.")] = "uint8",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where batches are made.")] = "auto",
     consumers: Annotated[
-        int, typer.Option(metavar="N", parser=arguments.count, help="Of the order; a multiple of the ranks.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            metavar="N", parser=arguments.count, help="Of the order, a multiple of the ranks; chosen for the batch unless given."
+        ),
+    ] = None,
     memory_budget: Annotated[str, typer.Option(metavar="SIZE", help="Bound of resident encoded bytes, per rank.")] = "4GiB",
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,

@@ -29,7 +29,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--save-every", type=int, default=500, help="steps")
     add("--log-every", type=int, default=10, help="steps")
     add("--seed", type=int, default=0, help="of weights, order and augmentation")
-    add("--consumers", type=int, default=32, help="a multiple of every number of processes that the run may go on with")
+    add("--consumers", type=int, help="of the order; chosen for --batch-size unless given. A run can continue on any number of "
+        "processes that divides it")  # fmt: skip
     add("--threads", type=int, help="of each process's decoders; its cores unless given")
     add("--device", choices=("auto", "cpu"), default="auto")
     add("--revision", help="of a dataset on the Hub")
