@@ -32,6 +32,7 @@ import dali_stream
 from dali_stream import environment
 from dali_stream.arguments import byte_count
 from dali_stream.bench.measure import MODES
+from dali_stream.order import default_pools
 
 KEEPS_UP = 0.01  # the share of the time that training may wait
 PRECISION = 1.07  # of the smallest bandwidth

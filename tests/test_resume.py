@@ -104,7 +104,7 @@ def test_batch_index_tells_what_is_left_of_an_epoch_resumed_with_another_batch_s
             assert left == len(list(loader)) == -(-17 // batch_size)
 
 
-@pytest.mark.parametrize("cut", range(11))
+@pytest.mark.parametrize("cut", [0, 3, 5, 6, 10])
 def test_the_loop_of_the_readme_resumes_as_it_stands(rows: Dataset, cut: int) -> None:
     """Wherever it was cut, and also where it was done: the same batches in all, and no more epochs than were asked for."""
 

@@ -35,7 +35,9 @@ def bench(
     consumers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", parser=arguments.count, help="Of the order, a multiple of the ranks; chosen for the batch unless given."
+            metavar="N",
+            parser=arguments.count,
+            help="Of the order, a multiple of the ranks; chosen for the batch unless given.",
         ),
     ] = None,
     memory_budget: Annotated[str, typer.Option(metavar="SIZE", help="Bound of resident encoded bytes, per rank.")] = "4GiB",
