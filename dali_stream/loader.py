@@ -103,6 +103,7 @@ class Loader:
         one_of("on_error", on_error, ("raise", "substitute"))
         batch_size = positive("batch_size", batch_size)
         rank, world_size = process.rank_and_world(rank, world_size)
+        check_world(rank, world_size, None)
         self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
         consumers, episode_pool_size = default_pools(batch_size, world_size, consumers, episode_pool_size)
         check_order_arguments(shuffle, seed, consumers, episode_pool_size)

@@ -16,21 +16,13 @@ from dali_stream import process
 from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
-from dali_stream.order import (
-    Order,
-    Shuffle,
-    check_order_arguments,
-    check_world,
-    checked_lengths,
-    default_pools,
-    uneven,
-)
+from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths, default_pools, uneven
 from dali_stream.state import check_resumable, check_state, noted, order_state
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
 _BLOCK = 4096  # indices computed at a time
-_WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}
+_WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}  # as of `Order`
 
 
 class _Arguments(NamedTuple):
@@ -98,6 +90,7 @@ class FrameSampler(Sampler[int]):
         world_size: int | None = None,
     ) -> None:
         self._rank, self._world = process.rank_and_world(rank, world_size)
+        check_world(self._rank, self._world, None)
         self._batch_size = None if batch_size is None else positive("batch_size", batch_size)
         if shuffle is None and (consumers is not None or episode_pool_size is not None):
             shuffle = True

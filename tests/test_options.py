@@ -261,6 +261,7 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"last_batch": "keep"}, "last_batch is 'keep'; allowed are 'drop', 'partial', 'pad'"),
         ({"on_error": "skip"}, "on_error is 'skip'"),
         ({"rank": 1}, "rank is 1 and world_size is None; give both or neither"),
+        ({"rank": 0, "world_size": 0}, "world_size is 0; a rank is at least 0 and below world_size"),
         ({"rank": 2, "world_size": 2}, "a rank is at least 0 and below world_size"),
         ({"rank": 0, "world_size": 7, "consumers": 32}, "does not divide consumers=32; allowed .* 1, 2, 4, 8, 16, 32"),
         ({"delta_timestamps": {"nothing": [0.0]}}, "delta_timestamps has 'nothing'"),

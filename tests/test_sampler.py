@@ -411,6 +411,8 @@ def test_numbers_that_no_run_has_are_refused(change: dict[str, Any], message: st
         ({"consumers": 0}, "consumers is 0"),
         ({"world": 5}, "world_size is 5, which does not divide consumers=12; allowed with these consumers are 1, 2, 3"),
         ({"rank": 2, "world": 2}, "rank is 2 and world_size is 2"),
+        ({"batch_size": 4, "world": 0}, "rank is 0 and world_size is 0"),
+        ({"batch_size": 0}, "batch_size is 0; it is an integer of 1 or more"),
         ({"rank": None}, "give both or neither"),
         ({"episode_lengths": [3, -1]}, "episode 1 has length -1"),
         ({"episode_lengths": "lerobot/pusht"}, "episode_lengths has shape"),
