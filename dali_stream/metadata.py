@@ -72,6 +72,7 @@ class Episodes:
         data: its Parquet file.
         video: per camera, its MP4.
         start: per camera, (E,) seconds at which the episode begins in its MP4.
+        stop: per camera, (E,) seconds at which it ends there; the frame at that time is not of it.
     """
 
     index: npt.NDArray[np.int64]
@@ -80,6 +81,11 @@ class Episodes:
     data: Files
     video: dict[str, Files] = field(default_factory=dict)
     start: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    stop: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+    def interval(self, camera: str, row: int) -> tuple[float, float]:
+        """Where the episode in this row of the table lies in its MP4: [start, stop) in seconds."""
+        return float(self.start[camera][row]), float(self.stop[camera][row])
 
 
 def read_info(store: Store) -> Info:
@@ -143,6 +149,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         data=_files(info.data_path, table["data/chunk_index"], table["data/file_index"]),
         video=video,
         start={camera: table[f"videos/{camera}/from_timestamp"].astype(np.float64) for camera in cameras},
+        stop={camera: table[f"videos/{camera}/to_timestamp"].astype(np.float64) for camera in cameras},
     )
 
 
@@ -308,6 +315,9 @@ def _check_episodes(table: dict[str, npt.NDArray[Any]], store: Store, info: Info
             refuse((values < 0) | (values > 1 << 40), f"{name} is not a number of a file")
         if name.endswith("timestamp"):
             refuse(~np.isfinite(values) | (np.abs(values) > 1e9), f"{name} is no time in seconds")
+        if name.endswith("/to_timestamp"):
+            start = table[f"{name.removesuffix('to_timestamp')}from_timestamp"]
+            refuse(~(values > start), f"{name} is not behind its from_timestamp")
     for what, promise, found in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
         if promise is not None and promise != found:
             raise DatasetError(
