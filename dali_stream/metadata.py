@@ -28,6 +28,7 @@ ENCODING = ("info", "video_info")  # of a feature: where LeRobot's versions have
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
+Stats = dict[str, dict[str, npt.NDArray[Any]]]  # {key: {"mean": (*shape), …}}; a camera's are (3, 1, 1), of values in [0, 1]
 _log = logging.getLogger("dali_stream")
 
 
@@ -176,15 +177,22 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     return pairs
 
 
-def read_stats(store: Store) -> dict[str, dict[str, npt.NDArray[Any]]]:
+def read_stats(store: Store) -> Stats:
     """`meta/stats.json` as arrays per key and statistic; empty where there is no such file."""
     if not store.exists(STATS):
         return {}
-    stats = _object(read_json(store, STATS), store, "it", STATS)
     try:
-        return {key: {name: np.asarray(v) for name, v in values.items()} for key, values in stats.items()}
-    except (AttributeError, ValueError) as error:
-        raise DatasetError(f"{store.where(STATS)}: not a table of numbers per key and statistic: {error}") from error
+        return stats_of(read_json(store, STATS))
+    except ValueError as error:
+        raise DatasetError(f"{store.where(STATS)}: {error}") from error
+
+
+def stats_of(values: Any) -> Stats:
+    """Statistics, given as nested lists or arrays, as arrays. Raises ValueError where they are something else."""
+    try:
+        return {key: {name: np.asarray(v) for name, v in found.items()} for key, found in values.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"these are no statistics: {error}; they are {{key: {{statistic: numbers}}}}") from error
 
 
 def read_json(store: Store, path: str) -> Any:

@@ -88,7 +88,7 @@ def _short(dataset: Dataset, camera: str) -> Iterator[tuple[int, str]]:
         yield (
             episode,
             (
-                f": meta/episodes: from_timestamp {start[episode]:.4f} s to to_timestamp {stop[episode]:.4f} s is too short for "
-                f"its {dataset.lengths[episode]} frames at {dataset.fps:g} fps"
+                f": meta/episodes: from_timestamp {start[episode]:.4f} s to to_timestamp {stop[episode]:.4f} s is too short "
+                f"for its {dataset.lengths[episode]} frames at {dataset.fps:g} fps"
             ),
         )
