@@ -18,8 +18,6 @@ from dali_stream.errors import DaliStreamError, DecodeError, StorageError
 from dali_stream.rows import RowReader
 from dali_stream.video import image
 
-GIVE_UP_AFTER_S = 20.0  # a storage that answers later than that is a finding
-
 
 def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
     """A dataset, as `Dataset` takes it; where it cannot be opened, a finding.
@@ -28,7 +26,7 @@ def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
         ValueError: an argument that does not fit the address.
     """
     try:
-        return Dataset(uri, **{"give_up_after_s": GIVE_UP_AFTER_S, **options})
+        return Dataset(uri, **options)
     except DaliStreamError as error:
         return _unreadable(error)
 
