@@ -27,6 +27,7 @@ from dali_stream.video.clip import HiddenFrames, config, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import LACKING, SampleTable
+from dali_stream.video.timing import explain
 
 Array = npt.NDArray[Any]
 CLIP_FRAMES = 32  # decoded by one decoder, or one window where that is longer: opening it costs less than one frame
@@ -150,11 +151,10 @@ class VideoCamera:
             lacking = samples == LACKING
             if lacking.any():
                 frames = frames[lacking]
-                raise DecodeError(
-                    f"{self._dataset.data_store.where(table.path)}: the video shows no picture at that frame's time, though "
-                    "the metadata promises one: it is shorter than its episode, or its timestamps drift. Record, convert or "
-                    "copy the dataset again"
-                )
+                [timestamp] = residency.gather("timestamp", np.array([episode]), frames[:1])
+                interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
+                why = explain(table, interval, timestamp, self._dataset.fps)
+                raise DecodeError(f"{self._dataset.data_store.where(table.path)}: {why}")
             video = self._format(table, int(samples[0]))
             self._check_size(table, video)
         except DecodeError as error:

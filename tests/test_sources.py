@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from clouds import S3, Hub
 from loader_data import SIDE, Batch, equal, samples
-from servers import Server
+from servers import Handler, Server
+from storage_data import Clock, clock, refusing
 
-from dali_stream import Dataset, DatasetError, Loader
+from dali_stream import Dataset, DatasetError, Loader, StorageError
 from dali_stream.cli import main
 from dali_stream.reshard import reshard
+
+__all__ = ["clock", "refusing"]
 
 REPOSITORY = "someone/demo"
 TOKEN = "hf_aVerySecretToken"
@@ -83,8 +86,42 @@ def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, demo: Path, tm
 
 
 def test_a_repository_that_is_not_there(hub: Hub) -> None:
-    with pytest.raises(DatasetError, match="someone/else"):
+    with pytest.raises(
+        DatasetError, match=r"^someone/else: there is no such folder in .* hf://datasets/someone/else: not found"
+    ):
         Dataset("someone/else")
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_hub_is_asked(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    said = []
+
+    def note(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        said.append(caplog.text)
+        handler.reply(200, data, fields)
+
+    hub.set_faults([note])
+    Dataset(REPOSITORY).close()
+    words = f"{REPOSITORY}: there is no such folder in {Path.cwd()}, so it is read as the id of a Hub dataset"
+    assert f"{words}, hf://datasets/{REPOSITORY}. " in said[0]
+    caplog.clear()
+    Dataset(f"hf://datasets/{REPOSITORY}").close()
+    assert not caplog.records
+
+
+def test_a_folder_that_is_not_there_where_there_is_no_network(
+    clock: Clock, refusing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", refusing)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lerobot"))
+    words = f"data/g1: there is no such folder in {tmp_path}, so it is read as the id of a Hub dataset, hf://datasets/data/g1"
+    with pytest.raises(StorageError, match=f"^{words}.*refused"):
+        Dataset("data/g1")
+    assert clock.now <= 5
+    assert words in caplog.text
+    with pytest.raises(StorageError, match="where 40 s are allowed"):
+        Dataset("data/g1", give_up_after_s=40)
+    assert clock.now > 30
 
 
 def test_s3(demo: Path, local: list[Batch]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import RangeCache
 from dali_stream.storage.lerobot import guessed_files
-from dali_stream.storage.retry import Deadline, TransientError, retried
+from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
 from dali_stream.storage.store import Store, Traffic, checked
 
 _T = TypeVar("_T")
@@ -89,14 +89,14 @@ class RemoteStore(Store):
     Args:
         transport: makes the requests.
         cache: where fetched ranges are kept.
-        give_up_after_s: total seconds for a request, all its attempts and the pauses between them included; see `retried`.
+        patience: for how long a request is tried again.
     """
 
     remote = True
 
-    def __init__(self, transport: Transport, *, cache: RangeCache | None = None, give_up_after_s: float = 60.0) -> None:
+    def __init__(self, transport: Transport, *, cache: RangeCache | None = None, patience: Patience | None = None) -> None:
         self.address, self.revision = transport.address, transport.revision
-        self._transport, self._cache, self._give_up_after_s = transport, cache, give_up_after_s
+        self._transport, self._cache, self._patience = transport, cache, patience or Patience()
         self._stop = threading.Event()
         # Filled with setdefault only, which needs no lock: what comes first stays.
         self._sizes: dict[str, int] = {}
@@ -204,9 +204,7 @@ class RemoteStore(Store):
     def _retried(self, what: str, attempt: Callable[[Deadline], _T]) -> _T:
         """Makes attempts until one succeeds or the time is over."""
         transport = self._transport
-        return retried(
-            attempt, what, host=transport.host, total_s=self._give_up_after_s, traffic=transport.traffic, stop=self._stop
-        )
+        return retried(attempt, what, host=transport.host, patience=self._patience, traffic=transport.traffic, stop=self._stop)
 
     # -- the cache
 
