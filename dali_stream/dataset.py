@@ -51,6 +51,7 @@ class Dataset:
             a Hub repository also of its commit.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
+        cache_dir: as given.
 
     Raises:
         DatasetError: there is none, it is of another format, or its metadata is broken.
@@ -71,7 +72,7 @@ class Dataset:
         cache_bytes: int | str | None = None,
         give_up_after_s: float = 60.0,
     ) -> None:
-        self.uri = os.fspath(uri)
+        self.uri, self.cache_dir = os.fspath(uri), cache_dir
         limits: dict[str, Any] = {
             "cache_dir": cache_dir,
             "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),

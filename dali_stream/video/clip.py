@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dali_stream.counters import Timed, untimed
 from dali_stream.errors import DecodeError
 from dali_stream.storage import Store
 from dali_stream.video import hidden
@@ -79,7 +80,7 @@ class _Run:
             )
         return self.ranks[self.samples.index(sample)]
 
-    def read(self, store: Store, shown_only: bool) -> bytes:
+    def read(self, store: Store, shown_only: bool, timed: Timed) -> bytes:
         """The encoded pictures end to end."""
         table, samples = self.table, self.samples
         first, last = samples[0], samples[-1]
@@ -89,7 +90,8 @@ class _Run:
         else:
             offsets = table.offset[np.array(samples)].tolist()
             parts = [(begin, begin + size) for begin, size in zip(offsets, self.sizes, strict=True)]
-        data = [store.read(table.path, start, stop) for start, stop in parts]
+        with timed("read_s"):
+            data = [store.read(table.path, start, stop) for start, stop in parts]
         whole = data[0] if len(data) == 1 else b"".join(data)
         if len(whole) != sum(self.sizes):
             raise DecodeError(
@@ -125,6 +127,7 @@ def pack(
     *,
     from_the_start: bool = False,
     shown_only: bool = False,
+    timed: Timed = untimed,
 ) -> Clip:
     """Packs the pictures that `samples` need into one clip.
 
@@ -134,6 +137,7 @@ def pack(
         samples: per request, the sample in its file. The same request may come more than once.
         from_the_start: decode from the file's first picture on.
         shown_only: refuse frames that are never shown.
+        timed: counts the time that reading takes.
 
     Raises:
         HiddenFrames: there are some, and `shown_only` is set.
@@ -156,7 +160,7 @@ def pack(
         raise DecodeError("pictures of different sample descriptions (stsd) cannot share a clip")
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
-    return Clip(_mux(store, list(runs.values()), shown_only), frames, sum(len(run.samples) for run in runs.values()))
+    return Clip(_mux(store, list(runs.values()), shown_only, timed), frames, sum(len(run.samples) for run in runs.values()))
 
 
 def config(table: SampleTable, sample: int) -> bytes:
@@ -195,7 +199,7 @@ def _stop(table: SampleTable, sample: int) -> int:
 _HELD_BACK = 4  # encoders of hierarchical B-frames delay pictures by two or three; where more are, `decode` starts earlier
 
 
-def _mux(store: Store, runs: list[_Run], shown_only: bool) -> bytearray:
+def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> bytearray:
     lengths = [len(run.samples) for run in runs]
     n = sum(lengths)
     sizes = np.array([size for run in runs for size in run.sizes], ">u4")
@@ -216,7 +220,7 @@ def _mux(store: Store, runs: list[_Run], shown_only: bool) -> bytearray:
         tables.append(full_box(b"ctts", 1, 0, struct.pack(">I", n), entries))
     length = _LENGTH_OF_REST + sum(map(len, tables))
     moov = _moov(tables, table.track_header, n * TICK, len(_FTYP) + length + 8)
-    body = [run.read(store, shown_only) for run in runs]
+    body = [run.read(store, shown_only, timed) for run in runs]
     return bytearray().join((_FTYP, moov, struct.pack(">I4s", 8 + sum(map(len, body)), b"mdat"), *body))
 
 
