@@ -95,7 +95,8 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     if starved >= max(graph, handover):
         return _upstream(times, setup, wall, wait)
     if graph >= handover:
-        decodes = ", which decodes the videos," if "dali" in setup.videos.values() else ""
+        resizes = " and resizes" if setup.image_size else ""
+        decodes = f", which decodes{resizes} the videos," if "dali" in setup.videos.values() else ""
         return _found("graph", graph, f"The DALI graph{decodes} takes", "time", wait, _graph_change(times, setup))
     return _found("handover", handover, "Handing batches over takes", "time", wait, _handover_change(setup))
 

@@ -86,7 +86,7 @@ LONG_GOP = {"decoded_pictures": 650}
         (GRAPH, {}, 'image_dtype="uint8"'),
         (GRAPH, {"image_dtype": "uint8"}, "more CPU cores"),
         (GRAPH, {"videos": {TOP: "dali"}}, 'decode="torchcodec", since DALI decodes on the CPU here'),
-        (GRAPH, {"videos": {TOP: "dali"}, "gpu": True}, "The DALI graph, which decodes the videos, takes 95 %"),
+        (GRAPH, {"videos": {TOP: "dali"}, "gpu": True}, "The DALI graph, which decodes and resizes the videos, takes 95 %"),
         (GRAPH, {"videos": {TOP: "dali"}, "gpu": True}, "a GPU with more decode engines"),
         (GRAPH | LONG_GOP, {"videos": {TOP: "dali"}, "gpu": True}, "--codec hevc --gop 2"),
         ({}, {"normalize": True}, "normalisation inside the model"),
