@@ -57,6 +57,7 @@ class Dataset:
             a Hub repository also of its commit.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
+        cache_dir: as given.
 
     Raises:
         DatasetError: there is none, it is of another format, or its metadata is broken.
@@ -78,7 +79,7 @@ class Dataset:
         give_up_after_s: float | None = None,
         stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
     ) -> None:
-        self.uri = os.fspath(uri)
+        self.uri, self.cache_dir = os.fspath(uri), cache_dir
         self._own_stats = None if stats is None else _own_stats(stats)
         limits: dict[str, Any] = {
             "cache_dir": cache_dir,

@@ -6,10 +6,10 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from dali_stream import budget, process, windows
+from dali_stream import bottleneck, budget, process, windows
 from dali_stream.arguments import byte_count, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cameras import RouteChange, VideoCamera
@@ -28,6 +28,7 @@ from dali_stream.video.trial import trial
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
+_SAID_AFTER = 200  # batches, until what limits the loader is logged
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
@@ -146,6 +147,7 @@ class Loader:
         self._graph = (pipeline, picture_size(image_size), image_dtype)
         self._decode = decode
         self._counters = Counters()
+        self._first_stats: dict[str, Any] | None = None  # after the first batch, which pays for starting
         self._batches_delivered, self._wait_s = 0, 0.0
         self._first_batch_s: float | None = None
         self._constructed = time.perf_counter()
@@ -251,18 +253,23 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Counters and times since the loader was made.
 
-        `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_pictures` it took; seconds: `wait_s` in `next()`,
-        `first_batch_s` from construction to the first batch, `decode_s` of all decode threads together, `plan_s` of the
-        planner, `starved_s` that DALI's source waited for frames; `padded` and `substituted` samples; `route_changes`;
-        `resident_bytes` of rows, indices and, of remote data, encoded video; `indices_read_again`, those of video files in use
-        that memory_budget had no room to keep.
+        `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_pictures` it took; `padded` and `substituted`
+        samples; `route_changes`; `resident_bytes` of rows, indices and, of remote data, encoded video; `indices_read_again`,
+        those of video files in use that memory_budget had no room to keep; `first_batch_s` from construction to the first
+        batch.
+
+        Seconds per stage, which do not overlap. Of the thread that iterates: `consumer_s` between batches, and in `next()`
+        `wait_s`, of which it waited for frames for `starved_s` and for the DALI graph for `graph_s`. Of the planner thread:
+        `rows_s` reading rows or waiting for them, `gather_s` putting them into batches, `plan_s` all else. Of the decode
+        threads, added up over them (so up to `threads` seconds a second): `read_s` reading encoded video or waiting for it,
+        `pack_s` packing it into clips, `decode_s`, `resize_s`. `bottleneck` says what they mean.
 
         Of remote data also `requests`, `retries`, `fetched_bytes` over the network, `fetch_s` of all reads that waited, and
         `cached_bytes` out of `cache_dir`, all since the dataset was opened; `needed_bytes`, the indices, rows and encoded
         pictures that the episodes which have come up need, each counted once an epoch; `evicted_early`, the blocks that
         memory_budget had no room to keep.
         """
-        counters = {key: value for key, value in vars(self._counters).items() if key != "lock"}
+        counters = asdict(self._counters)
         counters["needed_bytes"] += self._plan.tables.index_bytes if self.dataset.data_store.remote else 0
         return {
             "batches": self._batches_delivered,
@@ -273,6 +280,34 @@ class Loader:
             "resident_bytes": self._run.stage.resident_bytes() if self._run else 0,
             **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
         }
+
+    def bottleneck(self, since: Mapping[str, Any] | None = None) -> bottleneck.Bottleneck | None:
+        """What limits this loader and which change would help most, for people as `str()`. Logged once, after 200 batches.
+
+        Args:
+            since: an earlier result of `stats()`, to leave out what was before; unless given, the first batch is left out.
+
+        Returns:
+            None before the second batch.
+        """
+        if (since := since or self._first_stats) is None:
+            return None
+        grown = {key: value - (since[key] or 0) for key, value in self.stats().items() if key != "first_batch_s"}
+        plan, (pipeline, image_size, image_dtype) = self._plan, self._graph
+        setup = bottleneck.Setup(
+            threads=plan.threads,
+            cores=process.cores(),
+            gpu=plan.gpu is not None,
+            remote=self.dataset.data_store.remote,
+            cached=self.dataset.cache_dir is not None,
+            decode=self._decode,
+            videos={key: self._routes[key].decoder for key in self.dataset.videos},
+            image_size=image_size,
+            image_dtype=image_dtype,
+            normalize=bool(self.normalizer.modes),
+            pipeline=pipeline is not None,
+        )
+        return bottleneck.find(grown, setup)
 
     def close(self) -> None:
         """Stops all work, joins all threads and gives back all files. The loader is of no use afterwards."""
@@ -306,7 +341,12 @@ class Loader:
                 self._first_batch_s = self._first_batch_s or time.perf_counter() - self._constructed
                 self._position = batches.span(self._position)[1]
                 self._batches_delivered += 1
+                self._first_stats = self._first_stats or self.stats()
+                if self._batches_delivered == _SAID_AFTER:
+                    self._log_bottleneck()
+                given = time.perf_counter()
                 yield batch
+                self._counters.add(consumer_s=time.perf_counter() - given)
             self._check_current(iteration)
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
@@ -315,6 +355,12 @@ class Loader:
             # batches and does not ask for one more has not left early.
             if self._abandoned and iteration == self._iteration and batches.count(self._position):
                 self._stop()
+
+    def _log_bottleneck(self) -> None:
+        """One line for each run: a warning, which is seen without any set-up of logging, only where training is held up."""
+        if found := self.bottleneck():
+            held_up = found.stage != "consumer" and self._plan.rank == 0
+            _log.log(logging.WARNING if held_up else logging.INFO, "Loader, after %d batches: %s", _SAID_AFTER, found)
 
     def _next(self) -> Batch:
         while True:

@@ -216,6 +216,7 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert set(before) == set(stats) >= {
         "batches", "samples", "frames", "clips", "decoded_pictures", "wait_s", "first_batch_s", "decode_s", "plan_s",
         "starved_s", "padded", "substituted", "route_changes", "resident_bytes",
+        "read_s", "pack_s", "resize_s", "rows_s", "gather_s", "graph_s", "consumer_s",
     }  # fmt: skip
     assert stats["batches"] == count == len(loader)
     assert stats["samples"] >= 32 * count
@@ -223,7 +224,9 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert stats["decoded_pictures"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same picture
     assert stats["first_batch_s"] > 0
     assert stats["wait_s"] > 0
-    assert stats["decode_s"] > 0
+    for stage in ("read_s", "pack_s", "decode_s", "rows_s", "gather_s", "plan_s", "starved_s", "graph_s", "consumer_s"):
+        assert stats[stage] > 0, stage
+    assert stats["starved_s"] + stats["graph_s"] <= stats["wait_s"], "the parts of a thread's time do not overlap"
     assert (stats["substituted"], stats["padded"], stats["route_changes"]) == (0, 0, 0)
     assert 0 < stats["resident_bytes"] < 10e6
 
