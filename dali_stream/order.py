@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.arguments import known_arguments
 from dali_stream.keyed import mix, philox
 
 Shuffle = bool | str
@@ -37,6 +38,7 @@ class Order:
         ValueError: an argument is out of range.
     """
 
+    @known_arguments
     def __init__(
         self,
         episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]],
