@@ -31,8 +31,8 @@ Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
 Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
 _log = logging.getLogger("dali_stream")
 _HINT = (
-    ". To rename an output, change its key in the dict that pipeline returns and not DataNode.name; give two operators no equal "
-    "names; use gpu() only where there is a GPU"
+    ". To rename an output, change its key in the dict that pipeline returns and not DataNode.name; give two operators no "
+    "equal names; use gpu() only where there is a GPU"
 )
 _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
 

@@ -14,7 +14,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:
         draw = augment.Draw(nodes["sample"])
         for key in cameras:
-            picture = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))
-            picture = augment.color_jitter(picture, draw, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.03)
-            nodes[key] = dali_math.clamp(picture, 0.0, 1.0)
+            frame = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))
+            frame = augment.color_jitter(frame, draw, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.03)
+            nodes[key] = dali_math.clamp(frame, 0.0, 1.0)
         return nodes
 
     return graph
@@ -58,7 +58,7 @@ class Policy(nn.Module):
         super().__init__()
         self.cameras, self.state, self.shape = list(cameras), state, (chunk, action)
         sizes, layers = (3, 32, 64, width, width), list[nn.Module]()
-        for inside, outside in zip(sizes, sizes[1:], strict=False):
+        for inside, outside in pairwise(sizes):
             layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), nn.GroupNorm(8, outside), nn.ReLU()]
         self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten())
         self.task = nn.Embedding(tasks, width)
@@ -68,7 +68,7 @@ class Policy(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss: mean absolute error. Actions behind the end of the episode count as no error."""
         seen = [self.backbone(batch[key]) for key in self.cameras] + [self.task(batch["task_index"])]
-        seen += [batch[STATE].flatten(1)] if self.state else []
+        seen += [batch[STATE].reshape(len(seen[0]), -1)] if self.state else []
         found = self.head(torch.cat(seen, dim=1)).unflatten(1, self.shape)
         wrong = (found - batch[ACTION].reshape(found.shape)).abs()
         return (wrong * ~batch[f"{ACTION}_is_pad"][..., None]).mean()
