@@ -22,7 +22,7 @@ def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
         for name in kwargs:
             if name not in allowed:
-                near = difflib.get_close_matches(name, allowed, n=1)
+                near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.8)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"{owner} has no argument {name!r}.{hint} Its arguments: {', '.join(allowed)}")
         init(*args, **kwargs)

@@ -127,6 +127,7 @@ def test_an_example_runs_from_the_command_line(name: str, demo: Path, tmp_path: 
     assert (loader["epoch"], loader["position"]) == (0, 48)
 
 
+@pytest.mark.slow
 def test_the_plain_loop_can_be_copied_alone(demo: Path, tmp_path: Path) -> None:
     """Into a folder without the other programs."""
     alone = Path(shutil.copy(ROOT / "pipelines/plain_loop.py", tmp_path))

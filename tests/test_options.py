@@ -295,7 +295,7 @@ def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> Non
         cls(**{wrong: 1})
     start = f"{cls.__name__} has no argument {wrong!r}. Did you mean {own[-1]!r}?"
     assert str(refused.value) == f"{start} Its arguments: {', '.join(own)}"
-    with pytest.raises(TypeError, match=f"{cls.__name__} has no argument 'num_workers'. Its"):
+    with pytest.raises(TypeError, match=f"{cls.__name__} has no argument 'num_workers'. Its arguments"):
         cls(num_workers=4)
 
 
