@@ -46,7 +46,8 @@ class Loader:
     Args:
         dataset: a `Dataset`, or anything that it takes.
         batch_size: samples per batch and rank.
-        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps.
+        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
+            `{"action": [i / dataset.fps for i in range(16)]}`.
         pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Pictures come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
