@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -9,15 +10,15 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream import metadata
-from dali_stream.arguments import byte_count
+from dali_stream.arguments import byte_count, known_arguments
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import Store, open_store
 
@@ -25,7 +26,10 @@ _log = logging.getLogger("dali_stream")
 
 
 class Dataset:
-    """A dataset, or a part of it.
+    """A dataset, or a part of it. `len` is its number of frames.
+
+    A copy (`copy`, `pickle`) is the same part of the same revision, with file handles and connections of its own. A pickle
+    holds `storage_options`, credentials included.
 
     Args:
         uri: a local folder, the id of a Hub repository ("lerobot/droid_1.0.1"), or an address: `hf://datasets/...`,
@@ -65,6 +69,7 @@ class Dataset:
         ValueError: an unknown camera or episode, or a revision of what has none.
     """
 
+    @known_arguments
     def __init__(
         self,
         uri: str | os.PathLike[str],
@@ -210,6 +215,30 @@ class Dataset:
         shape = self.features[camera]["shape"]
         height, width = shape[1:] if shape[0] in (1, 3) and shape[-1] not in (1, 3) else shape[:2]
         return height, width
+
+    def without(self, keys: Collection[str]) -> Dataset:
+        """The same dataset over the same open files, without these features and cameras."""
+        rest = object.__new__(type(self))
+        vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
+        rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
+        rest.cameras, rest.videos = (tuple(key for key in of if key not in keys) for of in (self.cameras, self.videos))
+        rest.skips_images = self.skips_images or any(self.features[key]["dtype"] == "image" for key in keys)
+        return rest
+
+    def __getstate__(self) -> dict[str, Any]:
+        store, data_store = copy.deepcopy((self.store, self.data_store))  # one object, where they are one
+        return {**vars(self), "store": store, "data_store": data_store}
+
+    def __len__(self) -> int:
+        return self.num_frames
+
+    def __getitem__(self, index: object) -> NoReturn:
+        # What a DataLoader asks for.
+        raise TypeError(
+            "a dali_stream.Dataset has no items: it describes files and decodes nothing. Iterate dali_stream.Loader(dataset, "
+            "...) without a DataLoader, since it makes batches in threads of its own; or give the DataLoader a LeRobotDataset, "
+            "with dali_stream.FrameSampler(dataset) as its sampler"
+        )
 
     def __repr__(self) -> str:
         what = f"{self.num_episodes} episodes, {self.num_frames} frames at {self.fps:g} fps"

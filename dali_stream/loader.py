@@ -7,10 +7,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
 
 from dali_stream import bottleneck, budget, process, windows
-from dali_stream.arguments import byte_count, one_of, picture_size, positive
+from dali_stream.arguments import byte_count, known_arguments, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cameras import RouteChange, VideoCamera
 from dali_stream.counters import Counters
@@ -38,16 +40,21 @@ class Loader:
     A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
     `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
     where the feature's shape is (1,); `<key>_is_pad` bool `(B, T)` for each key with a window; `task`, a list of str.
-    Pictures lie in memory with their channels last.
+    Pictures lie in memory with their channels last. A feature of the dataset that has the key of a mask or of `task` is left
+    out, which is logged.
+
+    Iterate a Loader itself, in the process that trains: it takes the place of PyTorch's DataLoader, and cannot be copied.
 
     Args:
         dataset: a `Dataset`, or anything that it takes.
         batch_size: samples per batch and rank.
-        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps.
+        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
+            `{"action": [i / dataset.fps for i in range(16)]}`.
         pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Pictures come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
-        image_size: (height, width) to resize to; None keeps the recorded size.
+        image_size: (height, width) in pixels to resize to; None keeps the recorded size. The whole frame is stretched or
+            squeezed to that size, so another aspect ratio distorts it; crop in `pipeline` to keep the ratio.
         image_dtype: "float32", in [0, 1], or "uint8".
         normalize: {key: "mean_std", "min_max", "quantiles" or None}, or one of them for the action and observations, see
             `Normalizer`; done last, behind `pipeline`. `normalizer.inverse` takes it back.
@@ -63,7 +70,8 @@ class Loader:
         threads: of the decoders, on the CPU and of DALI's for NVDEC; None: the cores of this process.
         prefetch: batches that are made ahead of the one being trained on; None: enough for every thread to have work, 2 to 16.
         memory_budget: bytes that rows, indices and, of remote data, encoded video may take; an int, or such as "4GiB".
-        last_batch: what becomes of samples that fill no whole batch: "drop", "partial" or "pad" (see `Batches`).
+        last_batch: what becomes of the samples at the end of an epoch that fill no whole batch. "drop" leaves them out;
+            "partial" delivers a smaller batch; "pad" fills the batch up with the first samples of the epoch.
         on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a
             warning, and counted in `stats()`.
         rank, world_size: None: from Accelerate or torch.distributed if initialised, else RANK and WORLD_SIZE, else 0 of 1.
@@ -72,8 +80,10 @@ class Loader:
         ValueError: a bad argument.
         DatasetError: as `Dataset`.
         MemoryBudgetError: memory_budget does not hold one batch.
+        DaliStreamError: it is made in a worker of a DataLoader, where each worker would deliver the same batches.
     """
 
+    @known_arguments
     def __init__(
         self,
         dataset: Dataset | str | os.PathLike[str],
@@ -98,6 +108,7 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        _refuse_workers()
         one_of("image_dtype", image_dtype, ("float32", "uint8"))
         one_of("decode", decode, DECODE)
         one_of("last_batch", last_batch, LAST_BATCH)
@@ -117,14 +128,16 @@ class Loader:
                 f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
                 f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
             )
-        self.normalizer = Normalizer(self.dataset, normalize)
+        offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset))
+        streamed = _without_added_keys(self.dataset, offsets)
+        self.normalizer = Normalizer(streamed, normalize)
         if image_dtype != "float32" and (pictures := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
             raise ValueError(f'normalize names {pictures[0]}, which has to be floats for that; give image_dtype="float32"')
         memory = byte_count(memory_budget)
         self._plan = Plan(
-            dataset=self.dataset,
+            dataset=streamed,
             batches=batches,
-            windows=windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset)),
+            windows=offsets,
             shuffle=shuffle,
             seed=int(seed),
             consumers=consumers,
@@ -133,7 +146,7 @@ class Loader:
             threads=threads,
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
             memory_budget=memory,
-            tables=Tables(self.dataset, memory // 4),
+            tables=Tables(streamed, memory // 4),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
             augments=pipeline is not None,
@@ -171,6 +184,19 @@ class Loader:
                 "it as it is, without accelerate's prepare_data_loader or skip_first_batches"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a Loader cannot be copied or pickled, because its threads and its DALI pipeline belong to this one object; copy "
+            "its dataset and its state_dict() instead, and make another Loader of them"
+        )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        # What a DataLoader asks for.
+        raise TypeError(
+            "a Loader has no items to pick: iterate it, `for batch in loader`. It takes the place of a torch DataLoader and is "
+            "not given to one; threads= and prefetch= set what num_workers= and prefetch_factor= set there"
+        )
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
@@ -335,8 +361,7 @@ class Loader:
             while batches.count(self._position):
                 self._check_current(iteration)
                 started = time.perf_counter()
-                batch = self._next()
-                batch = self.normalizer(batch)
+                batch = self._normalized(self._next())
                 self._wait_s += time.perf_counter() - started
                 self._first_batch_s = self._first_batch_s or time.perf_counter() - self._constructed
                 self._position = batches.span(self._position)[1]
@@ -362,6 +387,15 @@ class Loader:
             held_up = found.stage != "consumer" and self._plan.rank == 0
             _log.log(logging.WARNING if held_up else logging.INFO, "Loader, after %d batches: %s", _SAID_AFTER, found)
 
+    def _normalized(self, batch: Batch) -> Batch:
+        missing = [key for key in self.normalizer.modes if key not in batch]
+        if missing:
+            raise ValueError(
+                f"normalize names {missing[0]!r}, and pipeline returned no such key but {', '.join(batch)}. Features are "
+                "normalised by key behind pipeline: keep the key there, or give normalize a dict without it"
+            )
+        return self.normalizer(batch)
+
     def _next(self) -> Batch:
         while True:
             run = self._run  # another thread that closes the loader takes it away from here
@@ -377,6 +411,11 @@ class Loader:
                     raise DecodeError(f'decode="dali": {change}; decode="auto" goes on with torchcodec') from change
                 # The pipeline is built anew at this very position. Where the data is at fault, torchcodec names the sample.
                 self._stop()
+                if all(self._routes[key].decoder == "torchcodec" for key in change.cameras):
+                    raise DecodeError(
+                        f"{change.reason}. torchcodec decodes all cameras already, so this is a video decoder of `pipeline`; "
+                        "check what it is given"
+                    ) from change
                 self._route_changes += 1
                 self._routes = self._routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("torchcodec decodes from here on: %s", change)
@@ -426,9 +465,10 @@ class Loader:
             _log.warning("%s", told)
 
     def _choose_routes(self) -> dict[str, Route]:
-        routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}
+        dataset = self._plan.dataset
+        routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in dataset.cameras}
         try:
-            routes |= {key: self._choose_route(key) for key in self.dataset.videos}
+            routes |= {key: self._choose_route(key) for key in dataset.videos}
         finally:
             self.dataset.close()
         for key, route in routes.items():
@@ -461,6 +501,37 @@ def _order_state(plan: Plan) -> dict[str, Any]:
     """What order and augmentation are a function of, beside dataset and epoch."""
     state = order_state(plan.shuffle, plan.seed, plan.consumers, plan.episode_pool_size)
     return state | ({"seed": plan.seed} if plan.augments else {})
+
+
+def _refuse_workers() -> None:
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None:
+        raise DaliStreamError(
+            f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
+            "would deliver the same batches. Make it in the process that trains and iterate it there, without a DataLoader: it "
+            "decodes in threads of its own, see threads="
+        )
+
+
+def _without_added_keys(dataset: Dataset, offsets: Mapping[str, Any]) -> Dataset:
+    """The dataset without the features whose keys batches have for something else."""
+    added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
+    added["task"] = "the text of task_index"
+    if "subtask" in dataset.features and "subtask_index" in dataset.features and dataset.subtasks:
+        added["subtask"] = "the text of subtask_index"
+    taken = [key for key in dataset.features if key in added]
+    for key in taken:
+        if key in offsets:
+            raise ValueError(
+                f"delta_timestamps has {key!r}, a feature of the dataset, and {added[key]} is delivered under the same key; "
+                "leave one of the two windows out"
+            )
+    if not taken:
+        return dataset
+    _log.warning(
+        "left out of the batches: %s", "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in taken)
+    )
+    return dataset.without(taken)
 
 
 def _window_keys(dataset: Dataset) -> list[str]:

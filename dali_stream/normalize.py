@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
 from dali_stream.metadata import STATS
 
@@ -46,6 +47,7 @@ class Normalizer:
         DatasetError: its statistics are of another shape, or not finite; where they were given, a ValueError.
     """
 
+    @known_arguments
     def __init__(self, dataset: Dataset, normalize: Modes) -> None:
         self.modes = _modes(dataset, normalize)
         self._affine = {key: _affine(dataset, key, mode) for key, mode in self.modes.items()}
@@ -83,11 +85,16 @@ class Normalizer:
 def _modes(dataset: Dataset, normalize: Modes) -> dict[str, str]:
     if normalize is None:
         return {}
+    if not isinstance(normalize, (str, Mapping)):
+        raise ValueError(
+            f"normalize is {normalize!r}; it is one of {', '.join(map(repr, MODES))}, or a dict with one of them or None per "
+            "key, or None"
+        )
     if isinstance(normalize, str):
         normalize = {key: normalize for key in dataset.features if _is_floats(dataset, key) and key not in dataset.cameras
                      and (key == "action" or key.startswith("observation."))}  # fmt: skip
     for key, mode in normalize.items():
-        if mode is not None and mode not in MODES:
+        if mode is not None and not (isinstance(mode, str) and mode in MODES):
             raise ValueError(f"normalize has {mode!r} for {key}; allowed are {', '.join(map(repr, MODES))} and None")
         if key not in dataset.features or not _is_floats(dataset, key):
             can = [other for other in dataset.features if _is_floats(dataset, other)]

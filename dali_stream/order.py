@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.arguments import positive
+from dali_stream.arguments import known_arguments, positive
 from dali_stream.keyed import mix, philox
 
 Shuffle = bool | str
@@ -41,6 +41,7 @@ class Order:
         ValueError: an argument is out of range.
     """
 
+    @known_arguments
     def __init__(
         self,
         episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]],

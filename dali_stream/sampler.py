@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from dali_stream import process
-from dali_stream.arguments import positive
+from dali_stream.arguments import known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths, default_pools, uneven
@@ -75,6 +75,7 @@ class FrameSampler(Sampler[int]):
         ValueError: a bad argument, or fewer frames than ranks.
     """
 
+    @known_arguments
     def __init__(
         self,
         episode_lengths: Dataset | Sequence[int] | npt.NDArray[np.integer[Any]],

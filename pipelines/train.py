@@ -1,7 +1,11 @@
 """Behaviour cloning with action chunks on one or many GPUs: pictures, state and task in, the actions to come out.
 
 python pipelines/train.py URI --out DIR [--resume] [--max-steps N] [--val-episodes N] ...
-accelerate launch --num_processes 8 pipelines/train.py URI --out DIR ...
+accelerate launch --multi_gpu --num_processes 8 pipelines/train.py URI --out DIR ...                 one process per GPU
+accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR --device cpu ...    on a CPU
+
+--multi_gpu is what Accelerate calls several processes, on a CPU too; with `accelerate launch --cpu` there is only one, whatever
+--num_processes is. `torchrun --nproc-per-node N` does the same. The first line of the output says how many there are.
 
 DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
 chunks.png. A run that was killed goes on with --resume at the very next sample, on any number of processes that divides
@@ -46,7 +50,7 @@ COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  #
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains; exits with 143 or 130 where SIGTERM or Ctrl-C cut it short."""
     preemption = Preemption()
-    arguments = parse(argv)
+    arguments = parse(argv, __doc__)
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")

@@ -125,6 +125,15 @@ def test_it_is_done_behind_the_users_function(demo: Path) -> None:
         batches(dataset, pipeline=lambda nodes: nodes | {ACTION: nodes[ACTION][0:1]}, normalize={ACTION: "min_max"})
 
 
+@pytest.mark.parametrize("normalize", ["min_max", {ACTION: "min_max"}])
+def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normalize: Any) -> None:
+    def renamed(nodes: dict[str, Any]) -> dict[str, Any]:
+        return {"actions" if key == ACTION else key: node for key, node in nodes.items()}
+
+    with pytest.raises(ValueError, match=r"normalize names 'action', and pipeline returned no such key but .*actions"):
+        batches(Dataset(demo, cameras=[]), pipeline=renamed, normalize=normalize)
+
+
 @pytest.mark.parametrize(
     ("normalize", "message"),
     [
@@ -132,6 +141,9 @@ def test_it_is_done_behind_the_users_function(demo: Path) -> None:
         ({ACTION: "zscore"}, "'zscore' for action"),
         ({"acton": "min_max"}, "normalize names 'acton', which is no feature of floats or pictures; those are observation"),
         ({"index": "min_max"}, "normalize names 'index'"),
+        (True, "normalize is True; it is one of 'mean_std', 'min_max', 'quantiles', or a dict"),
+        ([ACTION], r"normalize is \['action'\]; it is one of"),
+        ({ACTION: ["min_max"]}, r"normalize has \['min_max'\] for action; allowed are"),
     ],
 )
 def test_what_cannot_be_normalised(demo: Path, normalize: Any, message: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
 
 import dali_stream
-from dali_stream import Dataset, Loader
+from dali_stream import Dataset, Loader, Normalizer, Order
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -231,6 +233,19 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert 0 < stats["resident_bytes"] < 10e6
 
 
+def test_everything_public_is_listed_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dali_stream, "augment", raising=False)  # another test may have imported it
+    public = [name for name in dir(dali_stream) if not name.startswith("_")]
+    assert public == dali_stream.__all__ == sorted(dali_stream.__all__)
+    for name in public:
+        found = getattr(dali_stream, name)
+        if inspect.isclass(found):  # a class that a docstring names is one that a reader can have
+            text = f"{inspect.getdoc(found)} {inspect.getdoc(found.__init__)}"
+            assert set(re.findall(r"`([A-Z][a-z]\w+)`", text)) <= set(public), name
+    with pytest.raises(AttributeError, match=r"'dali_stream' has no attribute 'Loaders'; it has .*, Loader, "):
+        dali_stream.Loaders  # noqa: B018
+
+
 def test_what_a_loader_is_of(demo: Path) -> None:
     dataset = Dataset(demo)
     with Loader(dataset, batch_size=4) as loader:
@@ -274,6 +289,18 @@ def test_what_a_loader_is_of(demo: Path) -> None:
 def test_bad_arguments_are_refused(rows_only: Dataset, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Loader(rows_only, **arguments)
+
+
+@pytest.mark.parametrize("cls", [Loader, Dataset, dali_stream.FrameSampler, Order, Normalizer])
+def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> None:
+    own = list(inspect.signature(cls).parameters)
+    wrong = own[-1] + "s"
+    with pytest.raises(TypeError) as refused:
+        cls(**{wrong: 1})
+    start = f"{cls.__name__} has no argument {wrong!r}. Did you mean {own[-1]!r}?"
+    assert str(refused.value) == f"{start} Its arguments: {', '.join(own)}"
+    with pytest.raises(TypeError, match=f"{cls.__name__} has no argument 'num_workers'. Its arguments"):
+        cls(num_workers=4)
 
 
 @pytest.mark.parametrize(

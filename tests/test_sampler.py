@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import subprocess
@@ -452,3 +453,52 @@ def test_the_package_is_imported_without_torch() -> None:
     code = "import sys, dali_stream; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert dali_stream.FrameSampler is FrameSampler
+
+
+# ------------------------------------------------------------------------------ what does not go through a DataLoader
+
+
+class Streamed(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Makes a Loader where it is iterated."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __iter__(self) -> Any:
+        with Loader(Dataset(self.root, cameras=[]), batch_size=8, threads=1) as loader:
+            yield from loader
+
+
+@pytest.fixture
+def _quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataLoader whose workers failed waits 5 s for each of them when it is dropped, whatever its dataset is."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
+@pytest.mark.usefixtures("_quick_end")
+def test_a_loader_is_made_in_the_main_process_and_not_in_workers(demo: Path) -> None:
+    with Loader(Dataset(demo, cameras=[]), batch_size=8) as loader:
+        expected = samples(loader)
+    assert samples(DataLoader(Streamed(demo), batch_size=None)) == expected
+    with pytest.raises(dali_stream.DaliStreamError, match=r"worker \d of the 2 of a torch DataLoader.*without a DataLoader"):
+        next(iter(DataLoader(Streamed(demo), batch_size=None, num_workers=2)))
+
+
+@pytest.mark.usefixtures("_quick_end")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_dataset_or_a_loader_in_a_dataloader_is_an_error_with_advice(
+    demo: Path, workers: int, batch_size: int | None
+) -> None:
+    dataset = Dataset(demo)
+    with Loader(dataset, batch_size=8) as loader:
+        advice = {dataset: r"Iterate dali_stream.Loader\(.*FrameSampler", loader: r"iterate it, .* takes the place of a torch"}
+        for given, said in advice.items():
+            with pytest.raises(TypeError, match=said):
+                next(iter(DataLoader(given, batch_size=batch_size, num_workers=workers, shuffle=True)))
+            with pytest.raises(TypeError, match=said):
+                given[0]
+    gc.collect()  # the DataLoaders that the errors held
+    assert len(dataset) == dataset.num_frames
+    with pytest.raises(TypeError, match="has no items"):
+        list(dataset)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +131,31 @@ def test_s3(demo: Path, local: list[Batch]) -> None:
         dataset = Dataset(f"s3://{s3.bucket}", storage_options=s3.options)
         assert same(batches_of(dataset), local)
         assert dataset.store.traffic.requests > 0
+
+
+def test_a_copy_of_a_remote_dataset_reads_the_same(hub: Hub, demo: Path, tmp_path: Path) -> None:
+    """The same revision, with connections and counters of its own, and nothing is asked for before it is read."""
+    file = f"videos/{SIDE}/chunk-000/file-000.mp4"
+    expected = (demo / file).read_bytes()
+    with Server(demo) as web, S3(demo) as s3:
+        for dataset, asked in (
+            (Dataset(REPOSITORY), hub.requests),
+            (Dataset(REPOSITORY, data_files_root="hf://buckets/someone/bulk"), hub.requests),
+            (Dataset(web.url, cache_dir=tmp_path / "cache"), web.requests),
+            (Dataset(f"s3://{s3.bucket}", storage_options=s3.options), []),
+        ):
+            assert dataset.data_store.read_all(file) == expected
+            hub.put(f"datasets/{REPOSITORY}", {"meta/info.json": b"{}"})  # main moves on, to the next round's revision
+            hub.put(f"datasets/{REPOSITORY}", {"meta/info.json": (demo / "meta/info.json").read_bytes()})
+            for how in (copy.copy, copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))):
+                before, requests = len(asked), dataset.data_store.traffic.requests
+                twin = how(dataset)
+                assert (len(asked), twin.revision) == (before, dataset.revision)
+                dataset.close()  # which ends nothing of the copy
+                assert twin.data_store.read_all(file) == expected
+                assert dataset.data_store.traffic.requests == requests
+                traffic = twin.data_store.traffic
+                assert traffic.fetched_bytes + traffic.cached_bytes == len(expected)
 
 
 def test_cache_dir_serves_a_second_run(demo: Path, tmp_path: Path, local: list[Batch]) -> None:

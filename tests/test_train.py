@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_data import ENVIRONMENT, SMALL, command, journal, losses, program, train
+from train_data import ENVIRONMENT, ROOT, SMALL, command, journal, losses, program, train
 
 from dali_stream import Dataset
 from dali_stream.demo import write_demo
@@ -169,6 +171,32 @@ def test_a_checkpoint_of_another_run_is_refused(
         program.main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *arguments])])
     assert said in capsys.readouterr().err
     assert losses(finished)  # it is as it was
+
+
+def test_help_says_what_the_defaults_are(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    text = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    options = {option.split()[0]: option for option in re.split(r" (?=--[a-z-]+ )", text)}
+    assert {name for name, option in options.items() if "(default: " not in option} == {
+        "-h,", "--help", "--out", "--resume", "--from-scratch", "--dummy", "--data-files-root", "--cache-dir"
+    }  # fmt: skip
+    for name, default in {"--max-steps": 20000, "--val-episodes": 0, "--seed": 0, "--image-size": [224, 224]}.items():
+        assert options[name].endswith(f"(default: {default})")
+
+
+@pytest.mark.slow
+def test_the_recipe_for_a_cpu_starts_two_processes(program: Any, demo: Path, tmp_path: Path) -> None:
+    """The line in the program's docstring and in the docs."""
+    [recipe] = re.findall(r"^(accelerate launch .*--device cpu)", program.__doc__, re.MULTILINE)
+    assert f"\n{recipe}\n" in (ROOT / "docs/training.md").read_text()
+    given = {"URI": demo, "DIR": tmp_path / "run", "pipelines/train.py": ROOT / "pipelines/train.py"}
+    words = [str(given.get(word, word)) for word in recipe.split()]
+    line = [sys.executable, "-m", "accelerate.commands.launch", *words[2:], "--max-steps", "2", *map(str, SMALL)]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes on cpu; 6 episodes" in done.stderr
+    assert list(losses(tmp_path / "run")) == [1, 2]
 
 
 @pytest.mark.slow

@@ -52,6 +52,9 @@ class Pool:
         self.timeout_s = timeout_s
         self._managers: dict[tuple[int, str | None], urllib3.PoolManager] = {}
 
+    def __reduce__(self) -> tuple[type[Pool], tuple[float]]:
+        return Pool, (self.timeout_s,)  # a copy has connections of its own
+
     def get(
         self, url: str, headers: dict[str, str], deadline: Deadline, use: Callable[[urllib3.BaseHTTPResponse], _T], where: str
     ) -> _T:

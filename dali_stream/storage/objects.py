@@ -72,6 +72,9 @@ class FsspecTransport(Transport):
         self.source, self.traffic = f"{endpoint} {self.address}".strip(), Traffic()
         self._filesystem()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_filesystems": {}}  # a copy makes its own
+
     def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """A read between two looks at the version, of which the first is often known."""
         before = version if version is not None and version.tag else self.stat(path, deadline)

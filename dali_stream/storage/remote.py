@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import abc
-import copy
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import RangeCache
@@ -143,9 +142,20 @@ class RemoteStore(Store):
 
     def session(self) -> RemoteStore:
         """The same files, versions, connections and counts for one user, whose `close` ends its own reads and no others."""
-        session = copy.copy(self)
+        session = object.__new__(type(self))
+        vars(session).update(vars(self))
         session._stop = threading.Event()
         return session
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Snapshots: other threads may add to these dicts meanwhile.
+        state = {**vars(self), "_sizes": dict(self._sizes), "_tags": dict(self._tags)}
+        del state["_stop"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._stop = threading.Event()
 
     def close(self) -> None:
         """Gives back connections. What is being read through this very object then ends with a `StorageError`."""
