@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections import deque
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -195,14 +194,14 @@ class Stage:
 
     def _take(self) -> tuple[Batch, dict[str, Any]]:
         """The next batch, with the frames of its cameras."""
-        started = time.perf_counter()
-        with self._more:
+        with self._counters.timed("starved_s"), self._more:
             self._more.wait_for(lambda: self._made)
             batch = self._made.popleft()
         if isinstance(batch, BaseException):
             raise batch
         try:
-            frames = self._finish(batch)
+            with self._counters.timed("starved_s"):
+                frames = self._finish(batch)
         except (CancelledError, StorageError) as error:
             if isinstance(error, StorageError) and not self._stopping:
                 raise
@@ -212,7 +211,6 @@ class Stage:
             self._buffers.give(array)
         self._lent = [out for out in frames.values() if isinstance(out, np.ndarray)]
         self._clips.append({key: frames[key] for key in self._on_dali})
-        self._counters.starved_s += time.perf_counter() - started
         self._counters.padded += batch.padded
         self.delivered.append(batch.strings)
         return batch, frames
@@ -237,10 +235,6 @@ class Stage:
     def frame_cache_bytes(self) -> int:
         """Memory of decoded frames that are kept for later batches."""
         return sum(cache.cached * self._decoded[key].slots.frame_bytes for key, cache in self._schedule.frames.items())
-
-    def evicted_before_use(self) -> int:
-        """Decoded frames that went although a later batch was known to show them."""
-        return sum(cache.evicted_before_use for cache in self._schedule.frames.values())
 
     def close(self) -> None:
         """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
@@ -284,9 +278,8 @@ class Stage:
                 self._room.acquire()
                 if self._stopping:
                     return
-                started = time.perf_counter()
-                batch = self._prepare()
-                self._counters.plan_s += time.perf_counter() - started
+                with self._counters.timed("plan_s"):
+                    batch = self._prepare()
                 self._put(batch)
         except BaseException as error:
             self._put(closed() if self._stopping else error)
@@ -311,14 +304,16 @@ class Stage:
         plan, dataset, residency = self._plan, self._plan.dataset, self._residency
         batch = self._schedule.next()
         residency.turn(batch.epoch, batch.number)
-        residency.load(np.unique(batch.episode))
+        with self._counters.timed("rows_s"):
+            residency.load(np.unique(batch.episode))
         columns: dict[str, Array] = {}
         shown, pads = {}, {}
         for key, offset in plan.windows.items():
             shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
         for key in dataset.features:
             if key not in dataset.cameras:
-                columns[key] = residency.gather(key, batch.episode, shown.get(key, batch.frame))
+                with self._counters.timed("gather_s"):
+                    columns[key] = residency.gather(key, batch.episode, shown.get(key, batch.frame))
         if plan.augments:
             columns[SAMPLE] = uniforms(plan.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
@@ -338,7 +333,7 @@ class Stage:
             self._advise(self._schedule.advice)
         for key, step in steps.items():
             camera = self._decoded[key]
-            self._counters.frame_cache_hits += step.hits
+            self._counters.add(frame_cache_hits=step.hits, frames_evicted_before_use=step.evicted)
             failed = {}
             if (step.show == NONE).any():
                 for row, t in np.argwhere(step.show == NONE).tolist():
