@@ -22,6 +22,7 @@ _STEPS = {  # name: (module, function)
     "identity": ("identity", "measure"),
     "speed": ("speed", "measure"),
     "torchcodec": ("speed", "measure_torchcodec"),
+    "lockstep": ("lockstep", "measure"),
     "soak": ("soak", "measure"),
 }
 
@@ -30,7 +31,8 @@ def run(name: str, *, time_limit_s: float, **arguments: Any) -> dict[str, Any]:
     """Calls a step with keyword arguments that JSON can hold.
 
     Returns:
-        What the step returns, or {"failed": reason}.
+        What the step returns, or {"failed": reason}. Besides, `exit` says how its process ended, where that was another way than
+        with code 0 after the step had returned; and `out_of_time` is there where the process was ended for its time limit.
     """
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "in.json"), Path(folder, "out.json")
@@ -38,14 +40,22 @@ def run(name: str, *, time_limit_s: float, **arguments: Any) -> dict[str, Any]:
         command = [*same_python(__file__), str(given), str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=time_limit_s, check=False)
+            ended = _ended(done)
+            late = {}
         except subprocess.TimeoutExpired:
-            return {"failed": f"it did not end within {time_limit_s:g} s and was ended"}
-        if made.exists():
-            result: dict[str, Any] = json.loads(made.read_text())
-            return result
-        if done.returncode < 0:
-            return {"failed": f"the process was ended by {signal.Signals(-done.returncode).name}: {done.stderr.strip()[-300:]}"}
-        return {"failed": f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"}
+            ended, late = f"it did not end within {time_limit_s:.3g} s and was ended", {"out_of_time": True}
+        if not made.exists():
+            return {"failed": ended or "it ended without a result", **late}
+        result: dict[str, Any] = json.loads(made.read_text())
+        return result | ({"exit": f"after the step had returned, {ended}"} if ended else {})
+
+
+def _ended(done: subprocess.CompletedProcess[str]) -> str:
+    """How a process ended; empty if as it should."""
+    if done.returncode == 0:
+        return ""
+    how = f"was ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"ended with {done.returncode}"
+    return f"the process {how}: {done.stderr.strip()[-300:]}"
 
 
 def _main(given: str, made: str) -> None:
@@ -55,7 +65,8 @@ def _main(given: str, made: str) -> None:
         result = getattr(importlib.import_module(f"dali_stream.selftest.{module}"), function)(**arguments)
     except Exception as error:  # whatever it is, it is what the step has to say
         result = {"failed": f"{type(error).__name__}: {error}"}
-    Path(made).write_text(json.dumps(result or {}))
+    Path(f"{made}.part").write_text(json.dumps(result or {}))
+    Path(f"{made}.part").rename(made)
 
 
 if __name__ == "__main__":
