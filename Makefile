@@ -61,7 +61,7 @@ check: install lint ## lint, format check, types
 
 lint: install ## lint the image, its deployments and the shell scripts
 	$(VENV)/bin/hadolint docker/Dockerfile
-	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/slurm/*
+	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/*.sh benchmarks/slurm/*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 

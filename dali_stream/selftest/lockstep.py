@@ -19,7 +19,7 @@ from dali_stream import Dataset, Loader
 _STEPS = (-3, 0, 20)  # of each camera's window
 _HELD = 6  # batches
 _MATRIX, _PRODUCTS = 8192, 8  # of bfloat16: about 12 ms of an H200 per batch (computed)
-_MEAN, _BLOCK = 3.0, 40.0  # of 255: mean absolute differences to torchcodec that are tolerated, of a frame and of 16 × 16 pixels
+_MEAN, _BLOCK = 3.0, 40.0  # of 255: tolerated mean absolute differences to torchcodec, of a frame and of 16 × 16 pixels
 
 
 def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int] | None) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int
         `route_changes`, of the loader on DALI; `wait_s` of its `next()` and `seconds` that all took.
     """
     found = _Differences(device)
-    busy, held = _work(device), deque[tuple[Any, Any]]()
+    busy, held = work(device), deque[tuple[Any, Any]]()
     started = time.perf_counter()
     with (
         _loader(folder, device, "dali", image_size) as ours,
@@ -80,7 +80,7 @@ def _loader(folder: str, device: str, decode: str, image_size: tuple[int, int] |
     )  # fmt: skip
 
 
-def _work(device: str) -> Callable[[], None]:
+def work(device: str) -> Callable[[], None]:
     """A call that queues work on a GPU and does not wait for it; on a CPU, one that does nothing."""
     if device == "cpu":
         return lambda: None

@@ -31,8 +31,8 @@ def run(name: str, *, time_limit_s: float, **arguments: Any) -> dict[str, Any]:
     """Calls a step with keyword arguments that JSON can hold.
 
     Returns:
-        What the step returns, or {"failed": reason}. Besides, `exit` says how its process ended, where that was another way than
-        with code 0 after the step had returned; and `out_of_time` is there where the process was ended for its time limit.
+        What the step returns, or {"failed": reason}. Also `exit`, if the step returned and its process then crashed or hung,
+        and `out_of_time`, if it was ended for its time limit before it returned.
     """
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "in.json"), Path(folder, "out.json")

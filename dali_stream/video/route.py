@@ -95,9 +95,8 @@ def padding_refusal(codec: str, height: int, width: int) -> str:
     coded = -(-height // block) * block, -(-width // block) * block
     if coded == (height, width):
         return ""
-    advice = "" if codec == "hevc" or padding_refusal("hevc", height, width) else (
-        "; `dali-stream transcode --codec hevc` re-encodes the dataset for NVDEC"
-    )
+    helps = codec != "hevc" and not padding_refusal("hevc", height, width)
+    advice = "; `dali-stream transcode --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
     return (
         f"{height}×{width} is coded as {coded[0]}×{coded[1]} in {codec}, which DALI's cache of NVDEC decoders confuses with "
         f"frames of that size{advice}"
