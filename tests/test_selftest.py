@@ -145,6 +145,10 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
     found = step.run("identity", time_limit_s=60, folders=[], gpu=None)
     assert found["failed"].startswith("DaliStreamError: NVIDIA DALI cannot be imported")  # the answer is there all the same
     assert found["exit"].startswith("after the step had returned, the process was ended by SIGABRT")
+    monkeypatch.setattr(step, "EXIT_S", 0)
+    (package / "__init__.py").write_text("import atexit, threading; atexit.register(threading.Event().wait)")
+    found = step.run("identity", time_limit_s=60, folders=[], gpu=None)
+    assert found["exit"] == "after the step had returned, it did not end within 0 s and was ended"
     (package / "__init__.py").write_text("import threading; threading.Event().wait()")
     found = step.run("identity", time_limit_s=5, folders=[], gpu=None)
     assert found == {"failed": "it did not end within 5 s and was ended", "out_of_time": True}

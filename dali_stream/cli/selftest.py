@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def selftest(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where DALI decodes.")] = "auto",
     soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to stream.")] = 30.0,
-    limit: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long all of it may take.")] = 470.0,
+    limit: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long all of it may take.")] = 460.0,
     speed: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long each measurement of speed takes.")] = 1.0,
     out: Annotated[Path | None, typer.Option(metavar="JSON", help="A file for the report, written after each stage.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object instead of tables.")] = False,
