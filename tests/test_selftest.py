@@ -156,10 +156,6 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
 
 def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch is right when it arrives; the memory of a later one is the same."""
-    found = lockstep.measure(str(vp9_demo), "cpu", 0, (144, 224))
-    assert (found["wrong"], found["route_changes"], set(found["routes"].values())) == (0, 0, {"dali"})
-    assert found["pictures"] == 7 * 16 * 2 * 3
-    assert 0 < found["worst_mean"] < 3
     batches = dali_stream.Loader.__iter__
 
     def overwritten(loader: dali_stream.Loader) -> Iterator[dict[str, Any]]:
@@ -171,7 +167,10 @@ def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeyp
             yield batch
 
     monkeypatch.setattr(dali_stream.Loader, "__iter__", overwritten)
-    assert lockstep.measure(str(vp9_demo), "cpu", 0, (144, 224))["wrong"] == 16  # of one camera and one step of its window
+    found = lockstep.measure(str(vp9_demo), "cpu", 0, (144, 224))
+    assert found["pictures"] == 7 * 16 * 2 * 3
+    assert found["wrong"] == 16  # of one camera and one step of its window; all others are right
+    assert (found["route_changes"], set(found["routes"].values())) == (0, {"dali"})
 
 
 def test_what_there_is_no_time_for_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
