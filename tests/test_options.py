@@ -230,7 +230,9 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
         assert stats[stage] > 0, stage
     assert stats["starved_s"] + stats["graph_s"] <= stats["wait_s"], "the parts of a thread's time do not overlap"
     assert (stats["substituted"], stats["padded"], stats["route_changes"]) == (0, 0, 0)
-    assert 0 < stats["resident_bytes"] < 10e6
+    frames = stats["frame_cache_bytes"]
+    assert 0 < frames <= loader.dataset.num_frames * len(loader.dataset.cameras) * 128 * 160 * 3
+    assert 0 < stats["resident_bytes"] - frames < 10e6
 
 
 def test_everything_public_is_listed_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
