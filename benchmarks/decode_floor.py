@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import shutil
 import statistics
@@ -72,7 +71,7 @@ def main() -> int:
         f"{arguments.threads} threads)"
     )
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
     return 0
 
 

@@ -27,7 +27,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         `wallclock_s`; `decode_s_total`, `fetch_s_total`, `wait_s_total`: seconds of all decode threads, all fetches, and in
         `next()`, over all ranks; `fetched_bytes`, `needed_bytes`, `cached_bytes` (hits of cache_dir), `requests`, `retries`.
         `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `peak_rss_bytes` and `peak_gpu_bytes` (the largest of a
-        rank), `cpu_s_per_sample`, `routes`, `timeline` (of rank 0), `versions`, `machine`, `date`.
+        rank), `cpu_s_per_sample`, `routes`, `timeline` (of rank 0), `versions`, `machine`, `date`. No path names a folder.
     """
     nodes = len({rank["host"] for rank in ranks})
     wall = max(rank["wallclock_s"] for rank in ranks)
@@ -35,7 +35,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
     sums = {key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]}
     latencies = np.concatenate([rank["latencies_s"] for rank in ranks]) * 1e3
     gpu = [rank["peak_gpu_bytes"] for rank in ranks if rank["peak_gpu_bytes"]]
-    return head | {
+    report = head | {
         "nodes": nodes,
         "ranks": len(ranks),
         "frames": frames,
@@ -59,6 +59,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         "timeline": ranks[0]["timeline"],
         **environment.ran_on(ranks[0]["device"]),
     }
+    return environment.without_folders(report)
 
 
 def write(report: dict[str, Any], folder: Path) -> Path:
