@@ -26,8 +26,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dali_stream import environment
-
 COLUMNS = {
     "frames_per_s_node": "frames/s", "samples_per_s": "samples/s", "first_batch_latency_s": "first batch, s",
     "p50_sample_latency_ms": "p50, ms", "p95_sample_latency_ms": "p95, ms", "p99_sample_latency_ms": "p99, ms",
@@ -68,7 +66,7 @@ def main() -> int:
     Console(width=None if sys.stdout.isatty() else 160).print(table(rows))
     print(f"{arguments.folder / 'summary.csv'}, {arguments.folder / 'summary.html'}")
     if arguments.json:
-        print(environment.report_json({"rows": rows}))
+        print(json.dumps({"rows": rows}))
     return 1 if unreadable else 0
 
 
@@ -83,8 +81,7 @@ def read(folder: Path) -> Found:
                 reports.append(report)
         except ValueError as error:
             bad.append(named(path) | {"status": f"unreadable: {error}"})
-    errors = {path: path.read_text(errors="replace").strip() for path in sorted(folder.glob("*.failed"))}
-    failed = [named(path) | {"status": environment.without_folders(error)} for path, error in errors.items()]
+    failed = [named(path) | {"status": path.read_text(errors="replace").strip()} for path in sorted(folder.glob("*.failed"))]
     return Found([*rows, *bad, *failed], reports, len(bad))
 
 
