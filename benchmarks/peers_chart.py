@@ -143,7 +143,9 @@ def footer(reports: list[Report]) -> list[str]:
             if side["error"] and not side["error"].startswith(NOT_RUN):
                 failed.setdefault(named(side), []).append(title(report).partition(":")[0].lower())
     lines = [f"Failed: {name} ({' and '.join(modes)})." for name, modes in failed.items()]
-    lines.append("Bar: median of the rounds. Line: slowest to fastest round. Frames of every loader were compared with FFmpeg's.")
+    lines.append(
+        "Bar: median of the rounds. Line: slowest to fastest round. Frames of every loader were compared with FFmpeg's."
+    )
     return [*lines, *dict.fromkeys(circumstances(report) for report in reports)]
 
 

@@ -249,7 +249,14 @@ def drawn(path: Path) -> tuple[dict[str, tuple[float, str]], str]:
 def test_the_chart_shows_every_loader_of_a_report(chart: Any, tmp_path: Path) -> None:
     def side(name: str, rate: float | None, error: str | None = None, equal: bool = True) -> dict[str, Any]:
         rounds = [rate * 0.9, rate, rate * 1.2] if rate else []
-        return {"name": name, "frames_per_s": rate, "rounds": rounds, "frames": {"equal": equal}, "error": error, "versions": {}}
+        return {
+            "name": name,
+            "frames_per_s": rate,
+            "rounds": rounds,
+            "frames": {"equal": equal},
+            "error": error,
+            "versions": {},
+        }
 
     report = json.loads((ROOT / "benchmarks/results/peers_g1_2cores.json").read_text())
     report["peers"] = [

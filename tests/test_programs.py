@@ -53,7 +53,10 @@ def test_committed_reports_hold_no_path_of_the_machine(path: Path) -> None:
         ("given --root=/work/x (not '/work/y z')", "given --root=x (not 'y z')"),
         ("PYTHONPATH=/a/b:/c/d", "PYTHONPATH=b:d"),
         *((same, same) for same in ("data/g1", "./g1", "owner/name", "frames/s", "1 / 2", "Linux-6.18-x86_64")),
-        *((same, same) for same in ("https://host.org/a/b", "s3://bucket/a", "hf://datasets/owner/name", "at https://a.b/c: d")),
+        *(
+            (same, same)
+            for same in ("https://host.org/a/b", "s3://bucket/a", "hf://datasets/owner/name", "at https://a.b/c: d")
+        ),
     ],
 )
 def test_a_report_keeps_names_and_no_folders(said: str, kept: str) -> None:
