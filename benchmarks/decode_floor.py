@@ -100,7 +100,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             floor_rate = nvdec_floor.make(dataset, gpu, threads, lambda: decoded_per_frame(loader, began))
         else:
             shown = offsets(deltas, dataset.fps, dataset.cameras)
-            floor_rate = ffmpeg_floor(floor_jobs(dataset, shown, batch_size, batches, threads, Path(folder)), threads, frames)
+            order = dali_stream.Order(dataset.lengths, **loader.state_dict()["order"])
+            jobs = floor_jobs(dataset, order, shown, batch_size, batches, threads, Path(folder))
+            floor_rate = ffmpeg_floor(jobs, threads, frames)
         stream = endless(loader)
         take(stream, AHEAD)
         settle(loader)
@@ -156,13 +158,18 @@ def settle(loader: dali_stream.Loader) -> None:
 
 
 def floor_jobs(
-    dataset: dali_stream.Dataset, shown: dict[str, Any], batch_size: int, batches: int, threads: int, folder: Path
+    dataset: dali_stream.Dataset,
+    order: dali_stream.Order,
+    shown: dict[str, Any],
+    batch_size: int,
+    batches: int,
+    threads: int,
+    folder: Path,
 ) -> list[tuple[Path, str, int]]:
     """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for.
 
     `shown` has the frame offsets of cameras that show windows. A picture that a batch asks for twice is converted once.
     """
-    order = dali_stream.Order(dataset.lengths)
     residency = Residency(dataset, 4 << 30, Tables(dataset, 1 << 30), shown, batch_size, Counters())
     jobs = []
     for camera in dataset.videos:

@@ -6,7 +6,6 @@ A task that fails is run again sample by sample, so that an error names the samp
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from dali_stream.video.clip import HiddenFrames, config, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.route import Route, refusal
 from dali_stream.video.table import LACKING, SampleTable
+from dali_stream.video.timing import explain
 
 Array = npt.NDArray[Any]
 CLIP_FRAMES = 32  # decoded by one decoder, or one window where that is longer: opening it costs less than one frame
@@ -150,11 +150,10 @@ class VideoCamera:
             lacking = samples == LACKING
             if lacking.any():
                 frames = frames[lacking]
-                raise DecodeError(
-                    f"{self._dataset.data_store.where(table.path)}: the video shows no picture at that frame's time, though "
-                    "the metadata promises one: it is shorter than its episode, or its timestamps drift. Record, convert or "
-                    "copy the dataset again"
-                )
+                [timestamp] = residency.gather("timestamp", np.array([episode]), frames[:1])
+                interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
+                why = explain(table, interval, timestamp, self._dataset.fps)
+                raise DecodeError(f"{self._dataset.data_store.where(table.path)}: {why}")
             video = self._format(table, int(samples[0]))
             self._check_size(table, video)
         except DecodeError as error:
@@ -194,7 +193,6 @@ class VideoCamera:
 
     def _decode(self, requests: list[Request], out: Array) -> dict[int, DecodeError]:
         """Decode pool, torchcodec route: fills the rows of `out`."""
-        started = time.perf_counter()
         # Windows are clamped to their episodes and overlap each other: what is shown several times is converted once.
         places: dict[tuple[int, int], int] = {}
         shown = [[places.setdefault((id(r.table), s), len(places)) for s in r.samples.tolist()] for r in requests]
@@ -202,15 +200,16 @@ class VideoCamera:
         tables, samples = [by_id[key] for key, _ in places], [sample for _, sample in places]
         video = self._format(tables[0], samples[0])
         try:
-            decoded, pictures = decode.decode(self._store, tables, samples, video)
+            decoded, pictures = decode.decode(self._store, tables, samples, video, self._counters.timed)
         except DecodeError as error:
             if len(requests) == 1:
                 return {requests[0].row: self._blame(requests[0], video, error)}
             return {row: e for request in requests for row, e in self._decode([request], out).items()}
         # Copied at once: the decoder's own array goes back to this thread's heap, where the next clip takes it again.
-        for request, steps in zip(requests, shown, strict=True):
-            np.take(decoded, steps, axis=0, out=out[request.row], mode="clip")  # "raise" goes by way of another copy
-        self._counters.decoded(started, pictures)
+        with self._counters.timed("decode_s"):
+            for request, steps in zip(requests, shown, strict=True):
+                np.take(decoded, steps, axis=0, out=out[request.row], mode="clip")  # "raise" goes by way of another copy
+        self._counters.add(clips=1, decoded_pictures=pictures)
         return {}
 
     def _blame(self, request: Request, video: VideoFormat, error: DecodeError) -> DecodeError:
@@ -226,16 +225,17 @@ class VideoCamera:
 
     def _pack(self, request: Request, out: list[Packed | None]) -> dict[int, DecodeError]:
         """Decode pool, DALI route. Each frame of the window is decoded once, in rising order, and then put into place."""
-        started = time.perf_counter()
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
-            clip = pack(self._store, [request.table] * len(unique), unique.tolist(), shown_only=self._gpu is not None)
+            with self._counters.timed("pack_s"):
+                tables, shown_only = [request.table] * len(unique), self._gpu is not None
+                clip = pack(self._store, tables, unique.tolist(), shown_only=shown_only, timed=self._counters.timed)
         except HiddenFrames as error:
             where = self._dataset.data_store.where(request.table.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
             return {request.row: self._named(request, request.frames, error)}
-        self._counters.decoded(started, clip.pictures)
+        self._counters.add(clips=1, decoded_pictures=clip.pictures)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         out[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
@@ -275,13 +275,14 @@ class ImageCamera:
         return Pending(out, [pool.submit(self._decode, rows, encoded, episode, frames, out) for rows in groups])
 
     def _decode(self, rows: range, encoded: Array, episode: Array, frames: Array, out: Array) -> dict[int, DecodeError]:
-        started, failed = time.perf_counter(), {}
-        for row, step in itertools.product(rows, range(frames.shape[1])):
-            try:
-                out[row, step] = image.decode(encoded[row, step], out.shape[2:4])
-            except DecodeError as error:
-                failed[row] = named(self._dataset, self.key, int(episode[row]), frames[row, step : step + 1], error)
-        self._counters.decoded(started, len(rows) * frames.shape[1])
+        failed = {}
+        with self._counters.timed("decode_s"):
+            for row, step in itertools.product(rows, range(frames.shape[1])):
+                try:
+                    out[row, step] = image.decode(encoded[row, step], out.shape[2:4])
+                except DecodeError as error:
+                    failed[row] = named(self._dataset, self.key, int(episode[row]), frames[row, step : step + 1], error)
+        self._counters.add(clips=1, decoded_pictures=len(rows) * frames.shape[1])
         return failed
 
 

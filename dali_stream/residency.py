@@ -31,6 +31,7 @@ from dali_stream.storage import Store
 from dali_stream.storage.retry import PER_HOST
 from dali_stream.tables import Tables
 from dali_stream.video.table import LACKING, SampleTable
+from dali_stream.video.timing import find_samples
 from dali_stream.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
@@ -350,10 +351,10 @@ class Residency:
                 column[:] = known[camera] if camera in known else self._map(camera, episode, timestamp)
 
     def _map(self, camera: str, episode: int, timestamp: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-        """Per row, the sample shown at the row's time. Time in the file is the episode's start there plus the timestamp."""
-        start = self._dataset.table.start[camera][self._dataset.rows[episode]]
+        """Per row, the sample that is its frame."""
         try:
             table = self._tables.of(camera, episode, self._source)
         except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(timestamp), LACKING, np.int32)
-        return table.shown_at(start + timestamp.astype(np.float64), self._dataset.fps).astype(np.int32)
+        interval = self._dataset.table.interval(camera, self._dataset.rows[episode])
+        return find_samples(table, interval, timestamp, self._dataset.fps).astype(np.int32)

@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -172,14 +171,14 @@ class Stage:
 
     def _take(self) -> tuple[Batch, dict[str, Any]]:
         """The next batch, with the frames of its cameras."""
-        started = time.perf_counter()
-        with self._more:
+        with self._counters.timed("starved_s"), self._more:
             self._more.wait_for(lambda: self._made)
             batch = self._made.popleft()
         if isinstance(batch, BaseException):
             raise batch
         try:
-            frames = self._finish(batch)
+            with self._counters.timed("starved_s"):
+                frames = self._finish(batch)
         except (CancelledError, StorageError) as error:
             if isinstance(error, StorageError) and not self._stopping:
                 raise
@@ -189,7 +188,6 @@ class Stage:
             self._buffers.give(array)
         self._lent = [out for out in frames.values() if isinstance(out, np.ndarray)]
         self._clips.append({key: frames[key] for key in self._on_dali})
-        self._counters.starved_s += time.perf_counter() - started
         self._counters.padded += batch.padded
         self.delivered.append(batch.strings)
         return batch, frames
@@ -263,9 +261,8 @@ class Stage:
             self._room.acquire()
             if self._stopping:
                 return
-            started = time.perf_counter()
-            batch = self._prepare(number, ahead.popleft())
-            self._counters.plan_s += time.perf_counter() - started
+            with self._counters.timed("plan_s"):
+                batch = self._prepare(number, ahead.popleft())
             yield batch
 
     def _horizon(self, ahead: deque[Draw]) -> int:
@@ -298,7 +295,8 @@ class Stage:
         plan, dataset = self._plan, self._plan.dataset
         _, _, position, episode, frame, padded = draw
         self._residency.turn(draw.epoch, number)
-        self._residency.load(np.unique(episode))
+        with self._counters.timed("rows_s"):
+            self._residency.load(np.unique(episode))
         columns: dict[str, Array] = {}
         cameras: dict[str, Pending] = {}
         shown, pads = {}, {}
@@ -309,7 +307,8 @@ class Stage:
                 frames = shown.get(key, frame[:, None])
                 cameras[key] = self._cameras[key].submit(self._pool, self._buffers, self._residency, episode, frames)
             else:
-                columns[key] = self._residency.gather(key, episode, shown.get(key, frame))
+                with self._counters.timed("gather_s"):
+                    columns[key] = self._residency.gather(key, episode, shown.get(key, frame))
         if plan.augments:
             columns[SAMPLE] = uniforms(plan.seed, draw.epoch, position)
         return Batch(columns | pads, self._strings(columns, episode, frame), cameras, padded)

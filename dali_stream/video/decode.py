@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dali_stream.counters import Timed, untimed
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.storage import Store
 from dali_stream.video.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
@@ -31,7 +32,9 @@ except (ImportError, OSError, RuntimeError) as error:
 Frames = npt.NDArray[np.uint8]
 
 
-def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat) -> tuple[Frames, int]:
+def decode(
+    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat, timed: Timed = untimed
+) -> tuple[Frames, int]:
     """Decodes samples, in the order asked for.
 
     Args:
@@ -39,6 +42,7 @@ def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], 
         tables: per request, the table of its file; all with the same sample description.
         samples: per request, the sample in its file.
         expected: what the sample description says, in particular the size of the pictures.
+        timed: counts the time of reading, packing and decoding.
 
     Returns:
         (n, H, W, 3) uint8 RGB, and how many pictures were decoded for it.
@@ -48,27 +52,31 @@ def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], 
     """
     groups = _groups(tables, samples)
     if len(groups) == 1:
-        return _decode_group(store, tables, samples, expected)
+        return _decode_group(store, tables, samples, expected, timed)
     frames, pictures = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
     for group in groups:
-        found = _decode_group(store, [tables[i] for i in group], [samples[i] for i in group], expected)
+        found = _decode_group(store, [tables[i] for i in group], [samples[i] for i in group], expected, timed)
         frames[group] = found[0]
         pictures += found[1]
     return frames, pictures
 
 
 def _decode_group(
-    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat
+    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat, timed: Timed
 ) -> tuple[Frames, int]:
-    clip = pack(store, tables, samples)
+    with timed("pack_s"):
+        clip = pack(store, tables, samples, timed=timed)
     try:
-        return decode_clip(clip, expected), clip.pictures
+        with timed("decode_s"):
+            return decode_clip(clip, expected), clip.pictures
     except DecodeError:
         # Of an H.264 file with open GOPs, only the first picture is sure to be one that FFmpeg shows all pictures after.
         if not (tables[0].open_gops and is_avc(tables[0])):
             raise
-    clip = pack(store, tables, samples, from_the_start=True)
-    return decode_clip(clip, expected), clip.pictures
+    with timed("pack_s"):
+        clip = pack(store, tables, samples, from_the_start=True, timed=timed)
+    with timed("decode_s"):
+        return decode_clip(clip, expected), clip.pictures
 
 
 def _groups(tables: Sequence[SampleTable], samples: Sequence[int]) -> list[list[int]]:
