@@ -1,4 +1,5 @@
-# Every target sets up the virtual environment first, through docker/install.sh, which is done at once if nothing changed.
+# Every target but test-gpu sets up the virtual environment first, through docker/install.sh, which is done at once if nothing
+# changed.
 #
 #   PYTHON      interpreter for the environment, 3.10 to 3.13
 #   DALI_EXTRA  cuda12 or cuda13
@@ -9,6 +10,7 @@ DALI_EXTRA ?= cuda12
 ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+SELFTEST_NEEDS := import dali_stream.cli, dali_stream.selftest, torchcodec.decoders, torchcodec.encoders
 
 export PYTHON DALI_EXTRA
 
@@ -52,8 +54,13 @@ test: install ## run the tests, without the slow ones
 test-slow: install ## run the slow tests
 	$(RUN) pytest -q -m slow $(ARGS) || test $$? -eq 5
 
-test-gpu: install ## try NVDEC through DALI on this machine; without a GPU it says so
-	$(VENV)/bin/dali-stream selftest $(ARGS)
+# In an environment that is there: a GPU machine may reach no package index.
+test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so
+	@for python in $(wildcard $(VENV)/bin/python) $(PYTHON); do \
+	    why=$$("$$python" -c '$(SELFTEST_NEEDS)' 2>&1) && exec "$$python" -m dali_stream selftest $(ARGS); \
+	    echo "make test-gpu: $$python: $$(echo "$$why" | tail -n 1)" >&2; \
+	done; \
+	bash docker/install.sh $(VENV) && exec $(VENV)/bin/python -m dali_stream selftest $(ARGS)
 
 check: install lint ## lint, format check, types
 	$(RUN) ruff check
@@ -62,7 +69,7 @@ check: install lint ## lint, format check, types
 
 lint: install ## lint the image, its deployments and the shell scripts
 	$(VENV)/bin/hadolint docker/Dockerfile
-	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/slurm/*
+	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/*.sh benchmarks/slurm/*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 

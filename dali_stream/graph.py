@@ -18,11 +18,11 @@ from dali_stream.video import dali  # before DALI itself: it says what to do whe
 
 # isort: split
 from nvidia.dali import fn, types
-from nvidia.dali.pipeline import Pipeline
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
+    from nvidia.dali.pipeline import Pipeline
 
     from dali_stream.stage import Plan, Stage
     from dali_stream.video.route import Route
@@ -62,13 +62,8 @@ def build(
         ValueError: `user` does not return a dict of DataNodes.
         DaliStreamError: DALI does not build what it returns.
     """
-    pipeline = Pipeline(
-        batch_size=plan.batches.largest,
-        num_threads=plan.threads,
-        device_id=plan.gpu,
-        prefetch_queue_depth=1,  # the stage is ahead already; an error costs no batch before it (see `Iterator`)
-        exec_dynamic=True,  # its buffers are handed to torch without a copy
-    )
+    # The stage is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
+    pipeline = dali.empty_pipeline(plan.batches.largest, plan.gpu, plan.threads, prefetch=1)
     with pipeline:
         made_anew = image_size is not None or image_dtype == "float32"  # by an operator that reads the pictures
         nodes = _read(plan, stage, routes, made_anew)

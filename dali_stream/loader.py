@@ -327,7 +327,7 @@ class Loader:
             remote=self.dataset.data_store.remote,
             cached=self.dataset.cache_dir is not None,
             decode=self._decode,
-            videos={key: self._routes[key].decoder for key in self.dataset.videos},
+            videos={key: self._routes[key].decoder for key in self._plan.dataset.videos},
             image_size=image_size,
             image_dtype=image_dtype,
             normalize=bool(self.normalizer.modes),

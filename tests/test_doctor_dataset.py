@@ -82,13 +82,21 @@ def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
 
 
-def test_pictures_too_small_for_nvdec_are_not_sent_round_in_circles(tmp_path: Path, fake_driver: FakeDriver) -> None:
-    """HEVC would be as small as H.264. Of less than 80×144 the fake driver decodes nothing."""
-    encode(draw(size=(120, 128)), tmp_path / "a.mp4", h264(12))
-    root = write_dataset(tmp_path / "small", [tmp_path / "a.mp4"], size=(120, 128))
+@pytest.mark.parametrize(
+    ("size", "codec", "reason"),
+    [
+        ((120, 128), h264(12), "120×128 is outside what NVDEC takes"),  # of less than 80×144 the fake driver decodes nothing
+        pytest.param((242, 326), hevc(12), "242×326 is coded as 248×328 in hevc", marks=pytest.mark.slow),
+    ],
+)
+def test_sizes_that_no_codec_brings_to_nvdec_are_not_sent_round_in_circles(
+    size: tuple[int, int], codec: tuple[str, ...], reason: str, tmp_path: Path, fake_driver: FakeDriver
+) -> None:
+    encode(draw(size=size), tmp_path / "a.mp4", codec)
+    root = write_dataset(tmp_path / "odd", [tmp_path / "a.mp4"], size=size)
     done = run(root, "--json", environment=fake_driver("h100"), libraries=shadows(tmp_path / "libraries", torch=cpu_torch()))
     finding = found(json.loads(done.stdout), f"{CAMERA} on GPU 0")
-    assert "120×128 is outside what NVDEC takes" in finding["text"]
+    assert reason in finding["text"]
     assert "transcode" not in finding["remedy"]
 
 

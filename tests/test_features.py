@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import copied
-from loader_data import ODD_CAMERA, ODD_SIZE, as_lerobot, equal, read_lengths, read_rows, samples, write_odd
+from loader_data import ODD_CAMERA, ODD_SIZE, SIDE, TOP, as_lerobot, equal, read_lengths, read_rows, samples, write_odd
 
 from dali_stream import Dataset, Loader
 from dali_stream.demo import read_identities
@@ -147,6 +148,23 @@ def test_a_column_with_the_key_of_a_mask_is_delivered_where_there_is_no_mask(
             same = batch["one_is_pad"] == batch[like]
             assert same if isinstance(same, bool) else same.all()
     assert caplog.records == []
+
+
+def test_a_video_with_the_key_of_a_mask_is_not_read(demo_copy: Path) -> None:
+    def renamed(text: str) -> str:
+        return text.replace(SIDE, "action_is_pad")
+
+    info = demo_copy / "meta/info.json"
+    info.write_text(renamed(info.read_text()))
+    for file in demo_copy.glob("meta/episodes/*/*.parquet"):
+        table = pq.read_table(file)
+        pq.write_table(table.rename_columns([renamed(name) for name in table.column_names]), file)
+    shutil.rmtree(demo_copy / "videos" / SIDE)
+    assert Dataset(demo_copy).videos == (TOP, "action_is_pad")
+    with Loader(demo_copy, batch_size=4, delta_timestamps={"action": [0.0, 0.05]}) as loader:
+        assert next(iter(loader))["action_is_pad"].shape == (4, 2)
+        assert list(loader.routes) == [TOP]
+        loader.bottleneck()
 
 
 @pytest.mark.parametrize("like", ["note", "flag"])

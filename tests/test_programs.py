@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -183,3 +184,43 @@ def test_remote_compares_the_network_with_the_disk(demo: Path) -> None:
     videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
     assert medians["cold"]["fetched_bytes"] > 0.9 * videos
     assert medians["cache"]["cached_bytes"] > 0.9 * videos
+
+
+def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None:
+    """With a Python that notes what it is told to run, is killed at one part and fails at another."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+        echo "$@" >> {tmp_path}/calls
+        case "$*" in *gpu_settings.py*) kill -SEGV $$ ;; *peers.py*hevc*) exit 3 ;; esac"""
+    )
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    command = ["bash", str(ROOT / "benchmarks/gpu_trip.sh"), str(out)]
+    environment = {**os.environ, "PYTHON": str(python)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "not ended well: settings peers of hevc" in done.stdout
+    assert (out / "log.txt").read_text() == done.stdout
+    calls = (tmp_path / "calls").read_text()
+    names = ["-m dali_stream doctor", "-m dali_stream selftest", "gpu_settings.py", "decode_floor.py", "peers.py"]
+    assert [call for call in calls.splitlines() if "-c" in call.split()]  # the datasets
+    assert [calls.index(name) for name in names] == sorted(calls.index(name) for name in names)
+    assert calls.count("decode_floor.py") == calls.count("peers.py") == 2
+    done = subprocess.run(command, env={**environment, "LIMIT": "0"}, cwd=tmp_path, capture_output=True, text=True)
+    assert "selftest: no time was left" in done.stdout
+
+
+@pytest.mark.slow
+def test_settings_of_dalis_executor_are_measured_and_checked(vp9_demo: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    run("benchmarks/gpu_settings.py", vp9_demo, "--device", "cpu", "--seconds", 0, "--threads", 1, 2, "--out", out)
+    report = json.loads(out.read_text())
+    settings = [(row["streams"], row["concurrency"]) for row in report["lockstep"]]
+    assert settings[0] == ("SINGLE", "BACKEND")
+    assert len(set(settings)) == 5
+    assert all(row["wrong"] == 0 < row["pictures"] for row in report["lockstep"])
+    rates = report["frames_per_s"]
+    assert [row["threads"] for row in rates] == [1, 2] * 6
+    assert all(row["idle"] > 0 and row["busy"] is None for row in rates)
+    assert rates[-1]["decode"] == "torchcodec"

@@ -215,7 +215,7 @@ def test_the_budget_holds_and_changes_nothing_but_the_traffic(
 def test_indices_that_the_budget_does_not_keep_are_told(
     demo: Path, server: Server, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uri, arguments = demo if where == "disk" else server.url, {"batch_size": 2, "consumers": 4, "image_dtype": "uint8"}
+    uri, arguments = demo if where == "disk" else server.url, {"batch_size": 2, "consumers": 2, "image_dtype": "uint8"}
     expected = batches_of(demo, **arguments)
     assert not caplog.records
     with Loader(uri, memory_budget=130_000, **arguments) as loader:  # a quarter of it holds four of the six indices

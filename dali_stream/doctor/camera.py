@@ -23,7 +23,7 @@ from dali_stream.video.capability import capability
 from dali_stream.video.clip import is_avc, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.hidden import hidden_frames
-from dali_stream.video.route import refusal
+from dali_stream.video.route import padding_refusal, refusal
 from dali_stream.video.table import LACKING, SampleTable, read_table
 from dali_stream.video.timing import explain, find_samples
 
@@ -145,7 +145,11 @@ class Camera:
             return Finding("dataset", name, OK, text)
         gpu = self._decoders.gpus[where]
         size = report.height, report.width
-        helps = [codec for codec in ("hevc", "h264") if not capability(gpu, codec, "420", 8).refusal(*size)]
+        helps = [
+            codec
+            for codec in ("hevc", "h264")
+            if not (capability(gpu, codec, "420", 8).refusal(*size) or padding_refusal(codec, *size))
+        ]
         remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
         return Finding("dataset", name, WARNING, text, remedy)
 
