@@ -15,7 +15,7 @@ SELFTEST_NEEDS := import dali_stream.cli, dali_stream.selftest, torchcodec.decod
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo bench test test-slow test-gpu check lint format clean
+.PHONY: help install demo train-demo bench figures test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,14 @@ bench: install ## measure data loading on the demo dataset; ends with a table, a
 	rm -rf .demo/bench
 	RUN=here SOURCES=local=.demo/dataset OUT_DIR=.demo/bench DECODES=auto NUM_BATCHES=60 BATCH_SIZE=32 WARMUP=5 $(ARGS) \
 	    bash benchmarks/slurm/matrix.sh
+
+# The picture is a part of the demo's contact sheet. The chart is drawn from committed reports: after new ones, draw it again.
+figures: install ## draw the README's figures: docs/figures/demo.png, and peers.svg from the reports of benchmarks/peers.py
+	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
+	$(VENV)/bin/dali-stream preview .demo/dataset --out docs/figures/demo.png --batch-size 2 \
+	    --window observation.images.top=-1,-0.5,0 --image-size 150x200
+	$(VENV)/bin/python benchmarks/peers_chart.py benchmarks/results/peers_g1_2cores.json \
+	    benchmarks/results/peers_windows_g1_2cores.json --out docs/figures/peers.svg
 
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones

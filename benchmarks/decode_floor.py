@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import re
 import shutil
 import statistics
@@ -75,7 +74,7 @@ def main() -> int:
         return 1
     print(told(result))
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
     return 0
 
 

@@ -13,7 +13,6 @@ Not run on a GPU yet. The Loader uses one stream until this shows that more are 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -61,7 +60,7 @@ def main() -> int:
         report[part].append(row)
         print(row, flush=True)
         if arguments.out:
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+            arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
 
     routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]
     for decode, dali.STREAMS, dali.CONCURRENCY in routes:

@@ -148,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = json.loads(arguments.report.read_text()) if arguments.report else measure()
     if arguments.json:
-        print(json.dumps(report))
+        print(environment.report_json(report))
         return
     print(tables(report))
     if arguments.figure:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import math
 import sys
@@ -49,7 +48,7 @@ def main(given: list[str] | None = None) -> int:
         return 1
     print(text(report))
     if arguments.json:
-        print(json.dumps(report))
+        print(environment.report_json(report))
     return 0
 
 

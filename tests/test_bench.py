@@ -84,6 +84,9 @@ def test_reports_are_written_as_json_and_as_a_row(capsys: pytest.CaptureFixture[
     assert found.pop("written") == str(path)
     assert sorted(each.name for each in path.parent.iterdir()) == [path.with_suffix(".csv").name, path.name]
     assert json.loads(path.read_text()) == found
+    assert found["dataset"] == demo.name  # a report holds no folder of the machine it was made on
+    for text in (path.read_text(), path.with_suffix(".csv").read_text()):
+        assert str(demo.parent) not in text
     [row] = csv.DictReader(path.with_suffix(".csv").open())
     assert float(row["frames_per_s_node"]) == found["frames_per_s_node"]
 

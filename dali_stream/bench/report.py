@@ -31,7 +31,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         `bottleneck`: the stage that limits the rank that waits most, its share and what would help (see `Loader.bottleneck`).
         `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `peak_rss_bytes` and `peak_gpu_bytes` (the largest of a
         rank), `cpu_s_per_sample`, `consumers`, `episode_pool_size`, `routes`, `timeline` (of rank 0), `versions`, `machine`,
-        `date`.
+        `date`. No path names a folder.
     """
     nodes = len({rank["host"] for rank in ranks})
     wall = max(rank["wallclock_s"] for rank in ranks)
@@ -40,7 +40,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
     latencies = np.concatenate([rank["latencies_s"] for rank in ranks]) * 1e3
     gpu = [rank["peak_gpu_bytes"] for rank in ranks if rank["peak_gpu_bytes"]]
     waits_most = max(ranks, key=lambda rank: rank["sums"]["wait_s"])
-    return head | {
+    report = head | {
         "nodes": nodes,
         "ranks": len(ranks),
         "frames": frames,
@@ -67,6 +67,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         "timeline": ranks[0]["timeline"],
         **environment.ran_on(ranks[0]["device"]),
     }
+    return environment.without_folders(report)
 
 
 def write(report: dict[str, Any], folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +30,7 @@ def selftest(
     was left out.
     """
     console.load_library()
+    from dali_stream import environment
     from dali_stream.selftest import selftest as run
 
     with console.progress() as bar:
@@ -41,12 +41,12 @@ def selftest(
 
         def keep(report: dict[str, Any]) -> None:
             if out is not None:
-                out.write_text(json.dumps(report, indent=1) + "\n")
+                out.write_text(environment.report_json(report, indent=1) + "\n")
 
         report = run(device, soak_s=soak, speed_s=speed, limit_s=limit, progress=show, keep=keep)
         keep(report)
     if as_json:
-        console.print_json(report)
+        console.print_json(environment.without_folders(report))
     else:
         _print(report)
     if report["status"] in ("failed", "unfinished"):
