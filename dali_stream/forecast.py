@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dali_stream.loader import Loader
     from dali_stream.video.table import SampleTable
 
-BUDGETS = tuple(1 << 30 << i for i in range(6))  # 1 to 32 GiB
+BUDGETS = tuple(1 << 28 + i for i in range(8))  # 256 MiB to 32 GiB
 _BATCHES = 400  # that are counted, once the cache is full
 _TIMED = 32  # frames that are decoded and resized for the time of one
 

@@ -76,7 +76,13 @@ def _memory(forecasts: list[Forecast]) -> Table:
     )  # fmt: skip
     for found in forecasts:
         rate = "nothing to decode" if found.frames_per_s is None else f"{found.frames_per_s:.0f}"
-        made.add_row(f"{found.memory_budget >> 30} GiB", f"{found.decodes:.2f}", f"{found.first_decodes:.2f}", rate)
+        budget = found.memory_budget >> 20
+        made.add_row(
+            f"{budget} MiB" if budget < 1024 else f"{budget >> 10} GiB",
+            f"{found.decodes:.2f}",
+            f"{found.first_decodes:.2f}",
+            rate,
+        )
     return made
 
 
