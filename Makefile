@@ -1,4 +1,5 @@
-# Every target sets up the virtual environment first, through docker/install.sh, which is done at once if nothing changed.
+# Every target but test-gpu sets up the virtual environment first, through docker/install.sh, which is done at once if nothing
+# changed.
 #
 #   PYTHON      interpreter for the environment, 3.10 to 3.13
 #   DALI_EXTRA  cuda12 or cuda13
@@ -9,11 +10,12 @@ DALI_EXTRA ?= cuda12
 ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+SELFTEST_NEEDS := import dali_stream.cli, dali_stream.selftest, torchcodec.decoders, torchcodec.encoders
 
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo bench test test-slow test-gpu check lint format clean
+.PHONY: help install demo train-demo bench figures test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +38,14 @@ bench: install ## measure data loading on the demo dataset; ends with a table, a
 	RUN=here SOURCES=local=.demo/dataset OUT_DIR=.demo/bench DECODES=auto NUM_BATCHES=60 BATCH_SIZE=32 WARMUP=5 $(ARGS) \
 	    bash benchmarks/slurm/matrix.sh
 
+# The picture is a part of the demo's contact sheet. The chart is drawn from committed reports: after new ones, draw it again.
+figures: install ## draw the README's figures: docs/figures/demo.png, and peers.svg from the reports of benchmarks/peers.py
+	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
+	$(VENV)/bin/dali-stream preview .demo/dataset --out docs/figures/demo.png --batch-size 2 \
+	    --window observation.images.top=-1,-0.5,0 --image-size 150x200
+	$(VENV)/bin/python benchmarks/peers_chart.py benchmarks/results/peers_g1_2cores.json \
+	    benchmarks/results/peers_windows_g1_2cores.json --out docs/figures/peers.svg
+
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones
 	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile $(ARGS)
@@ -44,8 +54,13 @@ test: install ## run the tests, without the slow ones
 test-slow: install ## run the slow tests
 	$(RUN) pytest -q -m slow $(ARGS) || test $$? -eq 5
 
-test-gpu: install ## try NVDEC through DALI on this machine; without a GPU it says so
-	$(VENV)/bin/dali-stream selftest $(ARGS)
+# In an environment that is there: a GPU machine may reach no package index.
+test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so
+	@for python in $(wildcard $(VENV)/bin/python) $(PYTHON); do \
+	    why=$$("$$python" -c '$(SELFTEST_NEEDS)' 2>&1) && exec "$$python" -m dali_stream selftest $(ARGS); \
+	    echo "make test-gpu: $$python: $$(echo "$$why" | tail -n 1)" >&2; \
+	done; \
+	bash docker/install.sh $(VENV) && exec $(VENV)/bin/python -m dali_stream selftest $(ARGS)
 
 check: install lint ## lint, format check, types
 	$(RUN) ruff check
@@ -54,7 +69,7 @@ check: install lint ## lint, format check, types
 
 lint: install ## lint the image, its deployments and the shell scripts
 	$(VENV)/bin/hadolint docker/Dockerfile
-	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/slurm/*
+	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/*.sh benchmarks/slurm/*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 

@@ -10,7 +10,6 @@ possible bitstream cannot be found for certain; the numbers depend on the codec,
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -81,7 +80,7 @@ def main() -> int:
         print(f"damage: {error}", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
     return 0
 
 

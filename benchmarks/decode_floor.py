@@ -1,22 +1,24 @@
-"""How near the loader comes to the decode floor.
+"""How near the loader comes to two floors, which do its decoding and nothing else.
 
-The floor is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's frames
-need, and converting only those frames to RGB. With `--decode dali` it is that of DALI's decoder: see nvdec_floor.py.
+The floor of prefixes is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's
+frames need, and converting only those frames to RGB. The loader beside it delivers frames at their recorded size as uint8, with
+its default arguments: it decodes less, since it keeps decoded frames. The floor of files is threads alone, one per core, that
+decode every frame of the files once in file order and resize it (see files_floor.py). The loader beside it delivers float32 of
+that size: its first epoch and its second. With `--decode dali` there is one floor, that of DALI's decoder: see nvdec_floor.py.
 
     python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
-                                      [--batches 30] [--rounds 5] [--json]
+                                      [--batches 30] [--image-size 224 224] [--rounds 5] [--json]
 
-With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. Both sides get the same requests and take
-turns, in which the other rests; the loader has nothing at hand when its turn begins. FFmpeg gets its requests as one packed
-clip a core and camera, so it pays neither for opening files nor for seeking; the time that the program takes to start and end
-is measured and taken off.
+With `--mode sarm`, a sample is a window of 8 frames of each camera, 1 s apart. All sides take turns. A loader is new in each
+round, and timed from its first batch on. FFmpeg gets its requests as one packed clip a core and camera, so it pays neither for
+opening files nor for seeking; the time that the program takes to start and end is measured and taken off.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
 import re
 import shutil
 import statistics
@@ -24,11 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import files_floor
 import numpy as np
 import nvdec_floor
 from argument_types import count
@@ -37,10 +41,11 @@ import dali_stream
 from dali_stream import environment, process
 from dali_stream.bench.measure import endless, take, windows
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.memory import Memory
-from dali_stream.counters import Counters
 from dali_stream.process import cores
+from dali_stream.rows import RowReader
 from dali_stream.video.clip import pack
+from dali_stream.video.table import SampleTable
+from dali_stream.video.timing import find_samples
 from dali_stream.windows import offsets, window
 
 AHEAD = 20  # batches: more than the loader makes ahead
@@ -54,6 +59,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="of the loader: cpu, cuda or cuda:N")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--batches", type=count, default=30, help="batches that a round times")
+    parser.add_argument("--image-size", type=count, nargs=2, default=[224, 224], metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--rounds", type=count, default=5, help="rounds of each side, whose ratios have a median")
     parser.add_argument("--threads", type=count, default=cores(), help="FFmpeg processes, and decode threads of the loader")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -66,42 +72,143 @@ def main() -> int:
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"decode_floor: {error}", file=sys.stderr)
         return 1
-    print(
-        f"floor {result['floor_frames_per_s']:.0f} frames/s, loader {result['loader_frames_per_s']:.0f} frames/s, "
-        f"ratio {result['ratio']:.3f} ({result['frames_per_round']} frames a round, {arguments.rounds} rounds, "
-        f"{arguments.threads} threads)"
-    )
+    print(told(result))
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
     return 0
 
 
+def told(result: dict[str, Any]) -> str:
+    """The result in words."""
+    lines = [
+        f"prefixes: floor {result['floor_frames_per_s']:.0f} frames/s, loader {result['loader_frames_per_s']:.0f}, "
+        f"ratio {result['ratio']:.3f}"
+    ]
+    if files := result.get("files"):
+        first, second = files["first_epoch_frames_per_s"], files["second_epoch_frames_per_s"]
+        lines += [
+            f"files: floor {files['floor_frames_per_s']:.0f} frames/s (FFmpeg, without resizing: "
+            f"{files['ffmpeg_frames_per_s']:.0f}), loader {first:.0f} in the first epoch, ratio {files['ratio']:.3f}, and "
+            f"{second:.0f} in the second, {files['second_to_first']:.1f} times as many",
+            "decoded frames per delivered frame: {:.2f} and {:.2f}".format(*files["decoded_per_frame"]),
+            f"wait for a batch: median {files['wait_p50_ms']:.1f} ms, p99 {files['wait_p99_ms']:.1f} ms",
+        ]
+    return "\n".join(lines)
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times both sides in turns."""
-    dataset, batch_size, threads = dali_stream.Dataset(arguments.uri), arguments.batch_size, arguments.threads
+    """Times all sides in turns."""
+    dataset = dali_stream.Dataset(arguments.uri)
     if not dataset.videos:
         raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
+    found = measure_dali(dataset, arguments) if arguments.decode == "dali" else measure_cpu(dataset, arguments)
+    return {
+        **found,
+        "peak_rss_bytes": environment.peak_rss(),
+        "dataset": dataset.uri,
+        "arguments": {key: value for key, value in vars(arguments).items() if key != "json"},
+        **environment.ran_on(arguments.device),
+    }
+
+
+def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The loader beside both floors."""
+    threads, size = arguments.threads, tuple(arguments.image_size)
+    batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
     deltas = windows(arguments.mode, dataset)
-    batches = min(arguments.batches, dataset.num_frames // batch_size)
-    frames = batches * batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        dali_stream.Loader(
-            dataset,
-            batch_size=batch_size,
-            delta_timestamps=deltas,
-            image_dtype="uint8",
-            threads=threads,
-            decode=arguments.decode,
-            device=arguments.device,
-        ) as loader,
-    ):
-        if arguments.decode == "dali":
-            gpu = process.gpu(arguments.device)
-            floor_rate = nvdec_floor.make(dataset, gpu, threads, lambda: decoded_per_frame(loader, began))
-        else:
-            shown = offsets(deltas, dataset.fps, dataset.cameras)
-            floor_rate = ffmpeg_floor(floor_jobs(dataset, shown, batch_size, batches, threads, Path(folder)), threads, frames)
+    per_batch = arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
+    prefixes: dict[str, list[float]] = {"floor": [], "loader": []}
+    files: dict[str, list[float]] = {"floor": [], "ffmpeg": [], "first": [], "second": []}
+    decoded: list[float] = []
+    later: list[float] = []
+    waits: list[float] = []
+    work = files_floor.parts(dataset, threads)
+    with tempfile.TemporaryDirectory() as folder:
+        with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
+            order = dali_stream.Order(dataset.lengths, **loader.state_dict()["order"])
+            routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
+        shown = offsets(deltas, dataset.fps, dataset.cameras)
+        jobs = floor_jobs(dataset, order, shown, arguments.batch_size, batches, threads, Path(folder))
+        prefix_rate = ffmpeg_floor(jobs, threads, batches * per_batch)
+        for _ in range(arguments.rounds):
+            prefixes["floor"].append(prefix_rate())
+            with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
+                prefixes["loader"].append(per_batch / mean_wait(iter(loader), batches - 1 or 1, []))
+            files["floor"].append(files_floor.torchcodec_rate(work, size))
+            files["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
+            with new_loader(dataset, arguments, deltas, image_size=size) as loader:
+                files["first"].append(per_batch / mean_wait(iter(loader), len(loader) - 1 or 1, waits))
+                first = loader.stats()
+                decoded.append(first["decoded_frames"] / first["frames"])
+                files["second"].append(per_batch / mean_wait(iter(loader), len(loader) - 1 or 1, []))
+                second = loader.stats()
+                later.append(growth(second, first, "decoded_frames") / growth(second, first, "frames"))
+    waits = waits or [0.0]
+    return {
+        **rates("loader", prefixes["loader"], prefixes["floor"]),
+        "frames_per_round": batches * per_batch,
+        "routes": routes,
+        "files": {
+            **rates("first_epoch", files["first"], files["floor"]),
+            "ffmpeg_frames_per_s": statistics.median(files["ffmpeg"]),
+            "second_epoch_frames_per_s": statistics.median(files["second"]),
+            "second_epoch_rounds": files["second"],
+            "second_to_first": statistics.median(b / a for a, b in zip(files["first"], files["second"], strict=True)),
+            "decoded_per_frame": [statistics.median(decoded), statistics.median(later)],
+            "wait_p50_ms": float(np.percentile(waits, 50) * 1e3),
+            "wait_p99_ms": float(np.percentile(waits, 99) * 1e3),
+        },
+    }
+
+
+def rates(name: str, own: list[float], floor: list[float]) -> dict[str, Any]:
+    """Medians of both sides, and of their ratio in turns that follow each other: others use the machine too."""
+    return {
+        "ratio": statistics.median(mine / its for mine, its in zip(own, floor, strict=True)),
+        "floor_frames_per_s": statistics.median(floor),
+        f"{name}_frames_per_s": statistics.median(own),
+        "floor_rounds": floor,
+        f"{name}_rounds": own,
+    }
+
+
+def new_loader(
+    dataset: dali_stream.Dataset, arguments: argparse.Namespace, deltas: dict[str, list[float]], **own: Any
+) -> dali_stream.Loader:
+    return dali_stream.Loader(
+        dataset, batch_size=arguments.batch_size, delta_timestamps=deltas, threads=arguments.threads,
+        decode=arguments.decode, device=arguments.device, **own,
+    )  # fmt: skip
+
+
+def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
+    """Seconds for each of the `count` batches after the first one. Those after the 20th are added to `waits`."""
+    next(batches)
+    started = before = time.perf_counter()
+    for number in range(count):
+        if next(batches, None) is None:
+            break
+        now = time.perf_counter()
+        if number >= 20:
+            waits.append(now - before)
+        before = now
+    passed = (before - started) / max(count, 1)
+    deque(batches, maxlen=0)  # the rest of the epoch
+    return passed
+
+
+def growth(after: dict[str, Any], before: dict[str, Any], key: str) -> float:
+    return float(after[key] - before[key])
+
+
+def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The loader beside the floor of DALI's decoder."""
+    deltas, threads = windows(arguments.mode, dataset), arguments.threads
+    batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
+    frames = batches * arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
+    with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
+        gpu = process.gpu(arguments.device)
+        floor_rate = nvdec_floor.make(dataset, gpu, threads, lambda: decoded_per_frame(loader, began))
         stream = endless(loader)
         take(stream, AHEAD)
         settle(loader)
@@ -117,19 +224,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         decoded = decoded_per_frame(loader, began)
         routes = {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
     return {
-        # Of turns that follow each other: a machine that others use is not as fast in the next minute.
-        "ratio": statistics.median(mine / its for mine, its in zip(own, floor, strict=True)),
-        "floor_frames_per_s": statistics.median(floor),
-        "loader_frames_per_s": statistics.median(own),
-        "floor_rounds": floor,
-        "loader_rounds": own,
+        **rates("loader", own, floor),
         "frames_per_round": frames,
         "decoded_per_frame": decoded,
-        "peak_rss_bytes": environment.peak_rss(),
-        "dataset": dataset.uri,
-        "arguments": {key: value for key, value in vars(arguments).items() if key != "json"},
         "routes": routes,
-        **environment.ran_on(arguments.device),
     }
 
 
@@ -157,29 +255,31 @@ def settle(loader: dali_stream.Loader) -> None:
 
 
 def floor_jobs(
-    dataset: dali_stream.Dataset, shown: dict[str, Any], batch_size: int, batches: int, threads: int, folder: Path
+    dataset: dali_stream.Dataset,
+    order: dali_stream.Order,
+    shown: dict[str, Any],
+    batch_size: int,
+    batches: int,
+    threads: int,
+    folder: Path,
 ) -> list[tuple[Path, str, int]]:
     """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for.
 
     `shown` has the frame offsets of cameras that show windows. A picture that a batch asks for twice is converted once.
     """
-    order = dali_stream.Order(dataset.lengths)
-    memory = Memory(dataset, IndexCache(dataset), 4 << 30, Counters())
     jobs = []
     for camera in dataset.videos:
-        steps = shown.get(camera, np.zeros(1, np.int64))
+        steps, packets = shown.get(camera, np.zeros(1, np.int64)), packets_of(dataset, camera)
         for core in range(min(threads, batches)):
             tables, samples = [], []
             for number in range(core, batches, threads):
                 episode, frame = order.read(number * batch_size, batch_size)
-                memory.load(np.unique(episode).tolist())
                 frames, _ = window(steps, frame, dataset.lengths[episode])
-                found = [memory.index(camera, e) for e in episode.tolist() for _ in steps]
+                found = [packets(e)[0] for e in episode.tolist() for _ in steps]
                 # A copy of the table a batch: two batches that need the same GOP pay for it twice, as any loader does.
-                own = {id(table): dataclasses.replace(table) for table in found}
-                tables += [own[id(table)] for table in found]
-                packets = [memory.packets(camera, e)[steps] for e, steps in zip(episode.tolist(), frames, strict=True)]
-                samples += np.concatenate(packets).tolist()
+                copies = {id(table): dataclasses.replace(table) for table in found}
+                tables += [copies[id(table)] for table in found]
+                samples += [p for e, own in zip(episode.tolist(), frames, strict=True) for p in packets(e)[1][own].tolist()]
             clip = pack(dataset.data_store, tables, samples)
             path = folder / f"{len(jobs)}.mp4"
             path.write_bytes(clip.data)
@@ -187,6 +287,19 @@ def floor_jobs(
             wanted[clip.frames] = True
             jobs.append((path, f"select='{selection(wanted, 0, len(wanted))}',format=rgb24", int(wanted.sum())))
     return jobs
+
+
+def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tuple[SampleTable, np.ndarray]]:
+    """A function from an episode to the index of its file and the packet of each of its frames."""
+    indices, reader = IndexCache(dataset), RowReader(dataset, keys=["timestamp"])
+
+    @functools.cache
+    def packets(episode: int) -> tuple[SampleTable, np.ndarray]:
+        table = indices.of(camera, episode, dataset.data_store)
+        interval = dataset.table.interval(camera, dataset.rows[episode])
+        return table, find_samples(table, interval, reader.read(episode)[episode]["timestamp"], dataset.fps)
+
+    return packets
 
 
 def selection(wanted: np.ndarray, start: int, stop: int) -> str:

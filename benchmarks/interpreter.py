@@ -11,7 +11,6 @@ took off its core still holds the interpreter, so a busy machine gives too much.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -59,7 +58,7 @@ def main() -> int:
         f"(rounds: {', '.join(f'{cost:.0f}' for cost in result['rounds'])}), at {result['frames_per_s']:.0f} frames/s"
     )
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
     return 0
 
 

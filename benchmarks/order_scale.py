@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +34,7 @@ def main() -> None:
         f"of one rank in {forward}; peak memory {result['peak_rss_bytes'] / 1e6:.0f} MB"
     )
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
 
 
 def measure(episodes: int, length: int, consumers: int) -> dict[str, Any]:

@@ -103,9 +103,9 @@ def main() -> int:
         return 130
     print_table(result)
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(environment.report_json(result, indent=1) + "\n")
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
     own = result["peers"][0]
     return 0 if not own["error"] and own["frames"]["equal"] else 1
 

@@ -11,7 +11,6 @@ batch, whose time is given by itself. The server takes its share of the same cor
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -50,7 +49,7 @@ def main() -> int:
             f"{found['first_batch_s']:.2f} s; {found['requests']:.0f} requests, {found['fetched_bytes'] / 1e6:.1f} MB"
         )
     if arguments.json:
-        print(json.dumps(result))
+        print(environment.report_json(result))
     return 0
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 import tempfile
@@ -254,9 +253,9 @@ def main(given: list[str] | None = None) -> int:
         print(f"scaling: {error}", file=sys.stderr)
         return 1
     if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
     if arguments.json:
-        print(json.dumps(report))
+        print(environment.report_json(report))
     return 0
 
 

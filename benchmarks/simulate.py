@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import math
 import sys
@@ -32,6 +31,7 @@ import dali_stream
 from dali_stream import environment
 from dali_stream.arguments import byte_count
 from dali_stream.bench.measure import MODES
+from dali_stream.order import default_pools
 
 KEEPS_UP = 0.01  # the share of the time that training may wait
 PRECISION = 1.07  # of the smallest bandwidth
@@ -48,7 +48,7 @@ def main(given: list[str] | None = None) -> int:
         return 1
     print(text(report))
     if arguments.json:
-        print(json.dumps(report))
+        print(environment.report_json(report))
     return 0
 
 
@@ -70,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=count, default=64, help="of a rank")
     add("--mode", choices=MODES, default="single")
     add("--memory-budget", default="4GiB", help="of a rank")
-    add("--consumers", type=count, help="not given: 32, or the number of ranks if that is more")
-    add("--pool", type=count, default=8, help="episode_pool_size")
+    add("--consumers", type=count, help="not given: the Loader's default")
+    add("--pool", type=count, help="episode_pool_size; not given: the Loader's default")
     add("--minutes", type=positive, default=1.0, help="simulated at most; the second half is judged")
     add("--ranks", type=count, default=1, help="that are simulated")
     add("--seed", type=int, default=0)
@@ -95,6 +95,7 @@ class Cluster:
             a.dataset_tb * 1e12, a.episode_seconds, a.fps, a.cameras, a.bitrate_mbps * 1e6, min(a.gop, 1 << 20)
         )
         self.dataset = MadeUp(self.recording)
+        consumers, pool = default_pools(a.batch_size, self.world, a.consumers, a.pool)
         steps = max(round(a.minutes * 60e3 / a.step_ms), 20)
         whole = self.dataset.num_frames // (a.batch_size * self.world)
         self.training = Training(
@@ -103,8 +104,8 @@ class Cluster:
             steps=min(steps, whole) or 1,
             mode=a.mode,
             memory_budget=byte_count(a.memory_budget),
-            consumers=a.consumers or -(-32 // self.world) * self.world,
-            pool=a.pool,
+            consumers=consumers,
+            pool=pool,
             seed=a.seed,
             decode_frames_per_s=a.decode_fps,
         )
@@ -222,6 +223,7 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         "memory_budget": cluster.training.memory_budget,
         "world_size": cluster.world,
         "consumers": cluster.training.consumers,
+        "episode_pool_size": cluster.training.pool,
         "episodes": cluster.recording.episodes,
         "days_an_epoch": cluster.recording.bytes_in_all / cluster.demand / arguments.nodes / 86400,
         "ranks": cluster.ranks,

@@ -130,9 +130,11 @@ class MadeUp(Dataset):
     def _table(self) -> Episodes:
         episode, each = self.episodes, self.episodes_in_video
         video = {camera: _files(camera, episode // each) for camera in self.cameras}
-        start = dict.fromkeys(self.cameras, (episode % each) * (self.recording.frames / self.fps))
+        seconds = self.recording.frames / self.fps
+        start = dict.fromkeys(self.cameras, (episode % each) * seconds)
+        stop = dict.fromkeys(self.cameras, (episode % each + 1) * seconds)
         data = _files("data", episode // self.episodes_in_data)
-        return Episodes(episode, self.lengths, episode * self.recording.frames, data, video, start)
+        return Episodes(episode, self.lengths, episode * self.recording.frames, data, video, start, stop)
 
     @functools.cached_property
     def episodes_in_video(self) -> int:

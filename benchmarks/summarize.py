@@ -26,18 +26,34 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-COLUMNS = {
-    "frames_per_s_node": "frames/s", "samples_per_s": "samples/s", "first_batch_latency_s": "first batch, s",
-    "p50_sample_latency_ms": "p50, ms", "p95_sample_latency_ms": "p95, ms", "p99_sample_latency_ms": "p99, ms",
-    "decode_s_total": "decode, s", "fetch_s_total": "fetch, s", "wait_s_total": "wait, s", "wallclock_s": "of, s",
-    "fetched_bytes": "fetched, B", "decoded_per_delivered_frame": "decoded per frame",
-    "unique_episodes_per_batch": "episodes per batch", "cpu_s_per_sample": "CPU s per sample",
-    "peak_rss_bytes": "RSS, B", "peak_gpu_bytes": "GPU, B",
+from dali_stream.bottleneck import STAGES
+
+COLUMNS = {  # of a report: their names with units, and what one of the unit is in the report's own
+    "frames_per_s_node": ("frames/s", 1), "samples_per_s": ("samples/s", 1), "first_batch_latency_s": ("first batch, s", 1),
+    "p50_sample_latency_ms": ("wait p50, ms", 1), "p95_sample_latency_ms": ("wait p95, ms", 1),
+    "p99_sample_latency_ms": ("wait p99, ms", 1), "decoded_per_delivered_frame": ("decoded per frame", 1),
+    "unique_episodes_per_batch": ("episodes per batch", 1), "cpu_s_per_sample": ("CPU per sample, ms", 1e-3),
+    "fetched_bytes": ("fetched, MB", 1e6), "peak_rss_bytes": ("memory, MB", 1e6), "peak_gpu_bytes": ("GPU memory, MB", 1e6),
 }  # fmt: skip
-LINES = ("wait_s", "decode_s", "fetch_s")  # of the time line
-SHOWN = list(COLUMNS)[:10]  # on a terminal
+SECONDS = ("decode_s_total", "fetch_s_total", "wait_s_total", "wallclock_s")  # in summary.csv only: the page has shares of them
+LINES = {"wait_s": "waiting for batches", "decode_s": "decoding, all threads", "fetch_s": "fetching, all requests"}
 HEAD = ("source", "mode", "decode", "decoders", "ranks", "nodes", "batch_size", "status")
+NAMED = HEAD[:3]  # what a measurement is called
 MAY_LACK = ("peak_gpu_bytes", "decoded_per_delivered_frame")  # a figure, where there is no GPU or no video
+MODES = {
+    "single": "the current frame of all cameras",
+    "sarm": "windows: 8 frames of all cameras, 1 s apart",
+    "action_chunk": "the current frame of all cameras, and the next 50 actions",
+}
+HOW = {
+    "what is measured": "A consumer without a model asks for batches, waits until each is on the device, and drops it.",
+    "frames/s, samples/s": "what was delivered over wall-clock time, after the warm-up, per node",
+    "first batch": "from making the Loader to its first batch",
+    "wait p50, wait p95, wait p99": "percentiles of the time from asking for a batch until it is on the device",
+    "decoded per frame": "frames that the decoder had to decode for each frame delivered, because of keyframes",
+    "share of time": "of the thread that iterates, of the planner thread, and of the decode threads together",
+    "MB": "10⁶ bytes; memory is the peak of one process",
+}
 
 
 class Found(NamedTuple):
@@ -59,11 +75,19 @@ def main() -> int:
         print(f"summarize: {arguments.folder} {what}; write reports with dali-stream bench --out-dir", file=sys.stderr)
         return 1
     with (arguments.folder / "summary.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*HEAD, *COLUMNS])
+        writer = csv.DictWriter(file, [*HEAD, *COLUMNS, *SECONDS, "verdict"])
         writer.writeheader()
         writer.writerows(rows)
     (arguments.folder / "summary.html").write_text(page(rows, reports))
-    Console(width=None if sys.stdout.isatty() else 160).print(table(rows))
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    head, *body = cells(rows)
+    table = Table(*head, box=None)
+    table.columns[0].no_wrap = True
+    for each in body:
+        table.add_row(*map(Text, each))
+    console.print(table)
+    for name, verdict in verdicts(rows):
+        console.print(Text(f"{name}: {verdict}"))
     print(f"{arguments.folder / 'summary.csv'}, {arguments.folder / 'summary.html'}")
     if arguments.json:
         print(json.dumps({"rows": rows}))
@@ -96,90 +120,165 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
     try:
         decoders = ", ".join(sorted({route["decoder"] for route in report["routes"].values()}))
         points = [(key, point[key]) for point in report["timeline"] for key in ("s", *LINES)]
-        machine(report)  # raises where it is not said
-        known = {"decoders": decoders, "status": "ok"} | report
-        found = {key: known[key] for key in (*HEAD, *COLUMNS)}
-    except (KeyError, TypeError, AttributeError) as error:
+        points += [(key, share) for key, share in shares(report).items()]
+        facts(report)  # raises where one is missing
+        known = {"decoders": decoders, "status": "ok", "verdict": str(report["bottleneck"]["text"])} | report
+        found = {key: known[key] for key in (*HEAD, *COLUMNS, *SECONDS, "verdict")}
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"no report of dali-stream bench: {type(error).__name__} {error}") from error
-    for key, value in [*points, *((key, found[key]) for key in COLUMNS)]:
+    for key, value in [*((key, found[key]) for key in (*COLUMNS, *SECONDS)), *points]:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not number and not (value is None and key in MAY_LACK):
             raise ValueError(f"{key} is {value!r}, which is no number")
     return found
 
 
-def machine(report: dict[str, Any]) -> str:
-    """What it was measured on, and when."""
-    on = report["machine"]
-    return f"{on['processor']}, {on['cores']} cores, {on['gpu'] or 'no GPU'}, {report['date']}"
+def shares(report: dict[str, Any]) -> dict[str, float]:
+    """Per stage, its share of the time of the threads that have it: one a rank, or the decode threads."""
+    wall = report["wallclock_s"] * report["ranks"]
+    threads = {"decode threads": report["threads"]}
+    return {key: report["stage_s_total"][key] / wall / threads.get(who, 1) for who, keys in STAGES.items() for key in keys}
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """What a terminal shows."""
-    made = Table(*HEAD[:4], *(COLUMNS[key] for key in SHOWN), "status", box=None)
-    made.columns[0].no_wrap = True
-    for each in rows:
-        made.add_row(*(Text(text(each.get(key))) for key in (*HEAD[:4], *SHOWN, "status")))
-    return made
+def facts(report: dict[str, Any]) -> dict[str, str]:
+    """What was measured, on what and how."""
+    on, size = report["machine"], report["image_size"]
+    cameras = ", ".join(f"{name.rpartition('.')[2]} {height}×{width}" for name, (height, width) in report["cameras"].items())
+    return {
+        "machine": f"{on['processor']}, {on['cores']} cores, {on['gpu'] or 'no GPU'}; {report['nodes']} node(s), "
+        f"{report['ranks']} rank(s); batches on {report['device']}",
+        "dataset": f"{report['dataset']}: {report['episodes']} episodes, {report['dataset_frames']} frames at "
+        f"{report['fps']:g} frames per second; cameras: {cameras}",
+        "settings": f"batches of {report['batch_size']}, frames resized to "
+        f"{'their recorded size' if size is None else f'{size[0]}×{size[1]}'}, {report['image_dtype']}, "
+        f"{report['threads']} decode threads, memory_budget {report['memory_budget']}, cache_dir "
+        f"{report['cache_dir'] or 'none'}, {report['consumers']} consumers",
+        "measured": f"{report['num_batches']} batches after {report['warmup']} of warm-up, on {report['date']}",
+        "decoder": "; ".join(
+            f"{name.rpartition('.')[2]}: {r['decoder']}, since {r['reason']}" for name, r in report["routes"].items()
+        ),
+        "versions": ", ".join(f"{name} {version or 'none'}" for name, version in report["versions"].items()),
+    }
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A table of the measurements that went well, its first row the names of the columns that any of them has."""
+    well = [each for each in rows if "verdict" in each]
+    keys = [key for key in COLUMNS if any(each[key] for each in well)]
+    found = [["measurement", "decoder", *(COLUMNS[key][0] for key in keys)]]
+    for each in well:
+        numbers = (each[key] if each[key] is None else each[key] / COLUMNS[key][1] for key in keys)
+        found.append([label(each), each["decoders"], *map(text, numbers)])
+    return found
+
+
+def label(measurement: dict[str, Any]) -> str:
+    """What a measurement is called."""
+    return " ".join(str(measurement[key]) for key in NAMED if key in measurement)
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(measurement, what limits it, or what became of it) in words."""
+    return [
+        (label(each), f"{text(each['frames_per_s_node'])} frames/s. {each['verdict']}" if "verdict" in each else each["status"])
+        for each in rows
+    ]
 
 
 def text(value: Any) -> str:
-    """A number to four digits."""
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    """A number to three digits or more."""
+    if isinstance(value, (int, float)):
+        digits = 0 if abs(value) >= 100 or value == int(value) else 1 if abs(value) >= 10 else 2
+        return f"{value:.{digits}f}"
     return "" if value is None else str(value)
 
 
 def page(rows: list[dict[str, Any]], reports: list[dict[str, Any]]) -> str:
-    """The page: the table and three plots, all in one file."""
-    names = [*HEAD, *COLUMNS.values()]
-    body = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(text(each.get(key)))}</td>' for key in (*HEAD, *COLUMNS))}</tr>\n" for each in rows
-    )
-    plots = "".join(f"<h2>{title}</h2>\n{svg}\n" for title, svg in drawn(reports)) if reports else ""
-    machines = sorted({machine(report) for report in reports})
+    """The page: verdicts, tables, what was measured and three plots, all in one file."""
+    said = "".join(f"<li><b>{html.escape(name)}</b>: {html.escape(verdict)}</li>\n" for name, verdict in verdicts(rows))
+    parts = {"What limits it": f"<ul>{said}</ul>"}
+    if reports:
+        modes = {f"mode {report['mode']}": MODES.get(report["mode"], "") for report in reports}
+        times = [["share of time, %", *(name for stages in STAGES.values() for name in stages.values())]]
+        times += [[label(report), *(f"{share * 100:.0f}" for share in shares(report).values())] for report in reports]
+        threads = "".join(f"<th colspan={len(stages)}>{who}</th>" for who, stages in STAGES.items())
+        parts |= {
+            "Figures": grid(cells(rows)),
+            "Where the time goes": grid(times, f"<tr><th></th>{threads}</tr>"),
+            "What was measured": listed({**circumstances(reports), **HOW, **modes}),
+            **dict(drawn(reports)),
+        }
+    body = "\n".join(f"<h2>{title}</h2>\n{part}" for title, part in parts.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>dali-stream bench</title>
-<style>body {{ font: 14px sans-serif; margin: 2em }} td, th {{ padding: 2px 8px; text-align: right }}
-table {{ border-collapse: collapse }} tr:nth-child(even) {{ background: #eee }} svg {{ max-width: 100% }}</style></head><body>
-<h1>dali-stream bench</h1>
-<p>{html.escape("; ".join(machines))}</p>
-<table><tr>{"".join(f"<th>{html.escape(name)}</th>" for name in names)}</tr>
-{body}</table>
-{plots}</body></html>
+<style>body {{ font: 14px sans-serif; margin: 2em auto; max-width: 1280px; padding: 0 16px; line-height: 1.4 }}
+td, th {{ padding: 3px 8px; text-align: right; vertical-align: bottom }} th {{ font-weight: 600 }}
+td:first-child, th:first-child {{ text-align: left; overflow-wrap: anywhere }} th[colspan] {{ text-align: center }}
+table {{ border-collapse: collapse }} tr:nth-child(even) {{ background: #f0f0f0 }}
+dt {{ font-weight: 600 }} dd {{ margin: 0 0 6px 2em }} dd, dt, li {{ overflow-wrap: anywhere }} li {{ margin-bottom: 4px }}
+svg {{ max-width: 100%; height: auto }}</style></head><body>
+<h1>Data loading without a model: dali-stream bench</h1>
+{body}</body></html>
 """
+
+
+def grid(cells: list[list[str]], above: str = "") -> str:
+    """A table, its first row the names of the columns, with another row above."""
+    head, *body = [[html.escape(each) for each in row] for row in cells]
+    rows = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>", *(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in body)]
+    return "\n".join(["<table>", above, *rows, "</table>"])
+
+
+def listed(entries: dict[str, str]) -> str:
+    """Names and what they mean."""
+    return "<dl>" + "\n".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in entries.items()) + "</dl>"
+
+
+def circumstances(reports: list[dict[str, Any]]) -> dict[str, str]:
+    """What `facts` says of all reports: once where they agree, else with the measurements it holds for."""
+    found = {}
+    for name in facts(reports[0]):
+        by_value: dict[str, list[str]] = {}
+        for report in reports:
+            by_value.setdefault(facts(report)[name], []).append(label(report))
+        for value, labels in by_value.items():
+            found[name if len(by_value) == 1 else f"{name} of {', '.join(labels)}"] = value
+    return found
 
 
 def drawn(reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(title, SVG) of each plot."""
     matplotlib.rcParams["text.parse_math"] = False  # a label's "$" is one
-    labels = [f"{report['source']} {report['mode']} {report['decode']}" for report in reports]
-    speed, latency = Figure(figsize=(9, 1 + 0.4 * len(reports))), Figure(figsize=(9, 1 + 0.7 * len(reports)))
+    labels = [label(report) for report in reports]
+    speed, waits = Figure(figsize=(9, 1 + 0.4 * len(reports))), Figure(figsize=(9, 1 + 0.7 * len(reports)))
     axes = speed.subplots()
-    axes.barh(labels, [report["frames_per_s_node"] for report in reports])
-    axes.set_xlabel("frames/s per node")
+    axes.bar_label(axes.barh(labels, [report["frames_per_s_node"] for report in reports]), fmt="%.0f", padding=3)
+    axes.set_xlabel("frames per second and node")
+    axes.margins(x=0.1)
     axes.invert_yaxis()
-    axes = latency.subplots()
+    axes = waits.subplots()
     for number, percentile in enumerate((50, 95, 99)):
         places = [place + (number - 1) * 0.27 for place in range(len(reports))]
         axes.barh(places, [report[f"p{percentile}_sample_latency_ms"] for report in reports], 0.25, label=f"p{percentile}")
     axes.set_yticks(range(len(reports)), labels)
-    axes.set_xlabel("ms from asking for a sample's batch until it is on the device")
+    axes.set_xlabel("ms from asking for a batch until it is on the device")
     axes.invert_yaxis()
     axes.legend()
     lines = Figure(figsize=(9, 2.2 * len(reports)))
-    for axes, report, label in zip(lines.subplots(len(reports), squeeze=False)[:, 0], reports, labels, strict=True):
-        time_line(axes, report, label)
-    return [("Throughput", svg(speed)), ("Latency", svg(latency)), ("Time line: seconds of work and of waiting", svg(lines))]
+    for axes, report, name in zip(lines.subplots(len(reports), squeeze=False)[:, 0], reports, labels, strict=True):
+        time_line(axes, report, name)
+    return [("Throughput", svg(speed)), ("Wait for a batch", svg(waits)), ("Seconds of work and of waiting so far", svg(lines))]
 
 
-def time_line(axes: Axes, report: dict[str, Any], label: str) -> None:
-    """Seconds so far that were waited, decoded (all threads) and fetched (all reads), over the time of the measurement."""
+def time_line(axes: Axes, report: dict[str, Any], name: str) -> None:
+    """Seconds so far of each of `LINES`, over the time of the measurement; flat ones are left out."""
     points = report["timeline"]
-    for name in LINES:
-        axes.plot([point["s"] for point in points], [point[name] for point in points], label=name.removesuffix("_s"))
-    axes.set_title(label, fontsize=9)
-    axes.set_xlabel("s")
+    for key, meaning in LINES.items():
+        if key == "wait_s" or any(point[key] for point in points):
+            axes.plot([point["s"] for point in points], [point[key] for point in points], label=meaning)
+    axes.set_title(name, fontsize=9)
+    axes.set_xlabel("time, s")
+    axes.set_ylabel("sum, s")
     axes.legend(fontsize=8)
 
 

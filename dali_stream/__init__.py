@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, ResumeError, StorageError
+from dali_stream.normalize import Normalizer
 from dali_stream.order import Order
 
 if TYPE_CHECKING:
+    from dali_stream import augment
     from dali_stream.loader import Loader
     from dali_stream.sampler import FrameSampler
     from dali_stream.video.route import Route
@@ -22,25 +25,25 @@ __all__ = [
     "FrameSampler",
     "Loader",
     "MemoryBudgetError",
+    "Normalizer",
     "Order",
     "ResumeError",
     "Route",
     "StorageError",
+    "augment",
 ]
+
+# What these import, torch and DALI, takes a second; orders and metadata do without.
+_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "Route": "dali_stream.video.route"}
 
 
 def __getattr__(name: str) -> Any:
-    # The loader imports torch and DALI, which take a second; orders and metadata are had without them.
-    if name == "Loader":
-        from dali_stream.loader import Loader
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "augment":
+        return importlib.import_module("dali_stream.augment")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
 
-        return Loader
-    if name == "FrameSampler":
-        from dali_stream.sampler import FrameSampler
 
-        return FrameSampler
-    if name == "Route":
-        from dali_stream.video.route import Route
-
-        return Route
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [name for name in globals() if name.startswith("__")] + __all__

@@ -5,7 +5,6 @@ A task that fails is run again frame by frame, so that an error names the frame 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,13 +27,14 @@ from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.resize import resize
 from dali_stream.video.route import refusal
 from dali_stream.video.table import LACKING, SampleTable
+from dali_stream.video.timing import explain
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 CLIP_FRAMES = 32  # frames of a decode task, unless a single GOP has more: opening a decoder costs less than one frame
 # Of RGB at full size that a decode thread holds at a time. Threads have heaps of 64 MiB, where glibc does not use an aligned
-# block again for another of its size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a heap,
-# the process grew by gigabytes.
+# block again for another of its size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a
+# heap, the process grew by gigabytes.
 PART_BYTES = 15 << 20
 
 
@@ -101,13 +101,12 @@ class VideoFiles:
         for number in np.unique(table.config[packets]).tolist():
             self._check_size(table, self._format(table, int(np.argmax(table.config == number))))
 
-    def lacking(self, table: SampleTable) -> DecodeError:
-        """The error for a frame that the video has no picture for."""
-        return DecodeError(
-            f"{self._dataset.data_store.where(table.path)}: the video shows no picture at that frame's time, though the "
-            "metadata promises one: it is shorter than its episode, or its timestamps drift. Record, convert or copy the "
-            "dataset again"
-        )
+    def lacking(self, memory: Memory, table: SampleTable, episode: int, frame: int) -> DecodeError:
+        """The error for a frame that the video lacks."""
+        [timestamp] = memory.gather("timestamp", np.array([episode]), np.array([frame]))
+        interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
+        why = explain(table, interval, timestamp, self._dataset.fps)
+        return DecodeError(f"{self._dataset.data_store.where(table.path)}: {why}")
 
     def _format(self, table: SampleTable, sample: int) -> VideoFormat:
         config = table.configs[table.config[sample]]
@@ -161,7 +160,8 @@ class DecodedVideo(VideoFiles):
 
     def missing(self, memory: Memory, episode: int, frame: int) -> DecodeError:
         """The error for a frame that has no packet."""
-        error = self._broken.get(episode) or self.lacking(memory.index(self.key, episode))
+        if (error := self._broken.get(episode)) is None:
+            error = self.lacking(memory, memory.index(self.key, episode), episode, frame)
         return named(self._dataset, self.key, episode, np.array([frame]), error)
 
     def submit(self, pool: Pool, step: FrameStep, memory: Memory, store: Store) -> list[Future[None]]:
@@ -192,16 +192,18 @@ class DecodedVideo(VideoFiles):
 
     def _decode(self, store: Store, gops: list[Gop]) -> None:
         """Decode pool: fills the slots of these frames."""
-        started, decoded = time.perf_counter(), 0
         tables = [gop.table for gop in gops for _ in gop.packets]
         packets = [packet for gop in gops for packet in gop.packets]
         slots = [slot for gop in gops for slot in gop.slots]
-        video = self._format(tables[0], packets[0])
-        part = frames_at_once((video.height, video.width))
+        video, decoded = self._format(tables[0], packets[0]), 0
+        part, timed = frames_at_once((video.height, video.width)), self._counters.timed
         try:
-            for requests, frames, more in decode.decode_in_parts(store, tables, packets, video, part):
-                self.slots.put([slots[i] for i in requests], resize(frames, self._size))
-                decoded += more
+            with timed("decode_s"):
+                for requests, frames, more in decode.decode_in_parts(store, tables, packets, video, part, timed):
+                    with timed("resize_s"):
+                        frames = resize(frames, self._size)
+                    self.slots.put([slots[i] for i in requests], frames)
+                    decoded += more
         except DecodeError as error:
             if len(packets) > 1:
                 for gop in gops:
@@ -209,7 +211,7 @@ class DecodedVideo(VideoFiles):
                         self._decode(store, [Gop(gop.table, gop.episode, *([value] for value in one))])
             else:
                 self.slots.fail(slots[0], self._named(gops[0].episode, np.array(gops[0].frames), gops[0].table, error))
-        self._counters.decoded(started, decoded)
+        self._counters.add(clips=1, decoded_frames=decoded)
 
 
 class DecodedImages:
@@ -245,14 +247,17 @@ class DecodedImages:
                 for part in (task == number for number in np.unique(task))]  # fmt: skip
 
     def _decode(self, encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
-        started = time.perf_counter()
-        for i, slot in enumerate(slots):
-            try:
-                pixels = image.decode(encoded[i], self._dataset.picture_size(self.key))
-                self.slots.put([slot], resize(pixels[None], self._size))
-            except DecodeError as error:
-                self.slots.fail(slot, named(self._dataset, self.key, int(episode[i]), frame[i : i + 1], error))
-        self._counters.decoded(started, len(slots))
+        timed = self._counters.timed
+        with timed("decode_s"):
+            for i, slot in enumerate(slots):
+                try:
+                    pixels = image.decode(encoded[i], self._dataset.picture_size(self.key))
+                    with timed("resize_s"):
+                        pixels = resize(pixels[None], self._size)
+                    self.slots.put([slot], pixels)
+                except DecodeError as error:
+                    self.slots.fail(slot, named(self._dataset, self.key, int(episode[i]), frame[i : i + 1], error))
+        self._counters.add(clips=1, decoded_frames=len(slots))
 
 
 def _even_tasks(ends: Int64) -> Int64:
@@ -325,7 +330,7 @@ class PackedVideo(VideoFiles):
             absent = samples == LACKING
             if absent.any():
                 frames = frames[absent]
-                raise self.lacking(table)
+                raise self.lacking(memory, table, episode, int(frames[0]))
             self.checked(table, samples)
         except DecodeError as error:
             raise named(self._dataset, self.key, episode, frames, error) from error
@@ -335,17 +340,18 @@ class PackedVideo(VideoFiles):
 
     def _pack(self, store: Store, request: Request, clips: Clips) -> None:
         """Decode pool. Each frame of the window is decoded once, in rising order, and then put into place."""
-        started = time.perf_counter()
         unique, steps = np.unique(request.samples, return_inverse=True)
         try:
-            clip = pack(store, [request.table] * len(unique), unique.tolist(), shown_only=self._gpu is not None)
+            with self._counters.timed("pack_s"):
+                tables, shown_only = [request.table] * len(unique), self._gpu is not None
+                clip = pack(store, tables, unique.tolist(), shown_only=shown_only, timed=self._counters.timed)
         except HiddenFrames as error:
             where = self._dataset.data_store.where(request.table.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
             clips.failed[request.row] = self._named(request.episode, request.frames, request.table, error)
             return
-        self._counters.decoded(started, clip.pictures)
+        self._counters.add(clips=1, decoded_frames=clip.pictures)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)

@@ -1,40 +1,75 @@
-"""What a loader has done so far."""
+"""What a loader has done so far, and how long each stage took."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+Timed = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
 class Counters:
-    """What has been done. Times are seconds of work, added up over the threads."""
+    """Counts and times, added to by several threads through `add` and `timed`.
+
+    The times are disjoint: that of a stage leaves out the stages that run inside it on the same thread.
+
+    Attributes:
+        read_s, pack_s, decode_s, resize_s: of the decode threads, added up over them.
+        rows_s, gather_s, plan_s: of the planner thread.
+        starved_s, graph_s, consumer_s: of the thread that iterates.
+    """
 
     samples: int = 0
     frames: int = 0
     clips: int = 0
     decoded_frames: int = 0
     frame_cache_hits: int = 0
+    frames_evicted_before_use: int = 0
+    read_s: float = 0.0
+    pack_s: float = 0.0
     decode_s: float = 0.0
+    resize_s: float = 0.0
+    rows_s: float = 0.0
+    gather_s: float = 0.0
     plan_s: float = 0.0
     starved_s: float = 0.0
+    graph_s: float = 0.0
+    consumer_s: float = 0.0
     padded: int = 0
     substituted: int = 0
     needed_bytes: int = 0
     evicted_early: int = 0
     indices_read_again: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def decoded(self, started: float, frames: int) -> None:
-        """Counts one task of the decode pool."""
-        with self.lock:
-            self.clips += 1
-            self.decoded_frames += frames
-            self.decode_s += time.perf_counter() - started
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = threading.local()  # `inner`: seconds of the stages that ran inside the present one
 
-    def add(self, *, needed_bytes: int = 0, evicted_early: int = 0) -> None:
-        """Counts what several threads do."""
-        with self.lock:
-            self.needed_bytes += needed_bytes
-            self.evicted_early += evicted_early
+    def add(self, **amounts: float) -> None:
+        """Adds to attributes by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the seconds of the block to an attribute, less those of blocks inside it."""
+        outer = getattr(self._thread, "inner", 0.0)
+        self._thread.inner = 0.0
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.add(**{stage: seconds - self._thread.inner})
+            self._thread.inner = outer + seconds
+
+
+def untimed(stage: str) -> AbstractContextManager[None]:
+    """In place of `Counters.timed` where nobody asks for times."""
+    return contextlib.nullcontext()

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream import metadata
-from dali_stream.arguments import byte_count
-from dali_stream.errors import DatasetError
+from dali_stream.arguments import byte_count, known_arguments
+from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import Store, open_store
+
+_log = logging.getLogger("dali_stream")
 
 
 class Dataset:
-    """A dataset, or a part of it.
+    """A dataset, or a part of it. `len` is its number of frames.
+
+    A copy (`copy`, `pickle`) is the same part of the same revision, with file handles and connections of its own. A pickle
+    holds `storage_options`, credentials included.
 
     Args:
         uri: a local folder, the id of a Hub repository ("lerobot/droid_1.0.1"), or an address: `hf://datasets/...`,
@@ -37,7 +44,10 @@ class Dataset:
             files are read in place and never copied there.
         cache_bytes: that the cache may take on disk, as an int or such as "200GiB"; what was used longest ago goes first.
             None: no bound.
-        give_up_after_s: seconds for which a read that fails is tried again, all attempts together.
+        give_up_after_s: seconds for which a read that fails is tried again, all attempts together. None: 60, and 5 as long as
+            no connection has been made at all (refused, or no DNS).
+        stats: statistics for `normalize`, as `compute_stats` gives them, instead of those in `meta/stats.json`, which are of
+            all episodes. They are no part of the fingerprint, since no order depends on them.
 
     Attributes:
         uri: as given, but for credentials in it.
@@ -51,6 +61,7 @@ class Dataset:
             a Hub repository also of its commit.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
+        cache_dir: as given.
 
     Raises:
         DatasetError: there is none, it is of another format, or its metadata is broken.
@@ -58,6 +69,7 @@ class Dataset:
         ValueError: an unknown camera or episode, or a revision of what has none.
     """
 
+    @known_arguments
     def __init__(
         self,
         uri: str | os.PathLike[str],
@@ -69,15 +81,18 @@ class Dataset:
         storage_options: dict[str, Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | str | None = None,
-        give_up_after_s: float = 60.0,
+        give_up_after_s: float | None = None,
+        stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
     ) -> None:
-        self.uri = os.fspath(uri)
+        self.uri, self.cache_dir = os.fspath(uri), cache_dir
+        self._own_stats = None if stats is None else _own_stats(stats)
         limits: dict[str, Any] = {
             "cache_dir": cache_dir,
             "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),
             "give_up_after_s": give_up_after_s,
         }
-        self.store: Store = open_store(_address(self.uri, revision), storage_options, revision=revision, **limits)
+        address, note = _address(self.uri, revision)
+        self.store = _opened(address, note, storage_options, revision=revision, **limits)
         self.data_store = self.store
         self.uri = self.store.address if "://" in self.uri else self.uri
         try:
@@ -128,9 +143,33 @@ class Dataset:
         return metadata.read_names(self.store, "meta/subtasks.parquet", "subtask_index")
 
     @functools.cached_property
-    def stats(self) -> dict[str, dict[str, npt.NDArray[Any]]]:
-        """Statistics per key (`mean`, `std`, `min`, `max`, quantiles), out of `meta/stats.json`."""
-        return metadata.read_stats(self.store)
+    def stats(self) -> metadata.Stats:
+        """Statistics per key (`mean`, `std`, `min`, `max`, quantiles): those that were given, or else of `meta/stats.json`.
+
+        The latter are of all episodes of the dataset, whichever are selected.
+        """
+        return metadata.read_stats(self.store) if self._own_stats is None else self._own_stats
+
+    def compute_stats(self, keys: Iterable[str] | None = None) -> metadata.Stats:
+        """Statistics of the selected episodes, by LeRobot's definitions: for `Dataset(stats=...)`, where validation episodes
+        must have no part in them.
+
+        Args:
+            keys: the features to compute; None: the selected cameras, and all that is not text.
+
+        Returns:
+            {key: {"min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99": array, "count": (1,) int}}. Of rows they
+            are exact, in the shape of a row, (1,) for scalars; the columns are in memory meanwhile. Of a camera they are
+            (3, 1, 1), of values in [0, 1], from about 100 frames an episode and at most 10 000 in all, evenly spread and
+            made smaller as LeRobot does. `count` is of rows, or of these frames.
+
+        Raises:
+            DatasetError, StorageError, DecodeError: rows or frames cannot be read.
+            ValueError: an unknown key.
+        """
+        from dali_stream.stats import compute_stats
+
+        return compute_stats(self, keys)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -143,6 +182,11 @@ class Dataset:
         if self.store.exists(metadata.STATS):  # episodes of equal lengths are common, equal statistics are not
             digest.update(self.store.read_all(metadata.STATS))
         return digest.hexdigest()
+
+    @property
+    def stats_place(self) -> str:
+        """Where `stats` are from, for messages."""
+        return metadata.STATS if self._own_stats is None else "stats="
 
     @property
     def stores(self) -> list[Store]:
@@ -172,6 +216,30 @@ class Dataset:
         height, width = shape[1:] if shape[0] in (1, 3) and shape[-1] not in (1, 3) else shape[:2]
         return height, width
 
+    def without(self, keys: Collection[str]) -> Dataset:
+        """The same dataset over the same open files, without these features and cameras."""
+        rest = object.__new__(type(self))
+        vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
+        rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
+        rest.cameras, rest.videos = (tuple(key for key in of if key not in keys) for of in (self.cameras, self.videos))
+        rest.skips_images = self.skips_images or any(self.features[key]["dtype"] == "image" for key in keys)
+        return rest
+
+    def __getstate__(self) -> dict[str, Any]:
+        store, data_store = copy.deepcopy((self.store, self.data_store))  # one object, where they are one
+        return {**vars(self), "store": store, "data_store": data_store}
+
+    def __len__(self) -> int:
+        return self.num_frames
+
+    def __getitem__(self, index: object) -> NoReturn:
+        # What a DataLoader asks for.
+        raise TypeError(
+            "a dali_stream.Dataset has no items: it describes files and decodes nothing. Iterate dali_stream.Loader(dataset, "
+            "...) without a DataLoader, since it makes batches in threads of its own; or give the DataLoader a LeRobotDataset, "
+            "with dali_stream.FrameSampler(dataset) as its sampler"
+        )
+
     def __repr__(self) -> str:
         what = f"{self.num_episodes} episodes, {self.num_frames} frames at {self.fps:g} fps"
         return f"Dataset({self.uri!r}: {what}, cameras: {', '.join(self.cameras) or 'none'})"
@@ -182,18 +250,40 @@ class Dataset:
             store.close()
 
 
+def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Stats:
+    try:
+        return metadata.stats_of(stats)
+    except ValueError as error:
+        raise ValueError(f"stats is {str(stats)[:80]}; {error}") from error
+
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def _address(uri: str, revision: str | None) -> str:
-    """The address of a dataset. A repository id is read where LeRobot has downloaded it, or else from the Hub."""
+def _address(uri: str, revision: str | None) -> tuple[str, str]:
+    """The address of a dataset; and where it could have been meant as another, what it is read as.
+
+    A repository id is read where LeRobot has downloaded it, or else from the Hub.
+    """
     if "://" in uri or Path(uri).expanduser().exists() or not _REPOSITORY.fullmatch(uri):
-        return uri
+        return uri, ""
     hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
     if revision is None and (cached / metadata.INFO).is_file():
-        return str(cached)
-    return f"hf://datasets/{uri}"
+        return str(cached), ""
+    address = f"hf://datasets/{uri}"
+    return address, f"{uri}: there is no such folder in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
+
+
+def _opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:
+    """The store for an address. `note` is logged before anything is asked for, and stands in front of what goes wrong."""
+    if not note:
+        return open_store(address, storage_options, **options)
+    _log.warning("%s. Write %s to say that it is one", note, address)
+    try:
+        return open_store(address, storage_options, **options)
+    except (DatasetError, StorageError) as error:
+        raise type(error)(f"{note}. {error}") from error
 
 
 def _selected_cameras(info: metadata.Info, cameras: Sequence[str] | None) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
@@ -10,16 +11,41 @@ import resource
 import shutil
 import subprocess
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import dali_stream
 from dali_stream import process
 
+# A path that begins at the root of a file system, in a home or outside the working folder: a whole string, what stands in
+# quotes, or a word. Addresses (https://...) do not begin like this.
+_BEGINS = r"(?:file://)?(?:~\w*|\.\.)?/(?!/)"
+_PATH = re.compile(
+    rf"""\A{_BEGINS}[^:,;"'\n]*\Z|(?<=["']){_BEGINS}[^"'\n]*(?=["'])|(?<![\w/.\]-]){_BEGINS}[^\s"'`<>|,;:()\[\]{{}}]+"""
+)
+
 
 def ran_on(device: str) -> dict[str, Any]:
     """What a report says of its circumstances: `versions`, `machine` and `date`."""
     return {"versions": versions(), "machine": machine(device), "date": time.strftime("%Y-%m-%d")}
+
+
+def report_json(report: dict[str, Any], indent: int | None = None) -> str:
+    """A report as JSON text, `without_folders`."""
+    return json.dumps(without_folders(report), indent=indent)
+
+
+def without_folders(value: Any) -> Any:
+    """A copy of what JSON can hold in which paths of this machine are file names: "/data/g1" becomes "g1".
+
+    Reports are published. A path says nothing to a reader elsewhere, and may name a user or a project. Relative paths inside
+    the working folder and addresses (https://, s3://, hf://) stay.
+    """
+    if isinstance(value, str):
+        return _PATH.sub(lambda found: PurePosixPath(found[0]).name, value)
+    if isinstance(value, dict):
+        return {without_folders(key): without_folders(each) for key, each in value.items()}
+    return [without_folders(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def versions() -> dict[str, str | None]:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dali_stream.errors import DaliStreamError
 from dali_stream.stage import SAMPLE
 from dali_stream.video import dali  # before DALI itself: it says what to do where that is missing
 
 # isort: split
 from nvidia.dali import fn, types
-from nvidia.dali.pipeline import Pipeline
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
+    from nvidia.dali.pipeline import Pipeline
 
     from dali_stream.stage import Plan, Stage
     from dali_stream.video.route import Route
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
 Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
 _log = logging.getLogger("dali_stream")
+_HINT = (
+    ". To rename an output, change its key in the dict that pipeline returns and not DataNode.name; give two operators no "
+    "equal names; use gpu() only where there is a GPU"
+)
 _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
 
 
@@ -53,31 +58,49 @@ def build(
 
     Raises:
         ValueError: `user` does not return a dict of DataNodes.
+        DaliStreamError: DALI does not build what it returns.
     """
-    pipeline = Pipeline(
-        batch_size=plan.batches.largest,
-        num_threads=plan.threads,
-        device_id=plan.gpu,
-        prefetch_queue_depth=1,  # the stage is ahead already; an error costs no batch before it (see `Iterator`)
-        exec_dynamic=True,  # its buffers are handed to torch without a copy
-    )
+    # The stage is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
+    pipeline = dali.empty_pipeline(plan.batches.largest, plan.gpu, plan.threads, prefetch=1)
     with pipeline:
         nodes = _read(plan, stage, routes, made_anew=image_dtype == "float32")  # by an operator that reads the frames
         for camera in plan.dataset.cameras:
             # The CPU's frames have been resized where they were decoded.
             size = plan.image_size if routes[camera].decoder == "dali" else None
             nodes[camera] = _picture(nodes[camera], size, image_dtype)
+        given = nodes
         if user is not None:
             nodes = _applied(user, nodes)
         pipeline.set_outputs(*nodes.values())
-    with warnings.catch_warnings():
-        # A user's function may drop what it has no use for. A camera it drops is decoded all the same, so that is said.
-        warnings.filterwarnings("ignore", message="The external source node", category=Warning)
-        pipeline.build()
+    try:
+        with warnings.catch_warnings():
+            # A user's function may drop what it has no use for. A camera it drops is decoded all the same, so that is said.
+            warnings.filterwarnings("ignore", message="The external source node", category=Warning)
+            pipeline.build()
+    except RuntimeError as error:
+        hint = "" if user is None else _HINT
+        raise DaliStreamError(f"DALI does not build the graph: {dali.explanation(error).rstrip('.')}{hint}") from error
+    used = _ancestors(nodes.values())
     for camera in plan.dataset.cameras:
-        if camera not in nodes:
+        if _place(given[camera]) not in used:
             _log.warning("pipeline drops %s, which is decoded nevertheless; leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
+
+
+def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
+    """The places of these nodes and of all that goes into them."""
+    found, todo = set[tuple[int, int]](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if _place(node) not in found:
+            found.add(_place(node))
+            todo += getattr(node.source, "inputs", None) or ()
+    return found
+
+
+def _place(node: DataNode) -> tuple[int, int]:
+    """Which output of which operator it is: `node.gpu()` is another object for the same one."""
+    return id(node.source), node.index
 
 
 class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
@@ -105,7 +128,18 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
             super()._schedule_runs()
         outputs = super()._get_outputs()
         self.layouts = {name: out.layout() for name, out in zip(self.output_map, outputs[0], strict=True)}
+        for name, out in zip(self.output_map, outputs[0], strict=True):
+            if not out.is_dense_tensor():
+                raise DaliStreamError(_ragged(name, out.shape()))
         return outputs
+
+
+def _ragged(name: str, shapes: list[tuple[int, ...]]) -> str:
+    other = next(shape for shape in shapes if shape != shapes[0])
+    return (
+        f"{name!r} comes out of the graph with shapes that differ from sample to sample, such as {shapes[0]} and {other}; a "
+        "batch is one tensor, so bring the samples to one shape in pipeline (fn.resize, fn.crop, fn.pad), or leave the key out"
+    )
 
 
 def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -> dict[str, DataNode]:
@@ -119,6 +153,7 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -
         else:
             layout = "HWC" if plan.squeezed(camera) else "FHWC"
             pictures.append((camera, types.UINT8, len(layout), layout))
+    # A key comes once, but for an encoded camera's.
     grouped: dict[str, list[DataNode]] = {}
     for key, node in _source(stage.source, kinds):
         grouped.setdefault(key, []).append(node)
@@ -128,7 +163,7 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -
 
     nodes = {}
     for key, parts in grouped.items():
-        if len(parts) > 1:
+        if key in routes:
             nodes[key] = _decoded(parts, plan.gpu)
         else:
             # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.

@@ -6,10 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NoReturn, SupportsIndex
 
-from dali_stream import process, windows
-from dali_stream.arguments import byte_count, one_of, picture_size, positive
+import torch
+
+from dali_stream import bottleneck, process, windows
+from dali_stream.arguments import byte_count, known_arguments, one_of, picture_size, positive
 from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cameras import RouteChange, VideoFiles
@@ -18,17 +21,18 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
 from dali_stream.graph import Graph
 from dali_stream.normalize import Modes, Normalizer
-from dali_stream.order import Shuffle, check_order_arguments, check_world
+from dali_stream.order import Shuffle, check_order_arguments, check_world, default_pools, uneven
 from dali_stream.run import Batch, Run
 from dali_stream.schedule.budget import divide
 from dali_stream.stage import SAMPLE, Plan, closed
-from dali_stream.state import check_state, order_state
+from dali_stream.state import check_resumable, check_state, noted, order_state
 from dali_stream.video.route import DECODE, Route, choose
 from dali_stream.video.trial import trial
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
 BYTES_BY_KIND = ("row_bytes", "index_bytes", "encoded_bytes")
+_SAID_AFTER = 200  # batches, until what limits the loader is logged
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
@@ -38,31 +42,40 @@ class Loader:
     A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
     `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
     where the feature's shape is (1,); `<key>_is_pad` bool `(B, T)` for each key with a window; `task`, a list of str.
-    Pictures lie in memory with their channels last.
+    Pictures lie in memory with their channels last. A feature of the dataset that has the key of a mask or of `task` is left
+    out, which is logged.
+
+    Iterate a Loader itself, in the process that trains: it takes the place of PyTorch's DataLoader, and cannot be copied.
 
     Args:
         dataset: a `Dataset`, or anything that it takes.
         batch_size: samples per batch and rank.
-        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps.
+        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
+            `{"action": [i / dataset.fps for i in range(16)]}`.
         pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Pictures come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
-        image_size: (height, width) to resize to; None keeps the recorded size.
+        image_size: (height, width) in pixels to resize to; None keeps the recorded size. The whole frame is stretched or
+            squeezed to that size, so another aspect ratio distorts it; crop in `pipeline` to keep the ratio.
         image_dtype: "float32", in [0, 1], or "uint8".
         normalize: {key: "mean_std", "min_max", "quantiles" or None}, or one of them for the action and observations, see
             `Normalizer`; done last, behind `pipeline`. `normalizer.inverse` takes it back.
         shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
             that is local; False, recorded order.
         seed: of the order, and of augmentation.
-        consumers, episode_pool_size: see `Order`. `consumers` must be a multiple of every world size that a run is to be
-            resumed on.
+        consumers, episode_pool_size: see `Order`; only for `shuffle=True`. None: chosen for the global batch, batch_size times
+            the world size, see `dali_stream.order.default_pools` and docs/order.md (32 and 8 for 64 samples); a resumed run
+            keeps those of its state. A run can be resumed on every world size that divides its `consumers`.
         device: "auto", "cpu", "cuda" or "cuda:1". "auto" is this process's GPU where there is one.
         decode: "auto", NVDEC where the driver says that it decodes the camera's video and torchcodec otherwise; "dali";
             "torchcodec".
         threads: of the decoders, on the CPU and of DALI's for NVDEC; None: the cores of this process.
         prefetch: batches that are made ahead of the one being trained on; None: enough for every thread to have work, 2 to 16.
-        memory_budget: bytes that rows, indices and, of remote data, encoded video may take; an int, or such as "4GiB".
-        last_batch: what becomes of samples that fill no whole batch: "drop", "partial" or "pad" (see `Batches`).
+        memory_budget: bytes for rows, indices of video files, encoded video of remote data, and decoded frames that are kept
+            for later batches; an int, or such as "4GiB". The first three get what the episodes in use need, up to half of
+            it, and frames the rest. The frames of batches that are being made come on top.
+        last_batch: what becomes of the samples at the end of an epoch that fill no whole batch. "drop" leaves them out;
+            "partial" delivers a smaller batch; "pad" fills the batch up with the first samples of the epoch.
         on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a
             warning, and counted in `stats()`.
         rank, world_size: None: from Accelerate or torch.distributed if initialised, else RANK and WORLD_SIZE, else 0 of 1.
@@ -71,8 +84,10 @@ class Loader:
         ValueError: a bad argument.
         DatasetError: as `Dataset`.
         MemoryBudgetError: memory_budget does not hold one batch.
+        DaliStreamError: it is made in a worker of a DataLoader, where each worker would deliver the same batches.
     """
 
+    @known_arguments
     def __init__(
         self,
         dataset: Dataset | str | os.PathLike[str],
@@ -85,8 +100,8 @@ class Loader:
         normalize: Modes = None,
         shuffle: Shuffle = True,
         seed: int = 0,
-        consumers: int = 32,
-        episode_pool_size: int = 8,
+        consumers: int | None = None,
+        episode_pool_size: int | None = None,
         device: str = "auto",
         decode: str = "auto",
         threads: int | None = None,
@@ -97,39 +112,46 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        _refuse_workers()
         one_of("image_dtype", image_dtype, ("float32", "uint8"))
         one_of("decode", decode, DECODE)
         one_of("last_batch", last_batch, LAST_BATCH)
         one_of("on_error", on_error, ("raise", "substitute"))
-        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
+        batch_size = positive("batch_size", batch_size)
         rank, world_size = process.rank_and_world(rank, world_size)
+        check_world(rank, world_size, None)
+        self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
+        consumers, episode_pool_size = default_pools(batch_size, world_size, consumers, episode_pool_size)
+        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
         check_world(rank, world_size, consumers if shuffle is True else None)
         threads = process.cores() if threads is None else positive("threads", threads)
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-        batches = Batches(self.dataset.num_frames, positive("batch_size", batch_size), world_size, last_batch)
+        batches = Batches(self.dataset.num_frames, batch_size, world_size, last_batch)
         if not batches.count(0):
             raise ValueError(
                 f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
                 f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
             )
-        self.normalizer = Normalizer(self.dataset, normalize)
+        offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset))
+        streamed = _without_added_keys(self.dataset, offsets)
+        self.normalizer = Normalizer(streamed, normalize)
         if image_dtype != "float32" and (pictures := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
             raise ValueError(f'normalize names {pictures[0]}, which has to be floats for that; give image_dtype="float32"')
         memory = byte_count(memory_budget)
         self._plan = Plan(
-            dataset=self.dataset,
+            dataset=streamed,
             batches=batches,
-            windows=windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset)),
+            windows=offsets,
             shuffle=shuffle,
             seed=int(seed),
-            consumers=int(consumers),
-            episode_pool_size=int(episode_pool_size),
+            consumers=consumers,
+            episode_pool_size=episode_pool_size,
             rank=rank,
             threads=threads,
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
             memory_budget=memory,
             image_size=picture_size(image_size),
-            indices=IndexCache(self.dataset),
+            indices=IndexCache(streamed),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
             augments=pipeline is not None,
@@ -143,6 +165,7 @@ class Loader:
         self._graph = (pipeline, image_dtype)
         self._decode = decode
         self._counters = Counters()
+        self._first_stats: dict[str, Any] | None = None  # after the first batch, which pays for starting
         self._batches_delivered, self._wait_s = 0, 0.0
         self._first_batch_s: float | None = None
         self._constructed = time.perf_counter()
@@ -153,8 +176,10 @@ class Loader:
         self._closed = False
         self._pid = os.getpid()
         self._route_changes = 0
+        self._left_out_told = False
         self._routes = self._choose_routes()
         divide(memory, self._plan.sizes(()))
+        self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:
         # What Accelerate asks of a loader that it would split by rank, or skip batches of.
@@ -165,23 +190,49 @@ class Loader:
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a Loader cannot be copied or pickled, because its threads and its DALI pipeline belong to this one object; copy "
+            "its dataset and its state_dict() instead, and make another Loader of them"
+        )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        # What a DataLoader asks for.
+        raise TypeError(
+            "a Loader has no items to pick: iterate it, `for batch in loader`. It takes the place of a torch DataLoader and is "
+            "not given to one; threads= and prefetch= set what num_workers= and prefetch_factor= set there"
+        )
+
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
         return self._plan.batches.count(0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """One epoch: the first, the one that a loaded state is in, or the one after the last that was begun.
+        """One epoch: the first, the rest of the one that a loaded state is in, or the one after the last that was begun.
 
-        Leaving the loop early stops all work; the next iteration is the next epoch.
+        Leaving the loop early stops all work; the next iteration is the next epoch, and warns once of what was left out.
         """
         self._check_usable()
         return self._iterate()
 
+    @property
+    def epoch(self) -> int:
+        """The present epoch, from 0: that of the batch delivered last until its loop ends, then the next one."""
+        return self._epoch
+
+    @property
+    def batch_index(self) -> int:
+        """Index of the epoch's next batch, from 0: the epoch has `len(loader) - batch_index` batches left.
+
+        So it is the number of batches delivered, but in an epoch that was resumed with another global batch.
+        """
+        return len(self) - self._plan.batches.count(self._position)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: a small JSON-serialisable dict, the same on each rank. It counts what has been delivered.
 
-        It holds the position in the epoch's order, so a run that is resumed goes on at the very next sample, on any number
-        of ranks that divides `consumers`.
+        It holds the position in the epoch's order, so that a resumed run continues at the very next sample, on any number of
+        ranks that divides `consumers`. Taken on the last batch of an epoch, it resumes with the next epoch.
         """
         self._check_usable()
         return {
@@ -189,14 +240,18 @@ class Loader:
             "epoch": self._epoch,
             "position": self._position,
             "dataset": self.dataset.fingerprint,
-            "order": self._order_state(),
+            "order": _order_state(self._plan),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken. Only before the first iteration.
+        """Continues where `state` was taken. Only before the first iteration.
+
+        Of `consumers` and `episode_pool_size`, those that this loader was not given are the state's from here on.
 
         Raises:
-            ResumeError: iteration has begun, or the state is of another dataset or order.
+            ResumeError: iteration has begun, the state is of another dataset or order, or this world size does not divide its
+                `consumers`.
+            MemoryBudgetError: memory_budget does not hold one batch of the state's order.
         """
         self._check_usable()
         if self._began:
@@ -208,7 +263,17 @@ class Loader:
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
                 f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
             )
-        self._epoch, self._position = check_state(state, "loader", self._order_state(), self.dataset.num_frames)
+        taken = noted(state, self._plan.shuffle, self._pools_given)
+        plan = replace(self._plan, **taken)
+        epoch, position = check_state(state, "loader", _order_state(plan), self.dataset.num_frames)
+        if taken:
+            check_resumable(plan.batches.world_size, plan.consumers)
+            divide(plan.memory_budget, plan.sizes(()))
+        self._plan, self._epoch, self._position = plan, epoch, position
+        if "consumers" in taken:
+            self._warn_if_uneven()
+        if not plan.batches.count(position):
+            self._end_epoch()
 
     @property
     def routes(self) -> dict[str, Route]:
@@ -219,18 +284,25 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Counters and times since the loader was made.
 
-        `batches`, `samples`, `frames` delivered to DALI; `clips`, `decoded_frames` it took; seconds: `wait_s` in `next()`,
-        `first_batch_s` from construction to the first batch, `decode_s` of all decode threads together, `plan_s` of the
-        planner, `starved_s` that DALI's source waited for frames; `padded` and `substituted` samples; `route_changes`;
-        `resident_bytes` of rows, indices and, of remote data, encoded video; `indices_read_again`, those of video files in use
-        that memory_budget had no room to keep.
+        `batches`, `samples`, `frames` delivered to DALI; `clips` and `decoded_frames` that took, with the frames that are only
+        on the way to others; `frame_cache_hits`, delivered frames that an earlier batch had decoded; `frame_cache_bytes` of
+        decoded frames that are kept; `frames_evicted_before_use`, kept frames that memory_budget had no room for until their
+        next use; `padded` and `substituted` samples; `route_changes`; `resident_bytes` of rows, indices, kept frames and, of
+        remote data, encoded video; `indices_read_again`, those of video files in use that memory_budget had no room to keep;
+        `first_batch_s` from construction to the first batch.
+
+        Seconds per stage, which do not overlap. Of the thread that iterates: `consumer_s` between batches, and in `next()`
+        `wait_s`, of which it waited for frames for `starved_s` and for the DALI graph for `graph_s`. Of the planner thread:
+        `rows_s` reading rows or waiting for them, `gather_s` putting them into batches, `plan_s` all else. Of the decode
+        threads, added up over them (so up to `threads` seconds a second): `read_s` reading encoded video or waiting for it,
+        `pack_s` packing it into clips, `decode_s`, `resize_s`. `bottleneck` says what they mean.
 
         Of remote data also `requests`, `retries`, `fetched_bytes` over the network, `fetch_s` of all reads that waited, and
         `cached_bytes` out of `cache_dir`, all since the dataset was opened; `needed_bytes`, the indices, rows and encoded
         pictures that the episodes which have come up need, each counted once an epoch; `evicted_early`, the blocks that
         memory_budget had no room to keep.
         """
-        counters = {key: value for key, value in vars(self._counters).items() if key != "lock"}
+        counters = asdict(self._counters)
         counters["needed_bytes"] += self._plan.indices.read_bytes if self.dataset.data_store.remote else 0
         return {
             "batches": self._batches_delivered,
@@ -245,9 +317,36 @@ class Loader:
                 else dict.fromkeys(("row_bytes", "index_bytes", "encoded_bytes"), 0)
             ),
             "frame_cache_bytes": self._run.stage.frame_cache_bytes() if self._run else 0,
-            "frames_evicted_before_use": self._run.stage.evicted_before_use() if self._run else 0,
             **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
         }
+
+    def bottleneck(self, since: Mapping[str, Any] | None = None) -> bottleneck.Bottleneck | None:
+        """What limits this loader and which change would help most, for people as `str()`. Logged once, after 200 batches.
+
+        Args:
+            since: an earlier result of `stats()`, to leave out what was before; unless given, the first batch is left out.
+
+        Returns:
+            None before the second batch.
+        """
+        if (since := since or self._first_stats) is None:
+            return None
+        grown = {key: value - (since[key] or 0) for key, value in self.stats().items() if key != "first_batch_s"}
+        plan, (pipeline, image_dtype) = self._plan, self._graph
+        setup = bottleneck.Setup(
+            threads=plan.threads,
+            cores=process.cores(),
+            gpu=plan.gpu is not None,
+            remote=self.dataset.data_store.remote,
+            cached=self.dataset.cache_dir is not None,
+            decode=self._decode,
+            videos={key: self._routes[key].decoder for key in self._plan.dataset.videos},
+            image_size=plan.image_size,
+            image_dtype=image_dtype,
+            normalize=bool(self.normalizer.modes),
+            pipeline=pipeline is not None,
+        )
+        return bottleneck.find(grown, setup)
 
     def close(self) -> None:
         """Stops all work, joins all threads and gives back all files. The loader is of no use afterwards."""
@@ -266,27 +365,27 @@ class Loader:
         iteration, self._began = self._iteration, True
         batches = self._plan.batches
         if self._abandoned:
-            if batches.count(self._position):
+            if left := batches.count(self._position):
                 self._stop()
+                self._tell_left_out(left)
             self._epoch, self._position = self._epoch + 1, 0
         self._abandoned = True
         try:
             while batches.count(self._position):
                 self._check_current(iteration)
                 started = time.perf_counter()
-                batch = self._next()
-                batch = self.normalizer(batch)
+                batch = self._normalized(self._next())
                 self._wait_s += time.perf_counter() - started
                 self._first_batch_s = self._first_batch_s or time.perf_counter() - self._constructed
                 self._position = batches.span(self._position)[1]
                 self._batches_delivered += 1
+                self._first_stats = self._first_stats or self.stats()
+                if self._batches_delivered == _SAID_AFTER:
+                    self._log_bottleneck()
+                given = time.perf_counter()
                 yield batch
+                self._counters.add(consumer_s=time.perf_counter() - given)
             self._check_current(iteration)
-            left = self.dataset.num_frames - self._position
-            if left and batches.last_batch == "partial":
-                _log.warning(
-                    "%d frames of epoch %d are left out: the run was resumed with fewer of them than ranks", left, self._epoch
-                )
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
@@ -294,6 +393,21 @@ class Loader:
             # batches and does not ask for one more has not left early.
             if self._abandoned and iteration == self._iteration and batches.count(self._position):
                 self._stop()
+
+    def _log_bottleneck(self) -> None:
+        """One line for each run: a warning, which is seen without any set-up of logging, only where training is held up."""
+        if found := self.bottleneck():
+            held_up = found.stage != "consumer" and self._plan.rank == 0
+            _log.log(logging.WARNING if held_up else logging.INFO, "Loader, after %d batches: %s", _SAID_AFTER, found)
+
+    def _normalized(self, batch: Batch) -> Batch:
+        missing = [key for key in self.normalizer.modes if key not in batch]
+        if missing:
+            raise ValueError(
+                f"normalize names {missing[0]!r}, and pipeline returned no such key but {', '.join(batch)}. Features are "
+                "normalised by key behind pipeline: keep the key there, or give normalize a dict without it"
+            )
+        return self.normalizer(batch)
 
     def _next(self) -> Batch:
         while True:
@@ -310,6 +424,11 @@ class Loader:
                     raise DecodeError(f'decode="dali": {change}; decode="auto" goes on with torchcodec') from change
                 # The pipeline is built anew at this very position. Where the data is at fault, torchcodec names the sample.
                 self._stop()
+                if all(self._routes[key].decoder == "torchcodec" for key in change.cameras):
+                    raise DecodeError(
+                        f"{change.reason}. torchcodec decodes all cameras already, so this is a video decoder of `pipeline`; "
+                        "check what it is given"
+                    ) from change
                 self._route_changes += 1
                 self._routes = self._routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("torchcodec decodes from here on: %s", change)
@@ -336,16 +455,33 @@ class Loader:
         if iteration != self._iteration:
             raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
 
-    def _order_state(self) -> dict[str, Any]:
-        """What order and augmentation are a function of, beside dataset and epoch."""
+    def _end_epoch(self) -> None:
+        """Goes to the next epoch from a loaded place behind which no batch is left."""
+        left = self.dataset.num_frames - self._position
+        if left and self._plan.batches.last_batch == "partial":
+            _log.warning("%d frames of epoch %d are left out: fewer than the ranks that resume the run", left, self._epoch)
+        self._epoch, self._position = self._epoch + 1, 0
+
+    def _tell_left_out(self, batches: int) -> None:
+        if not self._left_out_told:
+            _log.warning(
+                "the last iteration ended before its epoch: %d of %d batches of epoch %d are left out, and epoch %d begins. To "
+                "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. This is "
+                "said once",
+                *(batches, len(self), self._epoch, self._epoch + 1),
+            )
+        self._left_out_told = True
+
+    def _warn_if_uneven(self) -> None:
         plan = self._plan
-        state = order_state(plan.shuffle, plan.seed, plan.consumers, plan.episode_pool_size)
-        return state | ({"seed": plan.seed} if plan.augments else {})
+        if plan.shuffle is True and (told := uneven(plan.consumers, plan.batches.batch_size, plan.batches.world_size)):
+            _log.warning("%s", told)
 
     def _choose_routes(self) -> dict[str, Route]:
-        routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in self.dataset.cameras}
+        dataset = self._plan.dataset
+        routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in dataset.cameras}
         try:
-            routes |= {key: self._choose_route(key) for key in self.dataset.videos}
+            routes |= {key: self._choose_route(key) for key in dataset.videos}
         finally:
             self.dataset.close()
         for key, route in routes.items():
@@ -372,6 +508,43 @@ class Loader:
             return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
+
+
+def _order_state(plan: Plan) -> dict[str, Any]:
+    """What order and augmentation are a function of, beside dataset and epoch."""
+    state = order_state(plan.shuffle, plan.seed, plan.consumers, plan.episode_pool_size)
+    return state | ({"seed": plan.seed} if plan.augments else {})
+
+
+def _refuse_workers() -> None:
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None:
+        raise DaliStreamError(
+            f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
+            "would deliver the same batches. Make it in the process that trains and iterate it there, without a DataLoader: it "
+            "decodes in threads of its own, see threads="
+        )
+
+
+def _without_added_keys(dataset: Dataset, offsets: Mapping[str, Any]) -> Dataset:
+    """The dataset without the features whose keys batches have for something else."""
+    added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
+    added["task"] = "the text of task_index"
+    if "subtask" in dataset.features and "subtask_index" in dataset.features and dataset.subtasks:
+        added["subtask"] = "the text of subtask_index"
+    taken = [key for key in dataset.features if key in added]
+    for key in taken:
+        if key in offsets:
+            raise ValueError(
+                f"delta_timestamps has {key!r}, a feature of the dataset, and {added[key]} is delivered under the same key; "
+                "leave one of the two windows out"
+            )
+    if not taken:
+        return dataset
+    _log.warning(
+        "left out of the batches: %s", "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in taken)
+    )
+    return dataset.without(taken)
 
 
 def _window_keys(dataset: Dataset) -> list[str]:

@@ -28,6 +28,7 @@ ENCODING = ("info", "video_info")  # of a feature: where LeRobot's versions have
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
+Stats = dict[str, dict[str, npt.NDArray[Any]]]  # {key: {"mean": (*shape), …}}; a camera's are (3, 1, 1), of values in [0, 1]
 _log = logging.getLogger("dali_stream")
 
 
@@ -72,6 +73,7 @@ class Episodes:
         data: its Parquet file.
         video: per camera, its MP4.
         start: per camera, (E,) seconds at which the episode begins in its MP4.
+        stop: per camera, (E,) seconds at which it ends there; the frame at that time is not of it.
     """
 
     index: npt.NDArray[np.int64]
@@ -80,6 +82,11 @@ class Episodes:
     data: Files
     video: dict[str, Files] = field(default_factory=dict)
     start: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    stop: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+    def interval(self, camera: str, row: int) -> tuple[float, float]:
+        """Where the episode in this row of the table lies in its MP4: [start, stop) in seconds."""
+        return float(self.start[camera][row]), float(self.stop[camera][row])
 
 
 def read_info(store: Store) -> Info:
@@ -143,6 +150,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         data=_files(info.data_path, table["data/chunk_index"], table["data/file_index"]),
         video=video,
         start={camera: table[f"videos/{camera}/from_timestamp"].astype(np.float64) for camera in cameras},
+        stop={camera: table[f"videos/{camera}/to_timestamp"].astype(np.float64) for camera in cameras},
     )
 
 
@@ -169,15 +177,22 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     return pairs
 
 
-def read_stats(store: Store) -> dict[str, dict[str, npt.NDArray[Any]]]:
+def read_stats(store: Store) -> Stats:
     """`meta/stats.json` as arrays per key and statistic; empty where there is no such file."""
     if not store.exists(STATS):
         return {}
-    stats = _object(read_json(store, STATS), store, "it", STATS)
     try:
-        return {key: {name: np.asarray(v) for name, v in values.items()} for key, values in stats.items()}
-    except (AttributeError, ValueError) as error:
-        raise DatasetError(f"{store.where(STATS)}: not a table of numbers per key and statistic: {error}") from error
+        return stats_of(read_json(store, STATS))
+    except ValueError as error:
+        raise DatasetError(f"{store.where(STATS)}: {error}") from error
+
+
+def stats_of(values: Any) -> Stats:
+    """Statistics, given as nested lists or arrays, as arrays. Raises ValueError where they are something else."""
+    try:
+        return {key: {name: np.asarray(v) for name, v in found.items()} for key, found in values.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"these are no statistics: {error}; they are {{key: {{statistic: numbers}}}}") from error
 
 
 def read_json(store: Store, path: str) -> Any:
@@ -308,6 +323,9 @@ def _check_episodes(table: dict[str, npt.NDArray[Any]], store: Store, info: Info
             refuse((values < 0) | (values > 1 << 40), f"{name} is not a number of a file")
         if name.endswith("timestamp"):
             refuse(~np.isfinite(values) | (np.abs(values) > 1e9), f"{name} is no time in seconds")
+        if name.endswith("/to_timestamp"):
+            start = table[f"{name.removesuffix('to_timestamp')}from_timestamp"]
+            refuse(~(values > start), f"{name} is not behind its from_timestamp")
     for what, promise, found in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
         if promise is not None and promise != found:
             raise DatasetError(

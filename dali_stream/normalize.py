@@ -1,4 +1,4 @@
-"""Features brought to a common scale by the dataset's statistics, and back.
+"""Features brought to a common scale by `Dataset.stats`, and back.
 
     mean_std    (x - mean) / std
     min_max     minimum to -1, maximum to 1
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
 from dali_stream.metadata import STATS
 
@@ -33,7 +34,8 @@ class Normalizer:
     """Normalises the keys of batches, of `Loader` or of others, and takes it back.
 
     Args:
-        dataset: whose features and statistics.
+        dataset: whose features, and whose `stats`: those of `meta/stats.json`, which are of all episodes, or those that were
+            given as `Dataset(stats=...)`.
         normalize: {key: "mean_std", "min_max", "quantiles" or None}; or one of them for the action and all of
             `observation.*` that is floats and no camera. A camera's statistics are of pictures in [0, 1], per channel.
 
@@ -42,9 +44,10 @@ class Normalizer:
 
     Raises:
         ValueError: an unknown mode or key, a feature that is no floats, or statistics that the dataset lacks.
-        DatasetError: its statistics are of another shape, or not finite.
+        DatasetError: its statistics are of another shape, or not finite; where they were given, a ValueError.
     """
 
+    @known_arguments
     def __init__(self, dataset: Dataset, normalize: Modes) -> None:
         self.modes = _modes(dataset, normalize)
         self._affine = {key: _affine(dataset, key, mode) for key, mode in self.modes.items()}
@@ -82,11 +85,16 @@ class Normalizer:
 def _modes(dataset: Dataset, normalize: Modes) -> dict[str, str]:
     if normalize is None:
         return {}
+    if not isinstance(normalize, (str, Mapping)):
+        raise ValueError(
+            f"normalize is {normalize!r}; it is one of {', '.join(map(repr, MODES))}, or a dict with one of them or None per "
+            "key, or None"
+        )
     if isinstance(normalize, str):
         normalize = {key: normalize for key in dataset.features if _is_floats(dataset, key) and key not in dataset.cameras
                      and (key == "action" or key.startswith("observation."))}  # fmt: skip
     for key, mode in normalize.items():
-        if mode is not None and mode not in MODES:
+        if mode is not None and not (isinstance(mode, str) and mode in MODES):
             raise ValueError(f"normalize has {mode!r} for {key}; allowed are {', '.join(map(repr, MODES))} and None")
         if key not in dataset.features or not _is_floats(dataset, key):
             can = [other for other in dataset.features if _is_floats(dataset, other)]
@@ -120,13 +128,16 @@ def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]
     found = dataset.stats.get(key, {}).get(name)
     if found is None:
         has = ", ".join(dataset.stats.get(key, {})) or "nothing"
-        raise ValueError(f"normalize needs {name} of {key}, and {STATS} has {has} of it; take another mode, or add it")
+        raise ValueError(
+            f"normalize needs {name} of {key}, and {dataset.stats_place} has {has} of it; take another mode, or add it"
+        )
     shape = (3, 1, 1) if key in dataset.cameras else tuple(dataset.features[key]["shape"])
     if found.shape != shape or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
-        raise DatasetError(
-            f"{dataset.store.where(STATS)}: {name} of {key} is {str(found.tolist())[:80]}, of shape {found.shape}; it is to be "
-            f"finite numbers of shape {shape}"
-        )
+        said = f"{name} of {key} is {str(found.tolist())[:80]}, of shape {found.shape}"
+        wrong = f"{said}; it is to be finite numbers of shape {shape}"
+        if dataset.stats_place != STATS:
+            raise ValueError(f"{dataset.stats_place}: {wrong}")
+        raise DatasetError(f"{dataset.store.where(STATS)}: {wrong}")
     # A feature of one number is a scalar in a batch.
     return found.astype(np.float64).reshape(() if shape == (1,) else shape)
 

@@ -9,6 +9,7 @@ Random numbers are the raw stream of Philox (numpy guarantees it across versions
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from array import array
 from collections.abc import Sequence
@@ -17,9 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.arguments import known_arguments, positive
 from dali_stream.keyed import mix, philox
 
 Shuffle = bool | str
+_CONSUMERS, _SEGMENTS = 32, 256  # what `default_pools` aims at
+_RANKS = 1 << 16  # the largest world size that an error suggests
 
 
 class Order:
@@ -37,6 +41,7 @@ class Order:
         ValueError: an argument is out of range.
     """
 
+    @known_arguments
     def __init__(
         self,
         episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]],
@@ -108,15 +113,56 @@ class Order:
         return places
 
 
+def default_pools(
+    batch_size: int, world_size: int, consumers: int | None = None, episode_pool_size: int | None = None
+) -> tuple[int, int]:
+    """(consumers, episode_pool_size) of a run, chosen for its global batch of batch_size * world_size samples where not given.
+
+    `consumers` is the divisor of the global batch that is a multiple of world_size and nearest to 32 by ratio. Each global
+    batch then takes equally many samples from every consumer, so that no two batches draw from different groups of
+    episodes. `episode_pool_size` makes consumers * episode_pool_size, the segments that a batch is drawn from, the larger
+    of 256 and twice the global batch, rounded up.
+
+    Args:
+        batch_size: samples per batch and rank.
+        world_size: number of ranks.
+        consumers, episode_pool_size: what the user gave, or None.
+
+    Raises:
+        ValueError: a given value is no integer of 1 or more.
+    """
+    if consumers is None:
+        pairs = ((k, batch_size // k) for k in range(1, math.isqrt(batch_size) + 1) if batch_size % k == 0)
+        multiples = [world_size * k for pair in pairs for k in pair]
+        consumers = min(multiples, key=lambda c: abs(math.log(c / _CONSUMERS)))
+    consumers = positive("consumers", consumers)
+    if episode_pool_size is None:
+        episode_pool_size = -(-max(_SEGMENTS, 2 * batch_size * world_size) // consumers)
+    return consumers, positive("episode_pool_size", episode_pool_size)
+
+
+def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
+    """What happens where `consumers` does not divide the global batch, for a warning; None where it does."""
+    stride = batch_size * world_size
+    if stride % consumers == 0:
+        return None
+    own, _ = default_pools(batch_size, world_size)
+    return (
+        f"consumers={consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, {world_size} "
+        "ranks): consecutive batches draw from different groups of episodes, and the training loss can alternate with the "
+        f"batch number. Choose a batch size whose global batch is a multiple of {consumers}; a new run can also leave "
+        f"consumers out, which makes it {own}"
+    )
+
+
 def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
     """Raises ValueError for what no order can be made of."""
     if shuffle != "global" and not isinstance(shuffle, bool):
         raise ValueError(f'shuffle is {shuffle!r}; allowed are True (episode pool), "global" and False (recorded order)')
     if not isinstance(seed, (int, np.integer)):
         raise ValueError(f"seed is {seed!r}; it is an integer")
-    for name, value in (("consumers", consumers), ("episode_pool_size", episode_pool_size)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
+    positive("consumers", consumers)
+    positive("episode_pool_size", episode_pool_size)
 
 
 def check_world(rank: int, world_size: int, consumers: int | None) -> None:
@@ -124,12 +170,16 @@ def check_world(rank: int, world_size: int, consumers: int | None) -> None:
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank} and world_size is {world_size}; a rank is at least 0 and below world_size")
     if consumers is not None and consumers % world_size:
-        fits = [w for w in range(1, consumers + 1) if consumers % w == 0]
         raise ValueError(
             f"world_size is {world_size}, which does not divide consumers={consumers}; allowed with these consumers are "
-            f"{', '.join(map(str, fits[:20]))}. Choose consumers as a multiple of every world size you may run on "
+            f"{allowed_worlds(consumers)}. Choose consumers as a multiple of every world size you may run on "
             "(it is part of the order: a run that is resumed keeps it)"
         )
+
+
+def allowed_worlds(consumers: int) -> str:
+    """The numbers of ranks that can share an order, the smallest 20 of them, for an error."""
+    return ", ".join(map(str, [w for w in range(1, min(consumers, _RANKS) + 1) if consumers % w == 0][:20]))
 
 
 class _Recorded:

@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from dali_stream.metadata import parquet_errors
 from dali_stream.once import Once
 from dali_stream.storage import Store
 from dali_stream.storage.store import Ranges
+from dali_stream.video.timing import not_rising
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
@@ -54,6 +55,7 @@ class RowReader:
         dataset: the selected part of a dataset.
         store: where its rows are read; None: where the dataset lies.
         at_once: bytes of row groups that are read at the same time, unless a single one has more.
+        keys: of these features only; None: of all that `dataset` selects.
     """
 
     FOOTERS = 256  # Parquet footers kept, least recently used first to go
@@ -63,11 +65,12 @@ class RowReader:
         dataset: Dataset,
         store: Store | None = None,
         at_once: int = 1 << 62,
+        keys: Container[str] | None = None,
     ) -> None:
         self._dataset, self._store = dataset, store or dataset.data_store
         self._at_once, self._reading, self._warned = at_once, 0, False
         self._room = threading.Condition()
-        self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video"}
+        self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video" and (keys is None or k in keys)}
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
@@ -185,7 +188,20 @@ class RowReader:
                 counted = found[episode].get("frame_index")
                 if counted is not None and (np.diff(counted) != 1).any():
                     raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
+                if "timestamp" in found[episode]:
+                    check_rising(where, found[episode]["timestamp"])
         return found
+
+
+def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
+    """Raises DatasetError where a row's timestamp is not above that of the row before: it would get another row's frame."""
+    row = not_rising(timestamp)
+    if row is not None:
+        before = f", and that of row {row - 1} is {timestamp[row - 1]:.4f} s" if row else ""
+        raise DatasetError(
+            f"{where}: row {row}: its timestamp is {timestamp[row]:.4f} s{before}. Timestamps rise within an episode; the "
+            "file is damaged: copy or record it again"
+        )
 
 
 def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:

@@ -39,7 +39,7 @@ class Run:
     def __init__(
         self, plan: Plan, routes: dict[str, Route], pictures: tuple[Any, ...], epoch: int, position: int, counters: Counters
     ) -> None:
-        self._routes, self._gpu = routes, plan.gpu
+        self._routes, self._gpu, self._counters = routes, plan.gpu, counters
         self.stage = Stage(plan, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.
         self._finalizer = weakref.finalize(self, self.stage.close)
@@ -58,7 +58,8 @@ class Run:
         if iterator is None:
             raise closed()
         try:
-            [batch] = next(iterator)
+            with self._counters.timed("graph_s"):  # less what the stage takes, which it asks for a batch inside of this
+                [batch] = next(iterator)
         except RuntimeError as error:
             if "error in pipeline" not in str(error):  # of the stage, not of a DALI operator
                 raise

@@ -6,22 +6,32 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from dali_stream import process
-from dali_stream.arguments import positive
+from dali_stream.arguments import known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
-from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths
-from dali_stream.state import check_state, order_state
+from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths, default_pools, uneven
+from dali_stream.state import check_resumable, check_state, noted, order_state
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
 _BLOCK = 4096  # indices computed at a time
+_WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}  # as of `Order`
+
+
+class _Arguments(NamedTuple):
+    """What an order is a function of, beside episodes and epoch."""
+
+    shuffle: Shuffle
+    seed: int
+    consumers: int
+    episode_pool_size: int
 
 
 @dataclass
@@ -37,7 +47,7 @@ class _Passage:
 class FrameSampler(Sampler[int]):
     """Indices into a map-style dataset such as LeRobotDataset, in the order that `Loader` has with the same arguments.
 
-        sampler = FrameSampler(lengths, seed=1)
+        sampler = FrameSampler(lengths, seed=1, batch_size=64)
         loader = DataLoader(lerobot_dataset, batch_size=64, sampler=sampler, num_workers=8, drop_last=True)
         for batch in loader: ...    # one epoch; the next loop is the next epoch
 
@@ -51,8 +61,12 @@ class FrameSampler(Sampler[int]):
     Args:
         episode_lengths: frames of each episode, in the order in which the map-style dataset lays them end to end; or a
             `Dataset` with the same episodes selected, whose lengths are taken, by rising episode index.
-        shuffle, seed, consumers, episode_pool_size: as of `Loader`. `consumers` must be a multiple of every world size that a
-            run is to be resumed on.
+        shuffle: as of `Loader`. None: "global", since a map-style dataset is local; True where `batch_size`, `consumers` or
+            `episode_pool_size` is given. A resumed run keeps that of its state.
+        seed: as of `Loader`.
+        batch_size: of the DataLoader, per rank; what `consumers` and `episode_pool_size` are chosen for.
+        consumers, episode_pool_size: as of `Loader`, also where they are None, if `batch_size` is given; without it they are
+            32 and 8, which mixes well only where 32 divides the global batch.
         drop_first, drop_last: frames at the beginning and the end of each episode that are never sampled. Episodes that are
             no longer than both together give none.
         rank, world_size: as of `Loader`.
@@ -61,23 +75,33 @@ class FrameSampler(Sampler[int]):
         ValueError: a bad argument, or fewer frames than ranks.
     """
 
+    @known_arguments
     def __init__(
         self,
         episode_lengths: Dataset | Sequence[int] | npt.NDArray[np.integer[Any]],
         *,
-        shuffle: Shuffle = True,
+        shuffle: Shuffle | None = None,
         seed: int = 0,
-        consumers: int = 32,
-        episode_pool_size: int = 8,
+        batch_size: int | None = None,
+        consumers: int | None = None,
+        episode_pool_size: int | None = None,
         drop_first: int = 0,
         drop_last: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
         self._rank, self._world = process.rank_and_world(rank, world_size)
-        self._consumers = int(consumers) if shuffle is True else None
-        check_world(self._rank, self._world, self._consumers)
+        check_world(self._rank, self._world, None)
+        self._batch_size = None if batch_size is None else positive("batch_size", batch_size)
+        if shuffle is None and (consumers is not None or episode_pool_size is not None):
+            shuffle = True
+        self._shuffle_given = shuffle
+        self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
+        if shuffle is None:
+            shuffle = "global" if batch_size is None else True
+        consumers, episode_pool_size = self._pools(self._batch_size, self._world)
+        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
+        check_world(self._rank, self._world, consumers if shuffle is True else None)
         lengths = checked_lengths(episode_lengths.lengths if isinstance(episode_lengths, Dataset) else episode_lengths)
         drop_first, drop_last = _from_zero("drop_first", drop_first), _from_zero("drop_last", drop_last)
         self._kept = np.maximum(lengths - drop_first - drop_last, 0)
@@ -89,7 +113,8 @@ class FrameSampler(Sampler[int]):
                 f"leave {self._frames} frames for world_size={self._world}; each rank needs one or more, so drop fewer frames "
                 "or give more episodes"
             )
-        self._arguments = (shuffle, int(seed), int(consumers), int(episode_pool_size))
+        self._arguments = _Arguments(shuffle, int(seed), consumers, episode_pool_size)
+        self._warn_if_uneven()
         self._drops = {"drop_first": drop_first, "drop_last": drop_last}
         self._fingerprint = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16).hexdigest()
         self._now = _Passage(0)
@@ -163,13 +188,15 @@ class FrameSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at the very next position where `state` was taken, whatever the batch size, on any allowed world size.
+        """Continues at the very next position where `state` was taken, whatever the batch size, on any allowed world size.
 
         Only before the DataLoader is iterated. The state of an epoch's end leads to an iteration without indices, after which
-        the next epoch comes.
+        the next epoch comes. Of `shuffle`, `consumers` and `episode_pool_size`, those that this sampler was not given are the
+        state's from here on.
 
         Raises:
-            ResumeError: iteration has begun, or the state is of other episodes or of another order.
+            ResumeError: iteration has begun, the state is of other episodes or of another order, or this world size does not
+                divide its `consumers`.
         """
         self._check_not_begun("load_state_dict")
         if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION or "episode_lengths" not in state:
@@ -179,7 +206,14 @@ class FrameSampler(Sampler[int]):
                 f"the state is of other episodes: the fingerprint of their lengths is {state['episode_lengths']}, and here it "
                 f"is {self._fingerprint}; resume with the dataset and the episodes of that run"
             )
-        self._now = _Passage(*check_state(state, "sampler", self._order_state(), self._frames))
+        taken = noted(state, self._shuffle_given, self._pools_given)
+        arguments = self._arguments._replace(**taken)
+        place = check_state(state, "sampler", order_state(*arguments) | self._drops, self._frames)
+        if arguments.shuffle is True:
+            check_resumable(self._world, arguments.consumers)
+        self._arguments, self._now = arguments, _Passage(*place)
+        if "consumers" in taken:
+            self._warn_if_uneven()
 
     def resume(self, *, epoch: int, step: int, batch_size: int, world_size: int) -> None:
         """Goes on where a checkpoint that holds only these numbers was taken; see `load_state_dict`, which also checks.
@@ -195,7 +229,12 @@ class FrameSampler(Sampler[int]):
         self._check_not_begun("resume")
         epoch, step = _from_zero("epoch", epoch), _from_zero("step", step)
         batch_size, world_size = positive("batch_size", batch_size), positive("world_size", world_size)
-        check_world(0, world_size, self._consumers)
+        arguments = self._arguments
+        if self._batch_size is not None:  # what that run chose
+            consumers, pool = self._pools(batch_size, world_size)
+            arguments = arguments._replace(consumers=consumers, episode_pool_size=pool)
+        for ranks in (world_size, self._world):
+            check_world(0, ranks, arguments.consumers if arguments.shuffle is True else None)
         share = self._frames // world_size
         batches = -(-share // batch_size)
         if step > batches:
@@ -205,6 +244,7 @@ class FrameSampler(Sampler[int]):
                 "len(dataloader)) with that run's DataLoader is (epoch, step)"
             )
         position = min(step * batch_size, share) * world_size
+        self._arguments = arguments
         self._now = _Passage(epoch, position)
         _log.warning(
             "resumed at position %d of epoch %d, from step=%d, batch_size=%d, world_size=%d alone. What holds: each frame "
@@ -217,6 +257,18 @@ class FrameSampler(Sampler[int]):
     def _share(self, start: int) -> int:
         """Samples of each rank from a position to the end of the epoch."""
         return (self._frames - start) // self._world
+
+    def _pools(self, batch_size: int | None, world_size: int) -> tuple[int, int]:
+        """(consumers, episode_pool_size) of a run with that batch size, if it is known, on that many ranks."""
+        given = self._pools_given
+        if batch_size is None:
+            given = {name: _WITHOUT_BATCH_SIZE[name] if value is None else value for name, value in given.items()}
+        return default_pools(batch_size or 1, world_size, **given)
+
+    def _warn_if_uneven(self) -> None:
+        shuffle, _, consumers, _ = self._arguments
+        if shuffle is True and self._batch_size and (told := uneven(consumers, self._batch_size, self._world)):
+            _log.warning("%s", told)
 
     def _check_not_begun(self, what: str) -> None:
         if self._now.begun:

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -236,14 +235,14 @@ class Stage:
 
     def _take(self) -> tuple[Batch, dict[str, Any]]:
         """The next batch, with the frames of its cameras."""
-        started = time.perf_counter()
-        with self._more:
+        with self._counters.timed("starved_s"), self._more:
             self._more.wait_for(lambda: self._made)
             batch = self._made.popleft()
         if isinstance(batch, BaseException):
             raise batch
         try:
-            frames = self._finish(batch)
+            with self._counters.timed("starved_s"):
+                frames = self._finish(batch)
         except (CancelledError, StorageError) as error:
             if isinstance(error, StorageError) and not self._stopping:
                 raise
@@ -253,7 +252,6 @@ class Stage:
             self._buffers.give(array)
         self._lent = [out for out in frames.values() if isinstance(out, np.ndarray)]
         self._clips.append({key: frames[key] for key in self._on_dali})
-        self._counters.starved_s += time.perf_counter() - started
         self._counters.padded += batch.padded
         self.delivered.append(batch.strings)
         return batch, frames
@@ -282,10 +280,6 @@ class Stage:
     def frame_cache_bytes(self) -> int:
         """Memory of decoded frames that are kept for later batches."""
         return sum(cache.cached * self._decoded[key].slots.frame_bytes for key, cache in self._schedule.frames.items())
-
-    def evicted_before_use(self) -> int:
-        """Decoded frames that went although a later batch was known to show them."""
-        return sum(cache.evicted_before_use for cache in self._schedule.frames.values())
 
     def close(self) -> None:
         """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
@@ -346,9 +340,8 @@ class Stage:
                 self._room.acquire()
                 if self._stopping:
                     return
-                started = time.perf_counter()
-                batch = self._prepare()
-                self._counters.plan_s += time.perf_counter() - started
+                with self._counters.timed("plan_s"):
+                    batch = self._prepare()
                 self._put(batch)
         except BaseException as error:
             self._put(closed() if self._stopping else error)
@@ -382,7 +375,8 @@ class Stage:
 
     def _prepare(self) -> Batch:
         plan, dataset, memory = self._plan, self._plan.dataset, self._memory
-        self._learn()
+        with self._counters.timed("rows_s"):
+            self._learn()
         step = self._schedule.plan()
         batch, stores = step.samples, self._read(step)
         columns: dict[str, Array] = {}
@@ -391,7 +385,8 @@ class Stage:
             shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
         for key in dataset.features:
             if key not in dataset.cameras:
-                columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
+                with self._counters.timed("gather_s"):
+                    columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
         if plan.augments:
             columns[SAMPLE] = uniforms(plan.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
@@ -421,7 +416,7 @@ class Stage:
         found, batch = {}, step.samples
         for key, planned in step.frames.items():
             camera = self._decoded[key]
-            self._counters.frame_cache_hits += planned.hits
+            self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
             failed: dict[int, DecodeError] = {}
             if (planned.show == NONE).any():
                 for row, t in np.argwhere(planned.show == NONE).tolist():

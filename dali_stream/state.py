@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dali_stream.errors import ResumeError
-from dali_stream.order import Shuffle
+from dali_stream.order import Shuffle, allowed_worlds
 
 
 def order_state(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> dict[str, Any]:
@@ -17,6 +17,31 @@ def order_state(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: 
     if shuffle is True:
         state |= {"consumers": consumers, "episode_pool_size": episode_pool_size}
     return state
+
+
+def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str, int | None]) -> dict[str, Any]:
+    """Of the arguments `shuffle`, `consumers` and `episode_pool_size` those that are None: as the state of a run notes them.
+
+    What a state does not note, or not as something that can be an argument, is left out: `check_state` refuses it.
+    """
+    order = state.get("order")
+    saved = order.get("shuffle") if isinstance(order, Mapping) else None
+    taken: dict[str, Any] = {}
+    if shuffle is None and (saved == "global" or isinstance(saved, bool)):
+        taken = {"shuffle": saved}
+    if isinstance(order, Mapping) and saved is True and shuffle in (None, True):
+        left = {name: order.get(name) for name, given in pools.items() if given is None}
+        taken |= {name: value for name, value in left.items() if type(value) is int and value >= 1}
+    return taken
+
+
+def check_resumable(world_size: int, consumers: int) -> None:
+    """Raises ResumeError where so many ranks cannot share the order of a state."""
+    if consumers % world_size:
+        raise ResumeError(
+            f"the state is of a run with consumers={consumers}, which world_size={world_size} does not divide; a run keeps its "
+            f"consumers, so resume it on {allowed_worlds(consumers)} ranks"
+        )
 
 
 def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], frames: int) -> tuple[int, int]:

@@ -21,13 +21,12 @@ import dali_stream
 
 
 class Epochs(dali_stream.Loader):
-    """The Loader. Its state at the end of an epoch is an empty rest of it; a resumed Trainer may be in the next one by then."""
+    """The Loader. A Trainer that resumes at the end of its epoch first asks for the rest of that epoch, which is empty."""
 
     trainer: Any
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield from super().__iter__()
-        if self.trainer.fit_loop.batch_idx < 0:  # the Trainer has had no batch of its epoch
+        if self.batch_index or self.trainer.fit_loop.batch_idx < 0:  # in an epoch, or the Trainer begins one
             yield from super().__iter__()
 
 

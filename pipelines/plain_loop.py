@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop over the Loader: behaviour cloning, without a framework around it.
+"""A plain PyTorch training loop over the Loader: behaviour cloning, without a framework around it. One file, to copy.
 
 python pipelines/plain_loop.py URI --out DIR [--resume] [--max-steps 1000] [--batch-size 32] [--chunk 50] [--image-size 224 224]
 torchrun --nproc_per_node 8 pipelines/plain_loop.py URI --out DIR ...
@@ -14,19 +14,64 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from action_chunks import augmented
+from nvidia.dali import math as dali_math
 from torch import distributed, nn
-from training.policy import ACTION, STATE, ChunkPolicy
 
 import dali_stream
+from dali_stream import augment
 
+STATE, ACTION = "observation.state", "action"
 LOG_EVERY, SAVE_EVERY = 10, 500  # steps
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+
+
+def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
+    """A graph function that crops and colours the frames of each camera on its own. Tabular keys pass through."""
+
+    def graph(nodes: dict[str, Any]) -> dict[str, Any]:
+        draw = augment.Draw(nodes["sample"])
+        for key in cameras:
+            frame = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))
+            frame = augment.color_jitter(frame, draw, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.03)
+            nodes[key] = dali_math.clamp(frame, 0.0, 1.0)
+        return nodes
+
+    return graph
+
+
+class Policy(nn.Module):
+    """A small convolutional network: the frames of all cameras, state and task in, a chunk of actions out. Put yours here.
+
+    Args:
+        cameras: keys of frames (B, 3, H, W) in [0, 1]; one backbone sees them all.
+        state, action: widths of both; a state of 0 is left out.
+        chunk: actions per prediction.
+        tasks: number of tasks; `task_index` (B,) tells them apart.
+    """
+
+    def __init__(self, cameras: Sequence[str], state: int, action: int, chunk: int, tasks: int, width: int = 128) -> None:
+        super().__init__()
+        self.cameras, self.state, self.shape = list(cameras), state, (chunk, action)
+        sizes, layers = (3, 32, 64, width, width), list[nn.Module]()
+        for inside, outside in pairwise(sizes):
+            layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), nn.GroupNorm(8, outside), nn.ReLU()]
+        self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.task = nn.Embedding(tasks, width)
+        features = 4 * width * len(self.cameras) + width + state
+        self.head = nn.Sequential(nn.Linear(features, 4 * width), nn.ReLU(), nn.Linear(4 * width, chunk * action))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss: mean absolute error. Actions behind the end of the episode count as no error."""
+        seen = [self.backbone(batch[key]) for key in self.cameras] + [self.task(batch["task_index"])]
+        seen += [batch[STATE].reshape(len(seen[0]), -1)] if self.state else []
+        found = self.head(torch.cat(seen, dim=1)).unflatten(1, self.shape)
+        wrong = (found - batch[ACTION].reshape(found.shape)).abs()
+        return (wrong * ~batch[f"{ACTION}_is_pad"][..., None]).mean()
 
 
 def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: int) -> None:
@@ -81,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = dali_stream.Dataset(arguments.uri)
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
-    policy = ChunkPolicy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks, default=0) + 1).to(device)
+    policy = Policy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks, default=0) + 1).to(device)
     with dali_stream.Loader(  # its rank is torch.distributed's
         dataset,
         batch_size=arguments.batch_size // RANKS,

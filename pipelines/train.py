@@ -1,7 +1,11 @@
 """Behaviour cloning with action chunks on one or many GPUs: pictures, state and task in, the actions to come out.
 
 python pipelines/train.py URI --out DIR [--resume] [--max-steps N] [--val-episodes N] ...
-accelerate launch --num_processes 8 pipelines/train.py URI --out DIR ...
+accelerate launch --multi_gpu --num_processes 8 pipelines/train.py URI --out DIR ...                 one process per GPU
+accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR --device cpu ...    on a CPU
+
+--multi_gpu is what Accelerate calls several processes, on a CPU too; with `accelerate launch --cpu` there is only one, whatever
+--num_processes is. `torchrun --nproc-per-node N` does the same. The first line of the output says how many there are.
 
 DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
 chunks.png. A run that was killed goes on with --resume at the very next sample, on any number of processes that divides
@@ -46,7 +50,7 @@ COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  #
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains; exits with 143 or 130 where SIGTERM or Ctrl-C cut it short."""
     preemption = Preemption()
-    arguments = parse(argv)
+    arguments = parse(argv, __doc__)
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
@@ -84,6 +88,7 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         self.arguments, self.accelerator, self.step = arguments, accelerator, 0
+        self.unvalidated = False  # whether this step's validation is due, and not done
         self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.file = arguments.out / "checkpoint.pt"
         if self.file.exists() and (arguments.dummy or not arguments.resume):
@@ -110,6 +115,10 @@ class Run:
     def train(self, preemption: Preemption) -> bool:
         """Steps up to --max-steps; returns whether it got there, or a signal came before."""
         arguments = self.arguments
+        if self.unvalidated:  # a signal came before it was done
+            if not self._validate(preemption):
+                return self._cut_short(preemption)
+            self._save()
         with self._progress() as bar:
             for batch in self._batches():
                 self.step += 1
@@ -117,19 +126,23 @@ class Run:
                 asked, last = preemption.agreed(), self.step == arguments.max_steps
                 if self.step % arguments.log_every == 0 or last:
                     self._log(loss)
-                if not asked and (self.step % arguments.val_every == 0 or last):
+                self.unvalidated = self.step % arguments.val_every == 0 or last
+                if self.unvalidated and not asked:
                     asked = not self._validate(preemption)
                 if self.step % arguments.save_every == 0 or last or asked:
                     self._save()
                 bar.update(bar.task_ids[0], completed=self.step)
                 if asked:
-                    self.console.print(f"{signal.Signals(preemption.signal).name}: ended at step {self.step}"
-                                       + ("" if arguments.dummy else ", saved; --resume goes on from there"))  # fmt: skip
-                    return False
+                    return self._cut_short(preemption)
         if self.accelerator.is_main_process and not arguments.dummy:
             charts.loss_curves(arguments.out / "loss.png", read(arguments.out))
             charts.action_chunks(arguments.out / "chunks.png", self.data, self.accelerator.unwrap_model(self.model))
         return True
+
+    def _cut_short(self, preemption: Preemption) -> bool:
+        saved = "" if self.arguments.dummy else ", saved; --resume continues from there"
+        self.console.print(f"{signal.Signals(preemption.signal).name}: ended at step {self.step}{saved}")
+        return False
 
     def close(self) -> None:
         """Stops the loaders, writes the journal out, and lets another run into the folder."""
@@ -200,9 +213,10 @@ class Run:
         """Notes the mean absolute error on the episodes held out, and that of predicting the mean, in standard deviations.
 
         Returns:
-            Whether it got to the end: it gives up where a signal asks for that.
+            Whether it got to the end: it gives up where a signal asks for that, and the resumed run does it again.
         """
         if self.data.val is None or self.arguments.dummy:
+            self.unvalidated = False
             return True
         policy, totals = self.accelerator.unwrap_model(self.model).eval(), torch.zeros(3, device=self.accelerator.device)
         for batch in self.data.val:
@@ -218,6 +232,7 @@ class Run:
         if preemption.signal:
             return False
         self._note("validation", {"val_error": own / count, "mean_error": mean / count})
+        self.unvalidated = False
         return True
 
     def _note(self, kind: str, values: dict[str, Any]) -> None:
@@ -237,6 +252,7 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "loader": self.data.train.state_dict(),
                 "step": self.step,
+                "unvalidated": self.unvalidated,
             }
             checkpoint.save(self.file, state)
         self.accelerator.wait_for_everyone()  # a process that ended earlier would have the others killed
@@ -247,7 +263,7 @@ class Run:
         self.data.train.load_state_dict(state["loader"])  # first: it knows best what another dataset is
         self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step, self.unvalidated = state["step"], state.get("unvalidated", False)
         for name in COURSE:
             before, now = state["arguments"].get(name), getattr(self.arguments, name)
             if before != now:

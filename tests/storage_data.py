@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from dali_stream.errors import DaliStreamError
-from dali_stream.storage import Store, open_store
+from dali_stream.storage import Store, open_store, retry
 
 CONTENT = random.Random(0).randbytes(3 << 20)  # more than a server without ranges may send whole
 SMALL = CONTENT[:1000]
@@ -46,3 +48,31 @@ def everything_logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixt
     """The log of all libraries, at DEBUG."""
     caplog.set_level(logging.DEBUG)
     return caplog
+
+
+class Clock:
+    """Time that passes while a pause between two attempts lasts, and only then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def pass_by(self, seconds: float) -> None:
+        """A pause."""
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of retries."""
+    made = Clock()
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(retry.Deadline, "sleep", lambda _, seconds: made.pass_by(seconds))
+    return made
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The URL of a port that refuses connections: bound, and nobody listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{unused.getsockname()[1]}"

@@ -199,6 +199,10 @@ TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "lengths at odds": (lambda t: put(t, "length", [30, 42]), "episode 0: its length and .* differ"),
     "a negative file": (lambda t: put(t, "data/file_index", [0, -1]), "episode 1: data/file_index is not a number of a file"),
     "no time": (lambda t: put(t, FROM, [0.0, float("nan")]), "episode 1: .*from_timestamp is no time in seconds"),
+    "an end before its start": (
+        lambda t: put(t, f"videos/{data.CAMERA}/to_timestamp", [31 / 30, 1.0]),
+        "episode 1: .*to_timestamp is not behind its from_timestamp",
+    ),
     "another file": (lambda t: put(t, "data/file_index", [0, 7]), r"data/chunk-000/file-007\.parquet: no such file"),
 }
 
@@ -219,6 +223,12 @@ def with_null(table: pa.Table, name: str) -> pa.Table:
     return put(table, name, pa.array([*values[:50], None, *values[51:]], table.schema.field(name).type))
 
 
+def with_time(table: pa.Table, row: int, seconds: float) -> pa.Table:
+    times = table["timestamp"].to_numpy().copy()
+    times[row] = seconds
+    return put(table, "timestamp", pa.array(times))
+
+
 def fewer(table: pa.Table) -> pa.Table:
     return table.slice(0, 60)
 
@@ -234,6 +244,12 @@ ROW_TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
         "episode 0: .*promises 31 rows, and the file holds 0",
     ),
     "rows out of order": (swapped, "episode 0: its frame_index does not count its rows"),
+    "a timestamp that falls": (
+        lambda t: with_time(t, 48, 0.15),
+        r"episode 1: row 17: its timestamp is 0\.1500 s, and that of row 16 is 0\.5333 s\. Timestamps rise",
+    ),
+    "a timestamp that stays": (lambda t: with_time(t, 48, 16 / 30), r"episode 1: row 17: its timestamp is 0\.5333 s, and"),
+    "a timestamp that is none": (lambda t: with_time(t, 31, float("nan")), "episode 1: row 0: its timestamp is nan s"),
     "a missing number": (lambda t: with_null(t, "timestamp"), "episode 1: timestamp: 1 of 41 values are missing"),
     "a missing vector": (lambda t: with_null(t, "action"), "episode 1: action: 1 of 41 values are missing"),
     "text for numbers": (
@@ -261,6 +277,20 @@ def test_the_rows(name: str, root: Path) -> None:
     with data.loader(root) as loader, pytest.raises(dali_stream.DatasetError, match=said):
         for _ in loader:
             pass
+
+
+def test_zeroed_bytes_in_a_page_of_timestamps(root: Path) -> None:
+    """Without checksums nothing in the file tells; without the check row 43's frame would be that of another row."""
+    table = pq.read_table(root / ROWS)
+    pq.write_table(table, root / ROWS, compression="none", use_dictionary=False)
+    content = (root / ROWS).read_bytes()
+    at = content.index(table["timestamp"].to_numpy().tobytes()) + 43 * 4
+    (root / ROWS).write_bytes(content[:at] + bytes(16) + content[at + 16 :])
+    with (
+        data.loader(root) as loader,
+        pytest.raises(dali_stream.DatasetError, match=f"{ROWS}: episode 1: row 12: its timestamp"),
+    ):
+        list(loader)
 
 
 def test_rows_that_do_not_lie_in_the_order_of_the_episodes_are_found(root: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import video_data as data
@@ -55,7 +57,7 @@ def broken(videos: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]
     return make
 
 
-def error_of(root: Path, **options: object) -> str:
+def error_of(root: Path | dali_stream.Dataset, **options: object) -> str:
     """What an epoch fails with; the test fails where it does not, or where a thread is left behind."""
     with data.loader(root, **options) as loader, pytest.raises(dali_stream.DaliStreamError) as caught:
         for _ in loader:
@@ -145,6 +147,48 @@ def test_metadata_that_promises_frames_the_video_lacks(videos: Callable[[str], P
     assert all((e, f) in real for e, f, _ in shown)
     # The stamps count episodes of 31 and 41 frames, this metadata 40 and 40.
     assert all(40 * e + f == data.EPISODES[0] * stamped[0] + stamped[1] for e, f, stamped in shown)
+
+
+@pytest.mark.parametrize("decoder", ["torchcodec", "dali"])
+@pytest.mark.parametrize("offset", [1, -1])
+def test_a_frame_of_another_episode_is_not_delivered(offset: int, decoder: str, broken: Callable[..., Path]) -> None:
+    """Of the rows, only those at an episode's edge show it. The middle episode has others on both sides."""
+    lengths = (20, 20, 32)
+    root = data.shifted(broken(lambda video: video, "vp9", episodes=[lengths]), offset)
+    middle = dali_stream.Dataset(root, episodes=[1])
+    message = error_of(middle, decode=decoder)
+    frame, number, at = (19, 40, 40) if offset > 0 else (0, 19, 19)
+    place = f"number {number} of {data.FRAMES}, is at {at / data.FPS:.4f} s, 0.0000 s away"
+    assert message.startswith(f"{data.CAMERA}: episode 1, frame {frame}: ")
+    assert f"from_timestamp 0.6667 s asks for {at / data.FPS:.4f} s of the file; the nearest frame, {place}" in message
+    assert "outside its episode, from_timestamp 0.6667 s up to before to_timestamp 1.3333 s" in message
+    with data.loader(middle, on_error="substitute", decode=decoder) as loader:
+        assert frame not in {f for _, f, _ in data.samples(loader)}
+        assert loader.stats()["substituted"] == 1
+
+
+def test_a_timestamp_between_two_frames_names_the_nearest(broken: Callable[..., Path]) -> None:
+    message = error_of(data.shifted(broken(lambda video: video), 0.4), shuffle=False, batch_size=1)
+    assert f"{data.CAMERA}: episode 0, frame 0: " in message
+    assert "asks for 0.0133 s of the file; the nearest frame, number 0 of 72, is at 0.0000 s, 0.0133 s away" in message
+    assert "at most 0.0083 s (a quarter of a frame) is allowed" in message
+
+
+def test_a_coarse_clock_is_no_fault(videos: Callable[[str], Path], tmp_path: Path) -> None:
+    """Milliseconds in the file, and in the metadata; and float32 in the rows."""
+    video = tmp_path / "video.mp4"
+    data.ffmpeg("-i", videos("h264"), "-c", "copy", "-video_track_timescale", "1000", video)
+    root = data.write_dataset(tmp_path / "set", [video])
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    for name in ("from_timestamp", "to_timestamp"):
+        at = table.column_names.index(f"videos/{data.CAMERA}/{name}")
+        table = table.set_column(at, table.column_names[at], pa.array(table[at].to_numpy().round(3)))
+    pq.write_table(table, path)
+    with data.loader(root) as loader:
+        shown = list(data.samples(loader))
+    assert len(shown) == data.FRAMES
+    assert data.identities(torch.stack([picture for *_, picture in shown])) == [(e, f) for e, f, _ in shown]
 
 
 def test_pictures_of_another_size_than_promised(broken: Callable[..., Path]) -> None:

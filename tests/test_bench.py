@@ -7,17 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
+from loader_data import TOP
 from servers import Server
 
-from dali_stream import Dataset
+from dali_stream import Dataset, Loader
 from dali_stream.cli import main
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--batch-size", "8", "--num-batches", "6", "--warmup", "2", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    """What a measurement knows of ranks, through Accelerate, ends with it: later tests set their own."""
+    yield
+    PartialState._reset_state()
 
 
 def bench(capsys: pytest.CaptureFixture[str], uri: object, *arguments: str) -> dict[str, Any]:
@@ -36,7 +46,12 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["samples_per_s"] == pytest.approx(found["samples"] / found["wallclock_s"])
     assert 0 < found["p50_sample_latency_ms"] <= found["p95_sample_latency_ms"] <= found["p99_sample_latency_ms"]
     assert found["wait_s_total"] <= found["wallclock_s"]
-    assert found["decode_s_total"] > 0
+    assert found["decode_s_total"] == found["stage_s_total"]["decode_s"] > 0
+    assert found["stage_s_total"]["graph_s"] + found["stage_s_total"]["starved_s"] <= found["wait_s_total"]
+    assert found["bottleneck"]["stage"] != "consumer", "there is no model"
+    assert found["bottleneck"]["text"].startswith(
+        ("Decoding takes", "The DALI graph takes", "Packing", "Reading", "Batches are")
+    )
     assert found["cpu_s_per_sample"] > 0
     # A GOP has two pictures, and a window clamps and repeats some; what was under way at either end counts on one side only.
     assert 0.2 < found["decoded_per_delivered_frame"] < 5
@@ -69,8 +84,40 @@ def test_reports_are_written_as_json_and_as_a_row(capsys: pytest.CaptureFixture[
     assert found.pop("written") == str(path)
     assert sorted(each.name for each in path.parent.iterdir()) == [path.with_suffix(".csv").name, path.name]
     assert json.loads(path.read_text()) == found
+    assert found["dataset"] == demo.name  # a report holds no folder of the machine it was made on
+    for text in (path.read_text(), path.with_suffix(".csv").read_text()):
+        assert str(demo.parent) not in text
     [row] = csv.DictReader(path.with_suffix(".csv").open())
     assert float(row["frames_per_s_node"]) == found["frames_per_s_node"]
+
+
+@pytest.mark.parametrize(("given", "size"), [((), [224, 224]), (("--image-size", "64x80"), [64, 80])])
+def test_frames_are_resized_as_in_the_example_of_the_readme(
+    capsys: pytest.CaptureFixture[str], demo: Path, given: tuple[str, ...], size: list[int], seen: list[Any]
+) -> None:
+    assert bench(capsys, demo, *given)["image_size"] == size
+    assert {tuple(batch[TOP].shape[-2:]) for batch in seen} == {tuple(size)}
+
+
+def test_the_recorded_size_can_be_measured(capsys: pytest.CaptureFixture[str], demo: Path, seen: list[Any]) -> None:
+    found = bench(capsys, demo, "--image-size", "recorded")
+    assert (found["image_size"], found["cameras"][TOP]) == (None, [128, 160])
+    assert {tuple(batch[TOP].shape[-2:]) for batch in seen} == {(128, 160)}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The batches that a measurement is given."""
+    found: list[Any] = []
+    whole = Loader.__iter__
+
+    def noted(loader: Loader) -> Iterator[Any]:
+        for batch in whole(loader):
+            found.append(batch)
+            yield batch
+
+    monkeypatch.setattr(Loader, "__iter__", noted)
+    return found
 
 
 def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_copy: Path) -> None:
@@ -86,6 +133,7 @@ def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_cop
     [
         (["--mode", "double"], "mode is 'double'; it is one of single, sarm, action_chunk"),
         (["--threads", "0"], "'0'"),
+        (["--image-size", "224"], "--image-size is '224'"),
         (["--source", "../a"], "--source is '../a'; it names the report's file"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
+from nvidia.dali.pipeline import Pipeline, StreamPolicy
 from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader, cameras
@@ -17,6 +18,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
 from dali_stream.demo import read_identities, write_demo
+from dali_stream.video import dali
 from dali_stream.video.dali import COLOUR_TOLERANCE
 
 FPS = 20
@@ -112,3 +114,16 @@ def test_files_of_several_codecs_in_one_camera(vp9_demo: Path, h264_demo: Path, 
         check_identities(batch, SIDE, None, lengths)
     with pytest.raises(DecodeError, match=rf'decode="dali": .*{other}: .*this is h264; decode="auto" goes on'):
         batches_of(root)
+
+
+def test_all_operators_of_every_pipeline_share_one_stream(vp9_demo: Path) -> None:
+    """Until a GPU shows that more are safe: a decoder's buffers must not go to another operator while they are still read."""
+    policies = []
+
+    def look(nodes: dict[str, Any]) -> dict[str, Any]:
+        policies.append(Pipeline.current().stream_policy)
+        return nodes
+
+    batches_of(vp9_demo, pipeline=look, last_batch="drop", batch_size=64)
+    policies.append(dali.pipeline(list, 1, None, 1, 1).stream_policy)
+    assert policies == [StreamPolicy.SINGLE] * 2

@@ -1,19 +1,27 @@
-"""What the documents name is there: tests, files, commands, options, arguments; and their code compiles."""
+"""What the documents name is there: tests, files, commands, options, arguments. The README's code runs, all other compiles."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import typer
+from PIL import Image
 
-from dali_stream.cli import app
+import dali_stream
+from dali_stream.cli import app, main
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+MOST_WORDS = 700  # code and links counted
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -22,9 +30,9 @@ def everywhere(pattern: str) -> list[tuple[str, re.Match[str]]]:
     return [(path.name, match) for path in DOCUMENTS for match in re.finditer(pattern, path.read_text())]
 
 
-def code(language: str | None = None) -> Iterator[tuple[str, str]]:
+def code(language: str | None = None, documents: list[Path] = DOCUMENTS) -> Iterator[tuple[str, str]]:
     """(document, code) of blocks, of one language or, with the spans in the text, of all."""
-    for path in DOCUMENTS:
+    for path in documents:
         text = path.read_text()
         yield from ((path.name, block[2]) for block in BLOCK.finditer(text) if language in (None, block[1]))
         if language is None:  # a span may go on in the next line
@@ -106,3 +114,112 @@ def test_python_code_compiles() -> None:
     assert blocks
     for where, text in blocks:
         compile(text, where, "exec")
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = in_code(r"(?:^|\n)make ([a-z-]+(?: (?!-)[a-z-]+)*)")
+    assert len(named) > 10
+    assert [(where, m[0]) for where, m in named if not set(m[1].split()) <= targets] == []
+
+
+# ----------------------------------------------------------------------- the README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= MOST_WORDS
+
+
+class Stopped(Exception):
+    """Stands for a program that is stopped."""
+
+
+def quickstart(root: Path) -> str:
+    """The code of the README, on a dataset."""
+    [(_, text)] = code("python", [README])
+    assert len([line for line in text.splitlines() if line]) <= 12
+    assert text.count("path/to/dataset") == 1
+    return text.replace("path/to/dataset", str(root))
+
+
+def stop_after(batches: int) -> tuple[Any, list[dict[str, Any]]]:
+    """`train` of a program that is stopped when it has trained so often, and what it is called with."""
+    seen: list[dict[str, Any]] = []
+
+    def train(batch: dict[str, Any]) -> None:
+        if len(seen) == batches:
+            raise Stopped
+        seen.append(batch)
+
+    return train, seen
+
+
+def test_the_quickstart_runs(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train, seen = stop_after(1)
+    with pytest.raises(Stopped):
+        exec(quickstart(demo), {"train": train})
+    shapes = {key: tuple(seen[0][key].shape) for key in ("observation.images.top", "action", "action_is_pad")}
+    assert shapes == {"observation.images.top": (64, 3, 224, 224), "action": (64, 16, 4), "action_is_pad": (64, 16)}
+
+
+def test_the_quickstart_continues_when_it_is_started_again(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an epoch, and at its end. The samples alone, without video."""
+    dataset = dali_stream.Dataset
+    monkeypatch.setattr(dali_stream, "Dataset", lambda uri: dataset(uri, cameras=[]))
+    monkeypatch.chdir(tmp_path)
+
+    def samples(batches: int) -> list[list[int]]:
+        train, seen = stop_after(batches)
+        try:
+            exec(quickstart(demo), {"train": train})
+        except Stopped:
+            assert len(seen) == batches
+        return [batch["index"].tolist() for batch in seen]
+
+    whole = samples(1000)
+    (tmp_path / "loader.json").unlink()
+    epoch = dataset(demo).num_frames // 64
+    assert len(whole) == 10 * epoch
+    assert samples(3) + samples(epoch - 3) + samples(epoch + 1) + samples(1000) == whole
+    assert samples(1000) == []  # ten epochs are over
+
+
+def test_the_commands_of_the_readme_run(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extras = re.findall(
+        r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2], re.MULTILINE
+    )
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for line in "".join(text for _, text in code("sh", [README])).splitlines():
+        words = shlex.split(line.replace("path/to/dataset", shlex.quote(str(demo))), comments=True)
+        if words[0] == "pip":  # not from here: that there is such an extra has to do
+            assert re.fullmatch(r"dali-stream\[(\w+)\]", words[-1])[1] in extras  # type: ignore[index]
+        elif words[0] == "dali-stream":
+            assert main(words[1:]) == 0, capsys.readouterr().err
+            ran += 1
+        else:
+            assert words[:2] == ["apt-get", "install"]
+    assert ran >= 2
+    assert Image.open("sheet.png").size[0] > 300
+
+
+def test_pictures_of_the_readme_show_on_github() -> None:
+    """Files of the repository, by relative paths, with a text for those who cannot see them, and small."""
+    pictures = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", README.read_text())
+    assert sorted(target for _, target in pictures) == ["docs/figures/demo.png", "docs/figures/peers.svg"]
+    assert all(len(text) > 20 for text, _ in pictures)
+    assert all((ROOT / target).stat().st_size < 300_000 for _, target in pictures)
+    with Image.open(ROOT / "docs/figures/demo.png") as image:
+        image.verify()
+
+
+def test_the_chart_is_that_of_the_committed_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After new reports: `make figures`."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    chart = importlib.import_module("peers_chart")
+    reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
+    assert reports
+    assert (ROOT / "docs/figures/peers.svg").read_text() == chart.chart([chart.read(path) for path in reports])

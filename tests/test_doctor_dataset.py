@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import copied
 from doctor_data import cpu_torch, doctor, found, run, shadows
 from driver_data import FakeDriver, fake_driver
-from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, vp9, write_dataset
+from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
 
 from dali_stream import Dataset
 from dali_stream.doctor import Finding, examine, frames
@@ -80,13 +82,21 @@ def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     assert found(report, f"{TOP} frame, torchcodec")["status"] == "ok"
 
 
-def test_pictures_too_small_for_nvdec_are_not_sent_round_in_circles(tmp_path: Path, fake_driver: FakeDriver) -> None:
-    """HEVC would be as small as H.264. Of less than 80×144 the fake driver decodes nothing."""
-    encode(draw(size=(120, 128)), tmp_path / "a.mp4", h264(12))
-    root = write_dataset(tmp_path / "small", [tmp_path / "a.mp4"], size=(120, 128))
+@pytest.mark.parametrize(
+    ("size", "codec", "reason"),
+    [
+        ((120, 128), h264(12), "120×128 is outside what NVDEC takes"),  # of less than 80×144 the fake driver decodes nothing
+        pytest.param((242, 326), hevc(12), "242×326 is coded as 248×328 in hevc", marks=pytest.mark.slow),
+    ],
+)
+def test_sizes_that_no_codec_brings_to_nvdec_are_not_sent_round_in_circles(
+    size: tuple[int, int], codec: tuple[str, ...], reason: str, tmp_path: Path, fake_driver: FakeDriver
+) -> None:
+    encode(draw(size=size), tmp_path / "a.mp4", codec)
+    root = write_dataset(tmp_path / "odd", [tmp_path / "a.mp4"], size=size)
     done = run(root, "--json", environment=fake_driver("h100"), libraries=shadows(tmp_path / "libraries", torch=cpu_torch()))
     finding = found(json.loads(done.stdout), f"{CAMERA} on GPU 0")
-    assert "120×128 is outside what NVDEC takes" in finding["text"]
+    assert reason in finding["text"]
     assert "transcode" not in finding["remedy"]
 
 
@@ -280,6 +290,40 @@ def test_rows_that_cannot_be_read(demo_copy: Path) -> None:
     assert "a Git LFS pointer" in findings["rows"].text
     assert "git lfs pull" in findings["rows"].remedy
     assert findings[TOP].status == "ok"
+
+
+def test_rows_that_are_offset_against_the_video(encoded: Callable[..., Path]) -> None:
+    root = shifted(encoded(*h264(12)), 1)
+    finding = looked_at(root)[0][f"{CAMERA} timestamps"]
+    assert finding.status == "problem"
+    assert finding.text.startswith("episode 0, frame 30: ")
+    assert "outside its episode, from_timestamp 0.0000 s up to before to_timestamp 1.0333 s" in finding.text
+    assert finding.text.endswith("; 2 of 2 episodes have such faults")
+
+
+def test_an_episode_that_metadata_make_too_short(encoded: Callable[..., Path]) -> None:
+    root = encoded(*h264(12))
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    at = table.column_names.index(f"videos/{CAMERA}/to_timestamp")
+    pq.write_table(table.set_column(at, table.column_names[at], pa.array([31 / 30, 71 / 30])), path)
+    finding = looked_at(root)[0][f"{CAMERA} timestamps"]
+    assert finding.status == "problem"
+    assert finding.text.startswith("episode 1, frame 40: ")
+    assert "to_timestamp 2.3667 s" in finding.text
+
+
+def test_a_timestamp_that_falls(demo_copy: Path) -> None:
+    """In the last episode, which is not the one whose rows are read whole."""
+    path = max(demo_copy.glob("data/**/*.parquet"))
+    table = pq.read_table(path)
+    times = table["timestamp"].to_numpy().copy()
+    times[-5] = 0.15
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", pa.array(times)), path)
+    findings, _ = looked_at(demo_copy)
+    assert findings["rows"].status == "problem"
+    assert f"{path}: episode 5: row " in findings["rows"].text
+    assert "its timestamp is 0.1500 s, and that of row" in findings["rows"].text
 
 
 def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -30,17 +31,18 @@ import importlib, json, sys
 sys.path.insert(0, {PIPELINES!r})
 from pathlib import Path
 from torch import distributed
-from training.policy import ChunkPolicy
 
-whole = ChunkPolicy.forward
+program = importlib.import_module(sys.argv[1])
+policy = program.Policy if sys.argv[1] == "plain_loop" else program.ChunkPolicy
+whole = policy.forward
 def forward(self, batch):
     loss = whole(self, batch)
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     with Path(sys.argv[2], f"{{rank}}.jsonl").open("a") as file:
         print(json.dumps([batch["index"].tolist(), loss.item()]), file=file)
     return loss
-ChunkPolicy.forward = forward
-importlib.import_module(sys.argv[1]).main(sys.argv[3:])
+policy.forward = forward
+program.main(sys.argv[3:])
 """
 
 
@@ -59,9 +61,10 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch, importable: None) -> Iterator[list[Step]]:
+def steps(name: str, monkeypatch: pytest.MonkeyPatch, importable: None) -> Iterator[list[Step]]:
     """What the policy of a program in this process is trained on: two episodes, and sums in one order."""
-    policy, found, dataset = importlib.import_module("training.policy").ChunkPolicy, [], dali_stream.Dataset
+    program, found, dataset = importlib.import_module(name), list[Step](), dali_stream.Dataset
+    policy = program.Policy if name == "plain_loop" else program.ChunkPolicy
     whole = policy.forward
 
     def forward(self: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -122,6 +125,15 @@ def test_an_example_runs_from_the_command_line(name: str, demo: Path, tmp_path: 
     run(ROOT / f"pipelines/{name}.py", *line(demo, tmp_path, "--batch-size", 4, "--max-steps", 12))
     loader = torch.load(tmp_path / CHECKPOINTS[name], weights_only=True)["loader"]
     assert (loader["epoch"], loader["position"]) == (0, 48)
+
+
+@pytest.mark.slow
+def test_the_plain_loop_can_be_copied_alone(demo: Path, tmp_path: Path) -> None:
+    """Into a folder without the other programs."""
+    alone = Path(shutil.copy(ROOT / "pipelines/plain_loop.py", tmp_path))
+    out = run(alone, *line(demo, tmp_path / "run", "--batch-size", 4, "--max-steps", 10))
+    assert out.startswith("step 10: loss 0.")
+    assert torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["step"] == 10
 
 
 @pytest.mark.slow

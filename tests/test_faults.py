@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import faults
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import Server
-from storage_data import CONTENT, SMALL, failure, quick
+from storage_data import CONTENT, SMALL, Clock, clock, failure, quick, refusing
 
 from dali_stream.errors import DatasetError, StorageError
+from dali_stream.storage import open_store
+
+__all__ = ["clock", "refusing"]
 
 PATH = "data.bin"
 HANG_GUARD_S = 60.0
@@ -133,6 +138,65 @@ def test_a_server_that_cannot_be_reached(url: str, words: str) -> None:
     error = failure(quick(url, give_up_after_s=0.5), PATH)
     assert isinstance(error, StorageError)
     assert words in str(error)
+
+
+def no_dns(monkeypatch: pytest.MonkeyPatch, host: str, answer: Callable[[], None]) -> list[str]:
+    """Has look-ups of a host fail after `answer`; returns those that were made."""
+    asked, look_up = [], socket.getaddrinfo
+
+    def failing(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name != host:
+            return look_up(name, *arguments, **keywords)
+        asked.append(name)
+        answer()
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", failing)
+    return asked
+
+
+@pytest.mark.parametrize("what", ["refused", "no DNS"])
+@pytest.mark.parametrize(("given", "least", "most"), [(None, 1, 5), (60, 50, 60), (2, 0.5, 2)])
+def test_a_host_that_never_was_reached_is_given_up_soon(
+    what: str, given: float | None, least: float, most: float, clock: Clock, refusing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = no_dns(monkeypatch, "dataset.invalid", lambda: None)
+    store = open_store(refusing if what == "refused" else "http://dataset.invalid", give_up_after_s=given)
+    message = str(failure(store, PATH))
+    assert ("refused" if what == "refused" else "could not be resolved (DNS)") in message
+    assert f"where {most} s are allowed (give_up_after_s)" in message
+    assert least < clock.now <= most
+    assert store.traffic.retries >= 2
+    assert len(asked) in (0, store.traffic.retries + 1)
+
+
+@pytest.mark.parametrize("fault", [faults.status(503), faults.reset])
+def test_a_host_that_answers_is_given_all_the_time(fault: faults.Fault, clock: Clock) -> None:
+    with Server({PATH: CONTENT}, faults=[fault] * 1000) as server:
+        assert "where 60 s are allowed" in str(failure(open_store(server.url), PATH))
+    assert 50 < clock.now <= 60
+
+
+def test_a_host_that_was_reached_once_is_given_all_the_time(clock: Clock) -> None:
+    with Server({PATH: CONTENT}) as server:
+        store = open_store(server.url)
+        assert store.read(PATH, 0, 10) == CONTENT[:10]
+    message = str(failure(store, PATH, 20, 30))
+    assert "refused" in message
+    assert "where 60 s are allowed" in message
+    assert 50 < clock.now <= 60
+
+
+def test_a_look_up_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    asked = no_dns(monkeypatch, "dataset.invalid", lambda: end.wait(HANG_GUARD_S) and None)
+    try:
+        message = str(failure(open_store("http://dataset.invalid", give_up_after_s=0.2), PATH))
+        assert not end.is_set()
+        assert "could not be resolved (DNS)" in message
+        assert asked
+    finally:
+        end.set()
 
 
 def test_closing_ends_a_read_that_waits() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
-from loader_data import ODD_CAMERA, ODD_SIZE, as_lerobot, read_lengths, read_rows, samples, write_odd
+from conftest import copied
+from loader_data import ODD_CAMERA, ODD_SIZE, SIDE, TOP, as_lerobot, equal, read_lengths, read_rows, samples, write_odd
 
 from dali_stream import Dataset, Loader
 from dali_stream.demo import read_identities
@@ -102,3 +106,78 @@ def test_a_window_over_the_task_index_keeps_the_task_of_the_current_frame(odd: P
         for batch in loader:
             assert batch["task_index"].shape == (4, 2)
             assert batch["task"] == [f"task {n}" for n in batch["task_index"][:, -1].tolist()]
+
+
+# ------------------------------------------------------------------------ keys that the dataset and the Loader both have
+
+
+def with_column(root: Path, key: str, like: str) -> Path:
+    """Adds a feature that is a copy of another one."""
+    file, info = root / "data/chunk-000/file-000.parquet", json.loads((root / "meta/info.json").read_text())
+    table = pq.read_table(file)
+    pq.write_table(table.append_column(key, table[like]), file, row_group_size=4)
+    info["features"][key] = info["features"][like]
+    (root / "meta/info.json").write_text(json.dumps(info))
+    return root
+
+
+@pytest.mark.parametrize("like", ["flag", "scalar", "observation.state", "note", ODD_CAMERA])
+def test_a_column_with_the_key_of_a_mask_gives_way_to_the_mask(
+    odd: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, like: str
+) -> None:
+    root = with_column(copied(odd, tmp_path), "one_is_pad", like)
+    windows = {"one": [-0.1, 0.0]}
+    with (
+        Loader(odd, batch_size=4, delta_timestamps=windows) as expected,
+        Loader(root, batch_size=4, delta_timestamps=windows) as found,
+    ):
+        for plain, batch in zip(expected, found, strict=True):
+            assert equal(batch, plain)
+    assert [record.getMessage() for record in caplog.records] == [
+        "left out of the batches: the dataset's 'one_is_pad', whose key is that of the mask of the window on 'one'"
+    ]
+
+
+@pytest.mark.parametrize("like", ["flag", "note", ODD_CAMERA])
+def test_a_column_with_the_key_of_a_mask_is_delivered_where_there_is_no_mask(
+    odd: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, like: str
+) -> None:
+    root = with_column(copied(odd, tmp_path), "one_is_pad", like)
+    with Loader(root, batch_size=4, delta_timestamps={"scalar": [-0.1, 0.0]}) as loader:
+        for batch in loader:
+            same = batch["one_is_pad"] == batch[like]
+            assert same if isinstance(same, bool) else same.all()
+    assert caplog.records == []
+
+
+def test_a_video_with_the_key_of_a_mask_is_not_read(demo_copy: Path) -> None:
+    def renamed(text: str) -> str:
+        return text.replace(SIDE, "action_is_pad")
+
+    info = demo_copy / "meta/info.json"
+    info.write_text(renamed(info.read_text()))
+    for file in demo_copy.glob("meta/episodes/*/*.parquet"):
+        table = pq.read_table(file)
+        pq.write_table(table.rename_columns([renamed(name) for name in table.column_names]), file)
+    shutil.rmtree(demo_copy / "videos" / SIDE)
+    assert Dataset(demo_copy).videos == (TOP, "action_is_pad")
+    with Loader(demo_copy, batch_size=4, delta_timestamps={"action": [0.0, 0.05]}) as loader:
+        assert next(iter(loader))["action_is_pad"].shape == (4, 2)
+        assert list(loader.routes) == [TOP]
+        loader.bottleneck()
+
+
+@pytest.mark.parametrize("like", ["note", "flag"])
+@pytest.mark.parametrize("key", ["task", "subtask"])
+def test_a_column_with_the_key_of_a_text_gives_way_to_the_text(odd: Path, tmp_path: Path, key: str, like: str) -> None:
+    with Loader(with_column(copied(odd, tmp_path), key, like), batch_size=4) as loader:
+        for batch in loader:
+            assert batch[key] == [f"{key} {number}" for number in batch[f"{key}_index"].tolist()]
+
+
+def test_windows_on_a_key_and_on_the_key_of_its_mask_are_refused(odd: Path, tmp_path: Path) -> None:
+    root = with_column(copied(odd, tmp_path), "one_is_pad", "flag")
+    with pytest.raises(ValueError, match=r"delta_timestamps has 'one_is_pad'.*the mask of the window on 'one' is delivered"):
+        Loader(root, batch_size=4, delta_timestamps={"one": [0.0, 0.1], "one_is_pad": [0.0, 0.1]})
+    with Loader(root, batch_size=4, delta_timestamps={"one_is_pad": [0.0, 0.1]}) as loader:
+        assert next(iter(loader))["one_is_pad_is_pad"].shape == (4, 2)

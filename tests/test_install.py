@@ -99,6 +99,33 @@ def test_install_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+def test_the_gpu_is_tried_with_what_is_there_before_anything_is_installed(tmp_path: Path) -> None:
+    """In a checkout whose modules are empty, and whose docker/install.sh says that it was run."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("dali_stream/cli", "dali_stream/selftest", "torchcodec/decoders", "torchcodec/encoders"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name).with_name("__init__.py").touch()  # regular packages, so that no other ones are found
+    (tmp_path / "dali_stream/__main__.py").write_text("import sys; print('ran', *sys.argv[1:])")
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "docker/install.sh").write_text("echo installs $1; exit 9")
+
+    def make(python: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "-s", "test-gpu", f"PYTHON={python}", "ARGS=--json --soak 3"]
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+
+    done = make(sys.executable)
+    assert (done.returncode, done.stdout) == (0, "ran selftest --json --soak 3\n"), done.stderr
+    (tmp_path / "torchcodec/encoders").rename(tmp_path / "elsewhere")
+    done = make(sys.executable)
+    assert (done.returncode, done.stdout) == (2, "installs .venv\n")
+    assert f"make test-gpu: {sys.executable}: ModuleNotFoundError: No module named 'torchcodec.encoders'" in done.stderr
+    (tmp_path / "elsewhere").rename(tmp_path / "torchcodec/encoders")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    assert make("none").stdout == "ran selftest --json --soak 3\n"  # and the environment of the checkout comes first
+
+
 @pytest.fixture
 def large() -> Iterator[Path]:
     """A folder for gigabytes, which pytest would keep for three runs."""

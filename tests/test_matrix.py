@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from dali_stream.bottleneck import STAGES
+
 ROOT = Path(__file__).parents[1]
 MATRIX, SUMMARIZE = ROOT / "benchmarks/slurm/matrix.sh", ROOT / "benchmarks/summarize.py"
 SHORT = {"BATCH_SIZE": "4", "NUM_BATCHES": "2", "WARMUP": "1", "DEVICE": "cpu"}
@@ -145,6 +147,8 @@ class Links(html.parser.HTMLParser):
 
 def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(report(source="a<b>")))
+    (tmp_path / "b.json").write_text(json.dumps(report(mode="sarm", image_size=None)))
+    (tmp_path / "b-sarm-dali.failed").write_text("was not taken by sbatch")
     (tmp_path / "other.json").write_text("[]")
     assert subprocess.run([sys.executable, str(SUMMARIZE), str(tmp_path)], timeout=200, check=False).returncode == 0
     page = (tmp_path / "summary.html").read_text()
@@ -153,6 +157,14 @@ def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path) -> None:
     assert (links.fetched, links.drawings) == ([], 3)
     assert "a&lt;b&gt;" in page
     assert "1234" in page
+    for said in (
+        "Decoding.", "<b>b sarm dali</b>: was not taken by sbatch",  # a verdict for each
+        "first batch, s", "wait p99, ms", "memory, MB",  # units
+        "EPYC, 2 cores, no GPU", "hf://a/b: 1 episodes", "top 240×320", "torch 2.13.0", "2026-11-21",
+        "settings of a&lt;b&gt; single auto", "224×224", "settings of a sarm auto", "recorded size",  # where reports differ
+        "the current frame of all cameras", "8 frames of all cameras, 1 s apart",
+    ):  # fmt: skip
+        assert said in page, said
 
 
 def summary(folder: Path) -> tuple[list[tuple[str, ...]], subprocess.CompletedProcess[str]]:
@@ -196,11 +208,15 @@ def report(**given: Any) -> dict[str, Any]:
     """One as `dali-stream bench` writes it."""
     numbers = ("samples_per_s first_batch_latency_s p50_sample_latency_ms p95_sample_latency_ms p99_sample_latency_ms "
                "decode_s_total fetch_s_total wait_s_total wallclock_s fetched_bytes decoded_per_delivered_frame "
-               "unique_episodes_per_batch cpu_s_per_sample peak_rss_bytes ranks nodes batch_size")  # fmt: skip
+               "unique_episodes_per_batch cpu_s_per_sample peak_rss_bytes fps")  # fmt: skip
+    counts = "ranks nodes batch_size num_batches warmup threads consumers episodes dataset_frames"
     return {
-        **dict.fromkeys(numbers.split(), 1.0),
+        **dict.fromkeys(numbers.split(), 1.0), **dict.fromkeys(counts.split(), 1),
         "source": "a", "mode": "single", "decode": "auto", "frames_per_s_node": 1234.0, "peak_gpu_bytes": None,
         "routes": {"top": {"decoder": "torchcodec", "reason": "-"}}, "date": "2026-11-21",
-        "machine": {"processor": "x", "cores": 2, "gpu": None},
+        "machine": {"processor": "EPYC", "cores": 2, "gpu": None}, "device": "cpu", "dataset": "hf://a/b",
+        "cameras": {"images.top": [240, 320]}, "image_size": [224, 224], "image_dtype": "uint8", "memory_budget": "4GiB",
+        "cache_dir": None, "versions": {"torch": "2.13.0"}, "bottleneck": {"text": "Decoding."},
+        "stage_s_total": {key: 0.5 for stages in STAGES.values() for key in stages},
         "timeline": [{"s": s, "wait_s": 0.1 * s, "decode_s": 2 * s, "fetch_s": s} for s in (1.0, 2.0)],
     } | given  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_data import SIDE, TOP, equal
+from loader_data import ODD_CAMERA, SIDE, TOP, equal, read_rows
+from servers import Server
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.normalize import MODES, Normalizer
@@ -124,6 +125,15 @@ def test_it_is_done_behind_the_users_function(demo: Path) -> None:
         batches(dataset, pipeline=lambda nodes: nodes | {ACTION: nodes[ACTION][0:1]}, normalize={ACTION: "min_max"})
 
 
+@pytest.mark.parametrize("normalize", ["min_max", {ACTION: "min_max"}])
+def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normalize: Any) -> None:
+    def renamed(nodes: dict[str, Any]) -> dict[str, Any]:
+        return {"actions" if key == ACTION else key: node for key, node in nodes.items()}
+
+    with pytest.raises(ValueError, match=r"normalize names 'action', and pipeline returned no such key but .*actions"):
+        batches(Dataset(demo, cameras=[]), pipeline=renamed, normalize=normalize)
+
+
 @pytest.mark.parametrize(
     ("normalize", "message"),
     [
@@ -131,6 +141,9 @@ def test_it_is_done_behind_the_users_function(demo: Path) -> None:
         ({ACTION: "zscore"}, "'zscore' for action"),
         ({"acton": "min_max"}, "normalize names 'acton', which is no feature of floats or pictures; those are observation"),
         ({"index": "min_max"}, "normalize names 'index'"),
+        (True, "normalize is True; it is one of 'mean_std', 'min_max', 'quantiles', or a dict"),
+        ([ACTION], r"normalize is \['action'\]; it is one of"),
+        ({ACTION: ["min_max"]}, r"normalize has \['min_max'\] for action; allowed are"),
     ],
 )
 def test_what_cannot_be_normalised(demo: Path, normalize: Any, message: str) -> None:
@@ -153,3 +166,91 @@ def test_statistics_that_are_missing_or_wrong(demo_copy: Path) -> None:
     changed(demo_copy, ACTION, mean=[1.0, 2.0, float("nan"), 0.0])
     with pytest.raises(DatasetError, match="finite numbers"):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "mean_std"})
+
+
+# ---- statistics of one's own
+
+
+def test_statistics_of_the_selected_episodes(demo: Path) -> None:
+    """Rows against NumPy; cameras against all of their frames."""
+    dataset, rows = Dataset(demo, episodes=[1, 4]), read_rows(demo)
+    found, chosen = dataset.compute_stats(), np.isin(rows["episode_index"], [1, 4])
+    assert {key: {name: value.shape for name, value in each.items()} for key, each in found.items()} == {
+        key: {name: value.shape for name, value in each.items()} for key, each in dataset.stats.items()
+    }
+    for key, column in rows.items():
+        values = np.array(column[chosen].tolist(), np.float64).reshape(chosen.sum(), -1)
+        expected = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
+        expected |= {f"q{q:02}": np.quantile(values, q / 100, axis=0) for q in (1, 10, 50, 90, 99)} | {"count": [chosen.sum()]}
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[key][name].ravel(), value, rtol=1e-6, atol=1e-6, err_msg=f"{key} {name}")
+    for camera in (TOP, SIDE):
+        frames = torch.cat([batch[camera] for batch in batches(dataset)]).double()
+        assert found[camera]["count"].tolist() == [len(frames)]
+        for name, value in (("mean", frames.mean((0, 2, 3))), ("std", frames.std((0, 2, 3)))):
+            np.testing.assert_allclose(found[camera][name].ravel(), value, atol=1e-4)
+
+
+def test_statistics_are_lerobots(g1: Path) -> None:
+    """This recording's were computed by LeRobot, with its frames sampled in its own way."""
+    dataset = Dataset(g1)
+    for key, found in dataset.compute_stats([ACTION, STATE, "timestamp", "frame_index"]).items():
+        for name, value in dataset.stats[key].items():
+            assert found[name].shape == value.shape
+            np.testing.assert_allclose(found[name], value, atol=1e-6, rtol=1e-6)
+
+
+def test_statistics_of_images_in_rows_and_of_remote_data(odd: Path) -> None:
+    local = Dataset(odd).compute_stats()
+    assert local[ODD_CAMERA]["mean"].shape == (3, 1, 1)
+    assert local[ODD_CAMERA]["count"].tolist() == [21]
+    assert "note" not in local
+    with Server(odd) as server:
+        remote = Dataset(server.url).compute_stats([ODD_CAMERA, "matrix"])
+    assert list(remote) == [ODD_CAMERA, "matrix"]
+    for key, found in remote.items():
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, local[key][name])
+
+
+def test_validation_has_no_part_in_statistics_that_are_given(demo: Path) -> None:
+    stats = Dataset(demo, episodes=[0, 1, 2]).compute_stats([STATE])
+    train = Dataset(demo, episodes=[0, 1, 2], stats=stats)
+    validation = Dataset(demo, episodes=[3], stats={key: {n: v.tolist() for n, v in s.items()} for key, s in stats.items()})
+    whole = torch.cat([batch[STATE] for batch in batches(train, normalize={STATE: "mean_std"})]).double()
+    np.testing.assert_allclose(whole.mean(0), 0, atol=1e-4)
+    np.testing.assert_allclose(whole.std(0, correction=0), 1, atol=1e-3)
+    for found, plain in zip(batches(validation, normalize={STATE: "mean_std"}), batches(validation), strict=True):
+        expected = (plain[STATE].double().numpy() - stats[STATE]["mean"]) / stats[STATE]["std"]
+        np.testing.assert_allclose(found[STATE], expected, atol=2e-4, rtol=1e-4)
+
+
+def test_statistics_that_are_given_change_no_order_and_no_state(demo: Path) -> None:
+    plain = Dataset(demo, episodes=[0, 1])
+    own = Dataset(demo, episodes=[0, 1], stats=plain.compute_stats([ACTION]))
+    assert own.fingerprint == plain.fingerprint
+    with Loader(plain, batch_size=16) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with Loader(own, batch_size=16, normalize={ACTION: "mean_std"}) as loader:
+        loader.load_state_dict(state)
+        assert next(iter(loader))["index"].shape == (16,)
+
+
+@pytest.mark.parametrize(
+    ("stats", "message"),
+    [
+        ("mine.json", r"stats is mine.json; these are no statistics: .*{key: {statistic: numbers}}"),
+        ({ACTION: [1, 2]}, "these are no statistics"),
+        ({STATE: {"mean": [0.0]}}, "normalize needs mean of action, and stats= has nothing of it"),
+        ({ACTION: {"mean": [0.0], "std": [1.0]}}, r"stats=: mean of action is \[0.0\], of shape \(1,\); .* of shape \(4,\)"),
+    ],
+)
+def test_statistics_that_are_none(demo: Path, stats: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Normalizer(Dataset(demo, stats=stats), {ACTION: "mean_std"})
+
+
+def test_statistics_of_what_has_none(odd: Path) -> None:
+    with pytest.raises(ValueError, match=r"Unknown key 'note', or one without numbers\. Available: observation\.image, "):
+        Dataset(odd).compute_stats(["note"])

@@ -12,13 +12,13 @@ import fsspec
 import pytest
 from clouds import S3
 from servers import Server
-from storage_data import CONTENT, everything_logged, failure, said
+from storage_data import CONTENT, Clock, clock, everything_logged, failure, refusing, said
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import RemoteStore, open_store
 from dali_stream.storage.objects import FsspecTransport
 
-__all__ = ["everything_logged"]
+__all__ = ["clock", "everything_logged", "refusing"]
 
 FILES = {"set/meta/info.json": b"{}", "set/data/a b.parquet": CONTENT, "set/empty": b""}
 ROOT, BIG = "s3://robots/set", "data/a b.parquet"
@@ -111,6 +111,14 @@ def test_the_stated_time_holds() -> None:
         server.set_faults([faults.hang] * 1000)
         assert "0.5 s are allowed" in str(failure(store, BIG, 0, 100_000))
         store.close()
+
+
+def test_a_host_that_never_was_reached_is_given_up_soon(clock: Clock, refusing: str) -> None:
+    store = open_store(ROOT, {"key": "k", "secret": "s", "endpoint_url": refusing})
+    message = str(failure(store, BIG))
+    assert "EndpointConnectionError" in message
+    assert "where 5 s are allowed" in message
+    assert 1 < clock.now <= 5
 
 
 def test_credentials_are_nowhere_to_be_seen(s3: S3, everything_logged: pytest.LogCaptureFixture) -> None:

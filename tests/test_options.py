@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
 
 import dali_stream
-from dali_stream import Dataset, Loader
+from dali_stream import Dataset, Loader, Normalizer, Order
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -216,6 +218,7 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert set(before) == set(stats) >= {
         "batches", "samples", "frames", "clips", "decoded_frames", "wait_s", "first_batch_s", "decode_s", "plan_s",
         "starved_s", "padded", "substituted", "route_changes", "resident_bytes",
+        "read_s", "pack_s", "resize_s", "rows_s", "gather_s", "graph_s", "consumer_s",
     }  # fmt: skip
     assert stats["batches"] == count == len(loader)
     assert stats["samples"] >= 32 * count
@@ -223,10 +226,26 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert stats["decoded_frames"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same picture
     assert stats["first_batch_s"] > 0
     assert stats["wait_s"] > 0
-    assert stats["decode_s"] > 0
+    for stage in ("read_s", "pack_s", "decode_s", "rows_s", "gather_s", "plan_s", "starved_s", "graph_s", "consumer_s"):
+        assert stats[stage] > 0, stage
+    assert stats["starved_s"] + stats["graph_s"] <= stats["wait_s"], "the parts of a thread's time do not overlap"
     assert (stats["substituted"], stats["padded"], stats["route_changes"]) == (0, 0, 0)
     held = stats["row_bytes"] + stats["index_bytes"] + stats["encoded_bytes"]
     assert 0 < held == stats["resident_bytes"] - stats["frame_cache_bytes"] < 10e6
+    assert stats["frame_cache_bytes"] <= loader.dataset.num_frames * len(loader.dataset.cameras) * 128 * 160 * 3
+
+
+def test_everything_public_is_listed_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dali_stream, "augment", raising=False)  # another test may have imported it
+    public = [name for name in dir(dali_stream) if not name.startswith("_")]
+    assert public == dali_stream.__all__ == sorted(dali_stream.__all__)
+    for name in public:
+        found = getattr(dali_stream, name)
+        if inspect.isclass(found):  # a class that a docstring names is one that a reader can have
+            text = f"{inspect.getdoc(found)} {inspect.getdoc(found.__init__)}"
+            assert set(re.findall(r"`([A-Z][a-z]\w+)`", text)) <= set(public), name
+    with pytest.raises(AttributeError, match=r"'dali_stream' has no attribute 'Loaders'; it has .*, Loader, "):
+        dali_stream.Loaders  # noqa: B018
 
 
 def test_what_a_loader_is_of(demo: Path) -> None:
@@ -262,8 +281,9 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"last_batch": "keep"}, "last_batch is 'keep'; allowed are 'drop', 'partial', 'pad'"),
         ({"on_error": "skip"}, "on_error is 'skip'"),
         ({"rank": 1}, "rank is 1 and world_size is None; give both or neither"),
+        ({"rank": 0, "world_size": 0}, "world_size is 0; a rank is at least 0 and below world_size"),
         ({"rank": 2, "world_size": 2}, "a rank is at least 0 and below world_size"),
-        ({"rank": 0, "world_size": 7}, "does not divide consumers=32; allowed .* 1, 2, 4, 8, 16, 32"),
+        ({"rank": 0, "world_size": 7, "consumers": 32}, "does not divide consumers=32; allowed .* 1, 2, 4, 8, 16, 32"),
         ({"delta_timestamps": {"nothing": [0.0]}}, "delta_timestamps has 'nothing'"),
         ({"delta_timestamps": {"action": [0.03]}}, "no multiple of 1/fps"),
     ],
@@ -271,6 +291,18 @@ def test_what_a_loader_is_of(demo: Path) -> None:
 def test_bad_arguments_are_refused(rows_only: Dataset, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Loader(rows_only, **arguments)
+
+
+@pytest.mark.parametrize("cls", [Loader, Dataset, dali_stream.FrameSampler, Order, Normalizer])
+def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> None:
+    own = list(inspect.signature(cls).parameters)
+    wrong = own[-1] + "s"
+    with pytest.raises(TypeError) as refused:
+        cls(**{wrong: 1})
+    start = f"{cls.__name__} has no argument {wrong!r}. Did you mean {own[-1]!r}?"
+    assert str(refused.value) == f"{start} Its arguments: {', '.join(own)}"
+    with pytest.raises(TypeError, match=f"{cls.__name__} has no argument 'num_workers'. Its arguments"):
+        cls(num_workers=4)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,9 @@ from hypothesis import strategies as st
 
 import dali_stream
 from dali_stream import Order
+from dali_stream.order import default_pools
 
+ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
 SHUFFLES = (True, "global", False)
 
@@ -219,6 +224,107 @@ def test_neighbouring_positions_come_from_different_consumers() -> None:
     """With 32 consumers, a batch of 64 out of 64 long episodes sees at least 32 of them."""
     [episode, _] = Order([1000] * 64, True, 0, 0, 32, 1).read(12_800, 64)
     assert len(set(episode.tolist())) >= 32
+
+
+# ------------------------------------------------------------------------------------- consumers and pools by default
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "world", "expected"),
+    [
+        (64, 1, (32, 8)),
+        (48, 1, (24, 11)),
+        (8, 1, (8, 32)),
+        (37, 1, (37, 7)),
+        (16, 1, (16, 16)),
+        (1, 1, (1, 256)),
+        (256, 1, (32, 16)),
+        (64, 8, (32, 32)),
+        (3, 7, (21, 13)),
+        (64, 7, (28, 32)),
+        (64, 512, (512, 128)),
+        (2**31 - 1, 1, (1, 2**32 - 2)),  # a prime
+    ],
+)
+def test_consumers_and_pools_by_default(batch_size: int, world: int, expected: tuple[int, int]) -> None:
+    assert default_pools(batch_size, world) == expected
+
+
+@given(st.integers(1, 600), st.integers(1, 40))
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_default_consumers_are_the_divisor_nearest_to_32(batch_size: int, world: int) -> None:
+    consumers, pool = default_pools(batch_size, world)
+    stride = batch_size * world
+    fits = [c for c in divisors(stride) if c % world == 0]
+    assert consumers in fits
+    assert max(consumers / 32, 32 / consumers) == min(max(c / 32, 32 / c) for c in fits)
+    assert 0 <= consumers * pool - max(256, 2 * stride) < consumers
+
+
+def test_given_consumers_and_pools_are_kept() -> None:
+    assert default_pools(48, 1, consumers=32) == (32, 8)
+    assert default_pools(48, 1, episode_pool_size=3) == (24, 3)
+    assert default_pools(48, 1, np.int64(5), np.int64(1)) == (5, 1)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def mixing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark, as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("mixing")
+
+
+def check_as_well_mixed_as_a_full_shuffle(case: Any) -> None:
+    """Both are estimates over some hundred batches, in epochs of 40 or more."""
+    if case.held:
+        assert case.variance < 1.05 * case.iid_variance, case
+        assert abs(case.autocorrelation) < abs(case.iid_autocorrelation) + 0.15, case
+
+
+@pytest.mark.parametrize(("batch_size", "ranks"), [(1, 1), (8, 1), (16, 1), (37, 1), (48, 1), (5, 7), (64, 8)])
+def test_default_batches_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, batch_size: int, ranks: int) -> None:
+    for episodes in (5, 12):
+        found = mixing.case(batch_size, ranks, episodes, *default_pools(batch_size, ranks), batches=400)
+        assert found.held
+        check_as_well_mixed_as_a_full_shuffle(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_batches_of_every_size_are_mixed_as_well_as_by_a_full_shuffle(mixing: Any, ranks: int) -> None:
+    """Where the pools hold all episodes."""
+    held = 0
+    for batch_size in range(ranks, 257, 16):
+        for episodes in (5, 12, 60, 180):
+            found = mixing.case(batch_size, ranks, episodes, *default_pools(batch_size, ranks))
+            check_as_well_mixed_as_a_full_shuffle(found)
+            held += found.held
+    assert held > 40
+
+
+def test_consumers_that_do_not_divide_the_batch_mix_badly(mixing: Any) -> None:
+    """What the default was before, and that the measures see it."""
+    found = mixing.case(16, 1, 12, 32, 8, batches=400)
+    assert found.variance > 1.3
+    assert found.autocorrelation > 0.8
+    assert found.episodes_per_batch < 7 < found.iid_episodes_per_batch
+
+
+def test_pools_that_hold_a_part_of_the_episodes_cost_mixing(mixing: Any) -> None:
+    small, default = (mixing.case(256, 1, 1000, 32, pool, batches=400) for pool in (8, default_pools(256, 1)[1]))
+    assert not small.held
+    assert 0.6 < small.autocorrelation < 0.85, "1000 episodes, 256 segments"
+    assert default.autocorrelation < 0.6
+    assert default.variance < 0.7 * small.variance
+
+
+def test_the_page_shows_the_tables_and_the_figure_of_the_committed_report(mixing: Any) -> None:
+    report = json.loads((ROOT / "benchmarks/results/mixing.json").read_text())
+    page = (ROOT / "docs/order.md").read_text().splitlines()
+    rows = [line for line in mixing.tables(report).splitlines() if line.startswith("|")]
+    assert len(rows) > 20
+    assert set(rows) <= set(page)
+    assert (ROOT / "docs/mixing.svg").read_text() == mixing.figure(report)
 
 
 # ---------------------------------------------------------------------------------------------------------- errors

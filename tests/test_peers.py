@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -83,7 +84,10 @@ def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> Non
         assert side["peak_bytes"] > 50e6
         assert side["versions"]["torchcodec"]
         assert f"\n{name} " in table
-    assert json.loads((folder / "report.json").read_text())["frames_per_round"] == 3 * 8 * 2
+    report = (folder / "report.json").read_text()
+    assert json.loads(report)["frames_per_round"] == 3 * 8 * 2
+    assert str(folder) not in report
+    assert sys.prefix not in report
 
 
 @pytest.mark.slow
@@ -220,3 +224,66 @@ def test_what_cannot_be_compared_is_one_line(
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert said in error
+
+
+# ----------------------------------------------------------------------- the chart of reports
+
+
+@pytest.fixture
+def chart(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/peers_chart.py as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("peers_chart")
+
+
+def drawn(path: Path) -> tuple[dict[str, tuple[float, str]], str]:
+    """{loader: (width of its bar, the figure beside it)} of an SVG, and all of its text."""
+    tags = [(each.tag.rpartition("}")[2], each) for each in ElementTree.parse(path).getroot()]
+    bars = {}
+    for number, (tag, each) in enumerate(tags):
+        if tag == "text" and each.get("text-anchor") == "end":
+            bars[each.text or ""] = (float(tags[number + 1][1].get("width", "0")), tags[number + 3][1].text or "")
+    return bars, "\n".join(each.text or "" for _, each in tags)
+
+
+def test_the_chart_shows_every_loader_of_a_report(chart: Any, tmp_path: Path) -> None:
+    def side(name: str, rate: float | None, error: str | None = None, equal: bool = True) -> dict[str, Any]:
+        rounds = [rate * 0.9, rate, rate * 1.2] if rate else []
+        return {
+            "name": name,
+            "frames_per_s": rate,
+            "rounds": rounds,
+            "frames": {"equal": equal},
+            "error": error,
+            "versions": {},
+        }
+
+    report = json.loads((ROOT / "benchmarks/results/peers_g1_2cores.json").read_text())
+    report["peers"] = [
+        side("dali_stream", 400.0),
+        side("lerobot, 16 workers", 100.0),
+        side("another <one> & more", 200.0, equal=False),
+        side("lerobot-streaming", None, "IndexError: 7"),
+        side("pynvvideocodec", None, "no GPU"),
+    ]
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 0
+    bars, said = drawn(tmp_path / "chart.svg")
+    assert list(bars) == ["dali_stream", "another <one> & more", "LeRobotDataset, 16 workers"]  # the fastest first
+    widest = bars["dali_stream"][0]
+    assert [width / widest for width, _ in bars.values()] == pytest.approx([1, 0.5, 0.25], abs=1e-3)
+    assert [figure for _, figure in bars.values()] == ["400", "200, WRONG FRAMES", "100"]
+    assert "Failed: StreamingLeRobotDataset (single frames)." in said
+    assert "PyNvVideoCodec" not in said  # what nobody could try is no failure
+    assert f"{report['machine']['processor']}, {report['machine']['cores']} cores, no GPU" in said
+    assert report["date"] in said
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"peers": []}', '{"peers": [{"name": "a"}]}'])
+def test_a_chart_of_no_report_is_refused(chart: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (tmp_path / "report.json").write_text(content)
+    assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "report.json is no report of peers.py" in said
+    assert not (tmp_path / "chart.svg").exists()

@@ -11,7 +11,7 @@ import torch
 from loader_data import CAMERAS, SIDE, TOP, check_identities, read_lengths, read_rows
 from nvidia.dali import fn, types
 
-from dali_stream import DaliStreamError, Dataset, Loader
+from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
 
 Nodes = dict[str, Any]
 ACTION = "action"
@@ -217,6 +217,44 @@ def test_an_operator_that_fails_is_named(dataset: Dataset) -> None:
 
     with pytest.raises(DaliStreamError, match="an operator of the DALI pipeline failed: Slice can't be placed"):
         first(dataset, wrong)
+
+
+def test_a_video_decoder_of_the_function_that_fails_is_an_error(dataset: Dataset) -> None:
+    """No camera is on DALI, so there is none to move to torchcodec: to try again would be to try for ever."""
+    no_video = np.frombuffer(b"no video", np.uint8)
+
+    def wrong(nodes: Nodes) -> Nodes:
+        return nodes | {"video": fn.decoders.video(types.Constant(no_video, device="cpu"), device="cpu")}
+
+    with pytest.raises(DecodeError, match=r"DALI's video decoder failed: .*this is a video decoder of `pipeline`"):
+        first(dataset, wrong)
+
+
+@pytest.mark.parametrize("key", [TOP, ACTION])
+def test_samples_of_different_shapes_are_refused(dataset: Dataset, key: str) -> None:
+    def ragged(nodes: Nodes) -> Nodes:
+        length = fn.cast(nodes["frame_index"] % 3 + 1, dtype=types.INT32)
+        return nodes | {"cut": fn.slice(nodes[key], start=[0], shape=length, axes=[0])}
+
+    with pytest.raises(DaliStreamError, match=r"'cut' comes out of the graph with shapes .* such as \(1,.*\) and \(2,.*fn.pad"):
+        first(dataset, ragged)
+
+
+def test_a_node_under_another_name_is_refused(dataset: Dataset) -> None:
+    def rename(nodes: Nodes) -> Nodes:
+        nodes[TOP].name = "top"
+        return nodes
+
+    with pytest.raises(DaliStreamError, match=r"DALI does not build the graph: .*'top' is not known.*change its key"):
+        first(dataset, rename)
+
+
+def test_a_camera_under_another_key_is_not_said_to_be_dropped(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    def rename(nodes: Nodes) -> Nodes:
+        return {"top": fn.flip(nodes[TOP]), "index": nodes["index"]}
+
+    assert first(dataset, rename)["top"].shape == (6, 3, 128, 160)
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [f"pipeline drops {SIDE}"]
 
 
 def test_a_loader_goes_on_after_the_function_failed(dataset: Dataset) -> None:

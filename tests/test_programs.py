@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +14,18 @@ import pytest
 import torch
 from loader_data import CAMERAS, check_identities, read_lengths
 
-from dali_stream import Dataset, Loader
+from dali_stream import Dataset, Loader, environment
 
 ROOT = Path(__file__).parents[1]
+REPORTS = sorted(path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file())
+# What begins at the root of a file system, in a home or outside the working folder. Addresses (https://...) do not.
+FOLDER = re.compile(r"""(?:^|[\s"'(=:,\[])(?:file://)?(?:~\w*|\.\.)?/(?!/)\w""", re.MULTILINE)
+OF_A_HOST = ("site-packages", ".venv/", "/tmp/", "/home/", "/root/", "/work/", str(Path.home()), str(ROOT))
+
+
+def paths_of_the_machine(report: str) -> list[str]:
+    """What a report's text gives away of the folders of the machine it was made on."""
+    return [*FOLDER.findall(report), *(name for name in OF_A_HOST if name.strip("/") and name in report)]
 
 
 def run(*arguments: object) -> str:
@@ -22,6 +33,47 @@ def run(*arguments: object) -> str:
     done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_committed_reports_hold_no_path_of_the_machine(path: Path) -> None:
+    assert paths_of_the_machine(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("/work/data/g1", "g1"),
+        ("/home/ann lee/data/g1", "g1"),
+        ("~/data/g1/", "g1"),
+        ("~ann/data/g1", "g1"),
+        ("../shared/data/g1", "g1"),
+        ("../../g1", "g1"),
+        ("file:///work/data/g1", "g1"),
+        ('File "/work/ann lee/x.py", line 1, in f\nError: /tmp/a.mp4: gone', 'File "x.py", line 1, in f\nError: a.mp4: gone'),
+        ("given --root=/work/x (not '/work/y z')", "given --root=x (not 'y z')"),
+        ("PYTHONPATH=/a/b:/c/d", "PYTHONPATH=b:d"),
+        *((same, same) for same in ("data/g1", "./g1", "owner/name", "frames/s", "1 / 2", "Linux-6.18-x86_64")),
+        *(
+            (same, same)
+            for same in ("https://host.org/a/b", "s3://bucket/a", "hf://datasets/owner/name", "at https://a.b/c: d")
+        ),
+    ],
+)
+def test_a_report_keeps_names_and_no_folders(said: str, kept: str) -> None:
+    report = {"root": said, said: [{"deep": [said, 1, None, 0.5]}]}
+    assert json.loads(environment.report_json(report)) == {"root": kept, kept: [{"deep": [kept, 1, None, 0.5]}]}
+    assert report["root"] == said
+
+
+def test_every_program_writes_its_report_without_paths() -> None:
+    """By the one function that leaves them out. What programs send to each other, and rows of reports, are none."""
+    programs = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    inner = {"peers.py": "spec.json", "scaling_metadata.py": "info.json", "summarize.py": "rows"}
+    for name, text in programs.items():
+        written = [line for line in text.splitlines() if "json.dump" in line and inner.get(name, "\n") not in line]
+        assert written == [], name
+    assert sum("environment.report_json(" in text for text in programs.values()) >= 8
 
 
 def test_single_frame_pipeline_crops_every_camera(demo: Path) -> None:
@@ -116,7 +168,9 @@ def test_order_scale_prints_its_measurements() -> None:
 
 def test_damage_counts_every_trial(demo: Path) -> None:
     file = next(demo.rglob("*.mp4"))
-    result = json.loads(run("benchmarks/damage.py", file, "--trials", 5, "--json").splitlines()[-1])
+    out = run("benchmarks/damage.py", file, "--trials", 5, "--json")
+    assert paths_of_the_machine(out) == []
+    result = json.loads(out.splitlines()[-1])
     found = result["files"][file.name]
     assert found["codec"] == "av1"
     assert [sum(counts.values()) for counts in found["damage"].values()] == [5, 5, 5]
@@ -130,3 +184,43 @@ def test_remote_compares_the_network_with_the_disk(demo: Path) -> None:
     videos = sum(path.stat().st_size for path in demo.rglob("*.mp4"))
     assert medians["cold"]["fetched_bytes"] > 0.9 * videos
     assert medians["cache"]["cached_bytes"] > 0.9 * videos
+
+
+def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None:
+    """With a Python that notes what it is told to run, is killed at one part and fails at another."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+        echo "$@" >> {tmp_path}/calls
+        case "$*" in *gpu_settings.py*) kill -SEGV $$ ;; *peers.py*hevc*) exit 3 ;; esac"""
+    )
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    command = ["bash", str(ROOT / "benchmarks/gpu_trip.sh"), str(out)]
+    environment = {**os.environ, "PYTHON": str(python)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "not ended well: settings peers of hevc" in done.stdout
+    assert (out / "log.txt").read_text() == done.stdout
+    calls = (tmp_path / "calls").read_text()
+    names = ["-m dali_stream doctor", "-m dali_stream selftest", "gpu_settings.py", "decode_floor.py", "peers.py"]
+    assert [call for call in calls.splitlines() if "-c" in call.split()]  # the datasets
+    assert [calls.index(name) for name in names] == sorted(calls.index(name) for name in names)
+    assert calls.count("decode_floor.py") == calls.count("peers.py") == 2
+    done = subprocess.run(command, env={**environment, "LIMIT": "0"}, cwd=tmp_path, capture_output=True, text=True)
+    assert "selftest: no time was left" in done.stdout
+
+
+@pytest.mark.slow
+def test_settings_of_dalis_executor_are_measured_and_checked(vp9_demo: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    run("benchmarks/gpu_settings.py", vp9_demo, "--device", "cpu", "--seconds", 0, "--threads", 1, 2, "--out", out)
+    report = json.loads(out.read_text())
+    settings = [(row["streams"], row["concurrency"]) for row in report["lockstep"]]
+    assert settings[0] == ("SINGLE", "BACKEND")
+    assert len(set(settings)) == 5
+    assert all(row["wrong"] == 0 < row["pictures"] for row in report["lockstep"])
+    rates = report["frames_per_s"]
+    assert [row["threads"] for row in rates] == [1, 2] * 6
+    assert all(row["idle"] > 0 and row["busy"] is None for row in rates)
+    assert rates[-1]["decode"] == "torchcodec"

@@ -61,7 +61,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.file = np.arange(len(self.lengths)) // self.per_file
-        self.start = np.array([self.lengths[: e][self.file[:e] == self.file[e]].sum() for e in range(len(self.lengths))])
+        self.start = np.array([self.lengths[:e][self.file[:e] == self.file[e]].sum() for e in range(len(self.lengths))])
         frames = [int(self.lengths[self.file == file].sum()) for file in range(int(self.file.max()) + 1)]
         self.indices = [index_of(str(f), n, self.gop, self.open_gops, f) for f, n in enumerate(frames)]
 

@@ -268,6 +268,14 @@ def test_a_video_that_is_too_short_is_named(tmp_path: Path, capsys: pytest.Captu
         written(root, tmp_path / "out")
 
 
+def test_rows_that_are_offset_against_the_video_are_refused(tmp_path: Path) -> None:
+    """Elsewhere in the new files, the frame of another episode would be an unknown one."""
+    video = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.mpeg4(12))
+    root = video_data.shifted(video_data.write_dataset(tmp_path / "data", [video]), 1)
+    with pytest.raises(DecodeError, match=r"episode 0, frame 30: .*outside its episode, from_timestamp 0\.0000 s"):
+        reshard(Dataset(root), tmp_path / "out")
+
+
 def test_sound_is_not_dropped_in_silence(tmp_path: Path) -> None:
     silent = video_data.encode(video_data.draw(), tmp_path / "a.mp4", video_data.h264(12))
     sound = ("-f", "lavfi", "-i", "sine=duration=2", "-c:v", "copy", "-c:a", "aac")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from loader_data import CAMERAS, check_identities, equal, read_lengths, samples
 
 from dali_stream import Dataset, Loader, Order, ResumeError
+from dali_stream.order import default_pools
 
 SHUFFLES = (True, "global", False)
 LAST_BATCH = ("drop", "partial", "pad")
@@ -63,10 +64,8 @@ def test_every_state_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, s
     per_epoch = len(batches) // 3
     for taken, state in enumerate(states):
         with resumed(rows, state, **arguments) as loader:
+            assert (loader.epoch, loader.batch_index) == divmod(taken, per_epoch)  # of an epoch's last batch, the next epoch
             rest = list(loader)
-            if not rest:  # the state of an epoch's last batch, taken inside the loop: that epoch has no more of them
-                assert taken % per_epoch == 0
-                rest = list(loader)
             end = (taken // per_epoch + 1) * per_epoch
             assert len(rest) == end - taken
             assert all(equal(a, b) for a, b in zip(rest, batches[taken:end], strict=True))
@@ -82,6 +81,69 @@ def test_resumed_epochs_roll_over(rows: Dataset) -> None:
         for epoch in (1, 2):
             assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (epoch, 0)
             assert samples(loader) == epoch_order(True, epoch)
+
+
+def test_epoch_and_batch_index_say_where_the_loader_is(rows: Dataset) -> None:
+    with make(rows) as loader:
+        places = [(loader.epoch, loader.batch_index)]
+        for _ in range(2):
+            places += [(loader.epoch, loader.batch_index) for _ in loader]
+            places.append((loader.epoch, loader.batch_index))
+    assert len(loader) == 5
+    assert places == [(0, 0), *((0, n) for n in range(1, 6)), (1, 0), *((1, n) for n in range(1, 6)), (2, 0)]
+
+
+def test_batch_index_tells_what_is_left_of_an_epoch_resumed_with_another_batch_size(rows: Dataset) -> None:
+    with make(rows) as loader:
+        next(it := iter(loader))
+        state = loader.state_dict()
+        del it
+    for batch_size in (1, 3, 4, 5, 17):
+        with resumed(rows, state, batch_size=batch_size, last_batch="partial") as loader:
+            left = len(loader) - loader.batch_index
+            assert left == len(list(loader)) == -(-17 // batch_size)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 5, 6, 10])
+def test_the_loop_of_the_readme_resumes_as_it_stands(rows: Dataset, cut: int) -> None:
+    """Wherever it was cut, and also where it was done: the same batches in all, and no more epochs than were asked for."""
+
+    def train(state: dict[str, Any] | None, stop: int) -> tuple[list[int], dict[str, Any] | None]:
+        seen: list[int] = []
+        with make(rows) as loader:
+            if state:
+                loader.load_state_dict(state)
+            for _ in range(loader.epoch, 2):
+                for batch in loader:
+                    seen += samples([batch])
+                    state = json.loads(json.dumps(loader.state_dict()))
+                    if len(seen) == 4 * stop:
+                        return seen, state
+        return seen, state
+
+    first, state = train(None, cut) if cut else ([], None)
+    again, _ = train(state, 10**9)
+    assert first + again == train(None, 10**9)[0] == epoch_order(True, 0)[:20] + epoch_order(True, 1)[:20]
+
+
+def test_what_a_break_leaves_out_is_told_once(rows: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+
+    with make(rows) as loader:
+        for _ in range(2):
+            for number, _ in enumerate(loader, 1):
+                if number == len(loader):
+                    break  # on the last batch: nothing is left
+        next(it := iter(loader))
+        next(it)  # an iterator that is kept continues
+        assert told() == []
+        del it
+        for _ in range(3):
+            next(iter(loader))
+            assert [text.partition(". ")[0] for text in told()] == [
+                "the last iteration ended before its epoch: 3 of 5 batches of epoch 2 are left out, and epoch 3 begins"
+            ]
 
 
 def test_leaving_a_loop_early_begins_the_next_epoch(rows: Dataset) -> None:
@@ -211,6 +273,105 @@ def test_pictures_of_a_run_resumed_on_two_ranks_are_the_right_ones(demo: Path) -
                 for camera in CAMERAS:
                     check_identities(batch, camera, None, lengths)
     assert sorted(served) == list(range(sum(lengths.values())))
+
+
+# ----------------------------------------------------------------------------------- consumers and pools by default
+
+
+def plain(dataset: Dataset, batch_size: int, world: int = 1, **arguments: Any) -> Loader:
+    return Loader(dataset, batch_size=batch_size, rank=0, world_size=world, threads=1, last_batch="pad", **arguments)
+
+
+def pools(loader: Loader) -> tuple[int, int]:
+    order = loader.state_dict()["order"]
+    return order["consumers"], order["episode_pool_size"]
+
+
+def pooled_order(epoch: int, consumers: int, pool: int) -> list[int]:
+    episode, frame = Order(LENGTHS, True, 0, epoch, consumers, pool).read(0, sum(LENGTHS))
+    return (np.cumsum([0, *LENGTHS])[episode] + frame).tolist()
+
+
+def test_the_default_order_is_that_of_the_global_batch(rows: Dataset) -> None:
+    for batch_size, world, options, expected in (
+        (64, 1, {}, (32, 8)),
+        (8, 1, {}, (8, 32)),
+        (4, 3, {}, (12, 22)),
+        (64, 1, {"consumers": 16}, (16, 16)),
+        (64, 1, {"episode_pool_size": 3}, (32, 3)),
+    ):
+        with plain(rows, batch_size, world, **options) as loader:
+            assert pools(loader) == expected
+    with plain(rows, 3) as loader:
+        assert samples(loader) == pooled_order(0, *default_pools(3, 1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_resumed_run_keeps_the_pools_of_its_state_in_all_epochs(rows: Dataset, world: int) -> None:
+    with plain(rows, 4, episode_pool_size=2) as loader:
+        next(it := iter(loader))
+        state = loader.state_dict()
+        del it
+    for options in ({}, {"consumers": 4}, {"episode_pool_size": 2}):
+        with plain(rows, 6, world, **options) as loader:
+            assert pools(loader) != (4, 2)
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            for epoch in (0, 1):
+                order = pooled_order(epoch, 4, 2)[0 if epoch else 4 :: world]
+                assert samples(loader)[: len(order)] == order
+                assert pools(loader) == (4, 2)
+
+
+def test_a_state_of_the_defaults_before_resumes_in_its_order(rows: Dataset) -> None:
+    """Loaders had consumers=32 and episode_pool_size=8 whatever the batch, and their states say so."""
+    with plain(rows, 3) as loader:
+        state = loader.state_dict() | {"position": 6}
+        state["order"] = {"shuffle": True, "seed": 0, "consumers": 32, "episode_pool_size": 8}
+    with plain(rows, 3) as loader:
+        loader.load_state_dict(state)
+        assert samples(loader) == pooled_order(0, 32, 8)[6:]
+
+
+def test_a_world_size_that_does_not_divide_the_consumers_of_the_state_is_refused(rows: Dataset) -> None:
+    with plain(rows, 6) as loader:
+        state = loader.state_dict()
+    with plain(rows, 4, 4) as loader:
+        before = pools(loader)
+        with pytest.raises(ResumeError, match=r"consumers=6, which world_size=4 does not divide; .* on 1, 2, 3, 6 ranks"):
+            loader.load_state_dict(state)
+        assert pools(loader) == before
+
+
+def test_given_pools_that_are_not_those_of_the_state_are_refused(rows: Dataset) -> None:
+    with plain(rows, 6) as loader:
+        state = loader.state_dict()
+    for options in ({"consumers": 3}, {"episode_pool_size": 5}, {"seed": 1}, {"shuffle": "global"}):
+        with plain(rows, 6, **options) as loader, pytest.raises(ResumeError, match="is of the order"):
+            loader.load_state_dict(state)
+    for damage in ({"consumers": 0}, {"consumers": 2.0}, {"episode_pool_size": True}, {"shuffle": "pool"}, {"consumers": None}):
+        with plain(rows, 6) as loader, pytest.raises(ResumeError, match="is of the order"):
+            loader.load_state_dict(state | {"order": state["order"] | damage})
+
+
+def test_consumers_that_do_not_divide_the_global_batch_get_one_warning(rows: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if "does not divide the global batch" in record.getMessage()]
+        caplog.clear()
+        return found
+
+    for arguments in ({}, {"consumers": 3}, {"consumers": 12, "shuffle": False}, {"consumers": 12, "shuffle": "global"}):
+        with plain(rows, 3, **arguments):
+            assert told() == []
+    with plain(rows, 3, consumers=12) as loader:
+        list(loader)
+        [text] = told()
+        assert text.startswith("consumers=12 does not divide the global batch of 3 samples (batch_size 3, 1 ranks): ")
+        assert text.endswith("a multiple of 12; a new run can also leave consumers out, which makes it 3")
+        state = loader.state_dict()
+    with plain(rows, 3) as loader:
+        assert told() == []
+        loader.load_state_dict(state)
+        assert len(told()) == 1, "it is the state's order now"
 
 
 # --------------------------------------------------------------------------------------------------------------- refusals

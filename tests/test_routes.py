@@ -24,7 +24,7 @@ from dali_stream.storage import Store, open_store
 from dali_stream.video import dali, route
 from dali_stream.video.boxes import box
 from dali_stream.video.capability import Capability
-from dali_stream.video.format import VideoFormat, describe
+from dali_stream.video.format import PROFILES, VideoFormat, describe
 from dali_stream.video.table import SampleTable, read_table
 from dali_stream.video.trial import trial
 
@@ -106,6 +106,11 @@ def test_sizes_that_nvdec_does_not_take(
         ({"codec": "hevc", "profile": 4}, {}, "hevc of profile 4"),
         ({"chroma": "422"}, {}, "h264 422 8 bit"),
         ({"depth": 10}, {}, "h264 420 10 bit"),
+        ({"height": 360}, {}, "360×640 is coded as 368×640 in h264"),
+        ({"width": 326}, {}, "480×326 is coded as 480×336 in h264"),
+        ({"height": 1080, "width": 1920}, {}, "`dali-stream transcode --codec hevc` re-encodes the dataset for NVDEC"),
+        ({"codec": "mpeg4", "profile": None, "height": 360}, {}, "`dali-stream transcode --codec hevc`"),
+        ({"codec": "hevc", "profile": 1, "height": 362}, {}, "362×640 is coded as 368×640 in hevc"),
         ({}, {"open_gops": True}, "open GOPs"),
         ({}, {"configs": (b"a", b"b")}, "2 sample descriptions"),
         ({}, {"track_header": bytes(44)}, "to be turned"),
@@ -118,6 +123,18 @@ def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
     found = route.choose("auto", 0, dataclasses.replace(H264, **video), dataclasses.replace(closed, **table), store)
     assert found.decoder == "torchcodec"
     assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("codec", "height", "width"), [("h264", 368, 640), ("hevc", 360, 640), ("hevc", 1080, 1920), ("av1", 242, 326)]
+)
+def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
+    codec: str, height: int, width: int, monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
+) -> None:
+    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    video = VideoFormat(codec, PROFILES[codec][-1], "420", 8, height, width)
+    assert not route.refusal(0, video, closed)
+    assert not route.refusal(None, dataclasses.replace(video, codec="vp9", height=362), closed)  # it is NVDEC's decoders alone
 
 
 @pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import subprocess
@@ -168,6 +169,66 @@ def test_batch_samplers_and_loaders_without_batches_take_it() -> None:
     assert [len(batch) for batch in dataloader] == [10, 10, 10, 10, 10, 1]
     assert torch.cat(list(dataloader)).tolist() == epoch_order(1)
     assert list(DataLoader(Frames(), batch_size=None, sampler=make(), num_workers=1)) == epoch_order(0)
+
+
+# ----------------------------------------------------------------------------------- shuffle, consumers and pools by default
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(7, 1), (5, 3), (4, 1)])
+def test_with_its_batch_size_it_has_the_batches_of_a_loader_with_defaults(demo: Path, batch_size: int, world: int) -> None:
+    dataset, ranks = Dataset(demo, cameras=[]), {"rank": world - 1, "world_size": world}
+    sampler = FrameSampler(dataset, batch_size=batch_size, **ranks)
+    with Loader(dataset, batch_size=batch_size, threads=1, **ranks) as loader:
+        assert [b.tolist() for b in load(sampler, batch_size, drop_last=True)] == [samples([batch]) for batch in loader]
+        saved = loader.state_dict()["order"].items()
+    assert saved <= sampler.state_dict(step=0, batch_size=batch_size)["order"].items()
+
+
+def test_without_a_batch_size_it_is_a_permutation_of_all_frames() -> None:
+    assert list(FrameSampler(LENGTHS, rank=0, world_size=1)) == epoch_order(0, shuffle="global")
+    for options in ({"shuffle": True}, {"consumers": 32}, {"episode_pool_size": 8}):  # pools are asked for, and what they had
+        found = list(FrameSampler(LENGTHS, rank=0, world_size=1, **options))
+        assert found == epoch_order(0, consumers=32, episode_pool_size=8)
+
+
+@pytest.mark.parametrize("batch_size", [None, 4, 6])
+@pytest.mark.parametrize("order", [{"shuffle": False}, {"shuffle": "global"}, {"consumers": 32, "episode_pool_size": 8}, ORDER])
+def test_a_resumed_run_keeps_the_order_of_its_state(batch_size: int | None, order: dict[str, Any]) -> None:
+    first = FrameSampler(LENGTHS, rank=0, world_size=1, **order)
+    list(islice(it := iter(first), 8))
+    state = saved(first.state_dict(step=2, batch_size=4))
+    del it
+    second = FrameSampler(LENGTHS, batch_size=batch_size, rank=0, world_size=1)
+    second.load_state_dict(state)
+    assert list(second) == epoch_order(0, **order)[8:]
+    assert list(second) == epoch_order(1, **order)
+
+
+def test_a_run_on_ranks_that_do_not_divide_the_consumers_of_its_state_is_refused() -> None:
+    state = FrameSampler(LENGTHS, batch_size=8, rank=0, world_size=1).state_dict(step=0, batch_size=8)
+    for options in ({"batch_size": 4}, {}):
+        with pytest.raises(ResumeError, match=r"consumers=8, which world_size=3 does not divide; .* on 1, 2, 4, 8 ranks"):
+            FrameSampler(LENGTHS, rank=0, world_size=3, **options).load_state_dict(state)
+
+
+def test_a_checkpoint_of_plain_numbers_has_the_order_that_was_chosen_for_them() -> None:
+    order = list(FrameSampler(LENGTHS, batch_size=6, rank=0, world_size=1))
+    sampler = FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=3)
+    sampler.resume(epoch=0, step=2, batch_size=6, world_size=1)
+    assert list(sampler) == order[12::3]
+    with pytest.raises(ValueError, match="world_size is 4, which does not divide consumers=6; allowed"):
+        FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=4).resume(epoch=0, step=2, batch_size=6, world_size=1)
+
+
+def test_consumers_that_do_not_divide_the_global_batch_get_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for options in ({"batch_size": 6}, {"consumers": 12}, {"batch_size": 6, "consumers": 12, "shuffle": "global"}):
+        list(FrameSampler(LENGTHS, rank=0, world_size=2, **options))
+    assert caplog.records == []
+    list(FrameSampler(LENGTHS, batch_size=6, consumers=8, rank=0, world_size=2))
+    [record] = caplog.records
+    assert record.getMessage().startswith(
+        "consumers=8 does not divide the global batch of 12 samples (batch_size 6, 2 ranks): "
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- resume
@@ -351,6 +412,8 @@ def test_numbers_that_no_run_has_are_refused(change: dict[str, Any], message: st
         ({"consumers": 0}, "consumers is 0"),
         ({"world": 5}, "world_size is 5, which does not divide consumers=12; allowed with these consumers are 1, 2, 3"),
         ({"rank": 2, "world": 2}, "rank is 2 and world_size is 2"),
+        ({"batch_size": 4, "world": 0}, "rank is 0 and world_size is 0"),
+        ({"batch_size": 0}, "batch_size is 0; it is an integer of 1 or more"),
         ({"rank": None}, "give both or neither"),
         ({"episode_lengths": [3, -1]}, "episode 1 has length -1"),
         ({"episode_lengths": "lerobot/pusht"}, "episode_lengths has shape"),
@@ -390,3 +453,52 @@ def test_the_package_is_imported_without_torch() -> None:
     code = "import sys, dali_stream; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert dali_stream.FrameSampler is FrameSampler
+
+
+# ------------------------------------------------------------------------------ what does not go through a DataLoader
+
+
+class Streamed(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Makes a Loader where it is iterated."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __iter__(self) -> Any:
+        with Loader(Dataset(self.root, cameras=[]), batch_size=8, threads=1) as loader:
+            yield from loader
+
+
+@pytest.fixture
+def _quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataLoader whose workers failed waits 5 s for each of them when it is dropped, whatever its dataset is."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
+@pytest.mark.usefixtures("_quick_end")
+def test_a_loader_is_made_in_the_main_process_and_not_in_workers(demo: Path) -> None:
+    with Loader(Dataset(demo, cameras=[]), batch_size=8) as loader:
+        expected = samples(loader)
+    assert samples(DataLoader(Streamed(demo), batch_size=None)) == expected
+    with pytest.raises(dali_stream.DaliStreamError, match=r"worker \d of the 2 of a torch DataLoader.*without a DataLoader"):
+        next(iter(DataLoader(Streamed(demo), batch_size=None, num_workers=2)))
+
+
+@pytest.mark.usefixtures("_quick_end")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_dataset_or_a_loader_in_a_dataloader_is_an_error_with_advice(
+    demo: Path, workers: int, batch_size: int | None
+) -> None:
+    dataset = Dataset(demo)
+    with Loader(dataset, batch_size=8) as loader:
+        advice = {dataset: r"Iterate dali_stream.Loader\(.*FrameSampler", loader: r"iterate it, .* takes the place of a torch"}
+        for given, said in advice.items():
+            with pytest.raises(TypeError, match=said):
+                next(iter(DataLoader(given, batch_size=batch_size, num_workers=workers, shuffle=True)))
+            with pytest.raises(TypeError, match=said):
+                given[0]
+    gc.collect()  # the DataLoaders that the errors held
+    assert len(dataset) == dataset.num_frames
+    with pytest.raises(TypeError, match="has no items"):
+        list(dataset)

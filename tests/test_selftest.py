@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,10 @@ import pytest
 from driver_data import FakeDriver, fake_driver
 from loader_data import TOP
 
+import dali_stream
 from dali_stream.cli import main
 from dali_stream.demo import write_demo
-from dali_stream.selftest import identity, run, soak, speed, step, videos
+from dali_stream.selftest import identity, lockstep, run, soak, speed, step, videos
 from dali_stream.video import dali
 
 __all__ = ["fake_driver"]
@@ -46,13 +49,15 @@ def test_a_gpu_that_torch_cannot_use_is_a_failure(fake_driver: FakeDriver) -> No
 
 @pytest.mark.slow
 def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["selftest", "--device", "cpu", "--soak", "1", "--out", str(tmp_path / "report.json")]) == 0
+    shortly = ("--soak", "1", "--speed", "0.2", "--limit", "3600")
+    assert main(["selftest", "--device", "cpu", *shortly, "--out", str(tmp_path / "report.json")]) == 0
     said = capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["status"], report["problems"]) == ("passed", [])
     assert {codec for codec, reason in report["codecs"].items() if not reason} == {"vp9"}
-    tried = {(row["gop"], row["shape"]) for row in report["identity"]}
-    assert tried == {(gop, shape) for gop in ("1", "2", "12", "30", "mixed sizes") for shape in videos.SHAPES}
+    assert report["left_out"] == []
+    asked = ["GOP 2", "GOP 12", "GOP 30", "GOP 1", "sizes", "padded sizes"]
+    assert [(row["videos"], row["shape"]) for row in report["identity"]] == [(v, s) for v in asked for s in videos.SHAPES]
     for row in report["identity"]:
         assert row["pictures"] >= 24
         assert row["wrong"] == 0
@@ -60,8 +65,11 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     assert {row["decoder"] for row in report["speed"]} == {"dali", "torchcodec"}
     assert {tuple(row["size"]) for row in report["speed"]} == {(480, 640), (360, 640)}
     assert {row.get("per_clip") for row in report["speed"]} == {1, 4, 16, None}
-    assert report["soak"]["wrong"] == 0
-    assert report["soak"]["pictures"] > 1000
+    assert [row["loader"] for row in report["lockstep"]] == ["vp9, recorded size", "vp9, resized"]
+    for row in [*report["lockstep"], report["soak"]]:
+        assert row["wrong"] == 0
+        assert row["pictures"] > 500
+        assert row["wait_s"] < row["seconds"]
     assert "av1 was not tried: DALI decodes vp8, vp9, mjpeg on a CPU" in said
     assert "passed on the CPU" in said
 
@@ -130,22 +138,80 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path / "path"))
-    for code, said in (
-        ("import os; os.abort()", "ended by SIGABRT"),
-        ("import os; os._exit(3)", "ended with 3"),
-    ):
+    said = {"import os; os.abort()": "was ended by SIGABRT", "import os; os._exit(3)": "ended with 3"}
+    for code, what in said.items():
         (package / "__init__.py").write_text(code)
-        assert said in step.run("identity", time_limit_s=60, folders=[], gpu=None)["failed"]
+        assert what in step.run("identity", time_limit_s=60, folders=[], gpu=None)["failed"]
+    (package / "__init__.py").write_text("import atexit, os; atexit.register(os.abort)")
+    found = step.run("identity", time_limit_s=60, folders=[], gpu=None)
+    assert found["failed"].startswith("DaliStreamError: NVIDIA DALI cannot be imported")  # the answer is there all the same
+    assert found["exit"].startswith("after the step had returned, the process was ended by SIGABRT")
+    monkeypatch.setattr(step, "EXIT_S", 0)
+    (package / "__init__.py").write_text("import atexit, threading; atexit.register(threading.Event().wait)")
+    found = step.run("identity", time_limit_s=60, folders=[], gpu=None)
+    assert found["exit"] == "after the step had returned, it did not end within 0 s and was ended"
     (package / "__init__.py").write_text("import threading; threading.Event().wait()")
-    assert step.run("identity", time_limit_s=5, folders=[], gpu=None)["failed"] == "it did not end within 5 s and was ended"
+    found = step.run("identity", time_limit_s=5, folders=[], gpu=None)
+    assert found == {"failed": "it did not end within 5 s and was ended", "out_of_time": True}
+
+
+def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is right when it arrives; the memory of a later one is the same."""
+    batches = dali_stream.Loader.__iter__
+
+    def overwritten(loader: dali_stream.Loader) -> Iterator[dict[str, Any]]:
+        first = None
+        for batch in batches(loader):
+            if loader.routes[TOP].decoder == "dali" and first is not None:
+                first[TOP][:, 0].copy_(batch[TOP][:, 0])
+            first = first or batch
+            yield batch
+
+    monkeypatch.setattr(dali_stream.Loader, "__iter__", overwritten)
+    found = lockstep.measure(str(vp9_demo), "cpu", 0, (144, 224))
+    assert found["pictures"] == 7 * 16 * 2 * 3
+    assert found["wrong"] == 16  # of one camera and one step of its window; all others are right
+    assert (found["route_changes"], set(found["routes"].values())) == (0, {"dali"})
+
+
+def test_what_there_is_no_time_for_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["selftest", "--device", "cpu", "--limit", "0", "--out", str(tmp_path / "report.json")]) == 1
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    assert (report["status"], report["identity"], report["soak"]) == ("unfinished", [], {})
+    assert "write of vp9, GOP 12, 240×320" in report["left_out"]
+    assert "no time was left for: write of vp9, GOP 2, 240×320; " in said
+
+
+def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only steps move: identity is slow, and most other steps hang until they are ended."""
+    clock, ran = [1000.0], []
+
+    def slow(name: str, time_limit_s: float, **_: Any) -> dict[str, Any]:
+        took = min({"write": 1.0, "identity": 30.0, "speed": 10.0}.get(name, 1e9), time_limit_s)
+        clock[0], late = clock[0] + took, took == time_limit_s
+        ran.append(name)
+        return {"failed": "it did not end", "out_of_time": True} if late else {"refused": "", "shapes": {}}
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(run.process, "cores", lambda: 2)
+    monkeypatch.setattr(step, "run", slow)
+    kept: list[float] = []
+    report = run.selftest("cpu", keep=lambda report: kept.append(report["seconds"]))
+    assert kept[-1] <= 480
+    assert kept == sorted(kept)
+    assert list(dict.fromkeys(ran)) == ["write", "identity", "lockstep", "soak", "speed", "torchcodec"]
+    assert report["status"] == "failed"  # a step that hung for as long as it may is a failure, and not short of time
+    assert "vp9, recorded size, in lockstep with torchcodec: it did not end" in report["problems"]
+    assert "lockstep of vp9, resized" in report["left_out"]
 
 
 WRONG = {
     "identity": ({"wrong": 2}, "vp9, GOP 12, one frame: 2 of 24 pictures are of another frame"),
     "colour": ({"mean_error": 9.0}, "vp9, GOP 12, one frame: the pictures differ from FFmpeg's by 9.0 on average"),
     "crash": ({"failed": "ended by SIGSEGV"}, "vp9, GOP 12, one frame: ended by SIGSEGV"),
-    "loader": ({"wrong": 1}, "vp9 through the Loader: 1 of 90 pictures"),
-    "route": ({"routes": {"top": "dali", "side": "torchcodec"}}, "vp9 through the Loader: a camera is not on the DALI route"),
+    "lockstep": ({"wrong": 1}, "vp9, recorded size, in lockstep with torchcodec: 1 of 90 pictures"),
+    "route": ({"routes": {"top": "dali", "side": "torchcodec"}}, "with torchcodec: a camera is not on the DALI route"),
+    "exit": ({"exit": "ended by SIGSEGV"}, "identity of vp9, GOP 12: ended by SIGSEGV"),
     "soak": ({"routes": {"top": "torchcodec", "side": "dali"}}, "soak: a camera is not on the DALI route"),
     "write": ({"failed": "no encoder"}, "vp9: its videos cannot be written: no encoder"),
     "memory": ({"memory": {"first": 1 << 30, "last": 2 << 30}}, "memory grew from 1073741824 to 2147483648 bytes in 9 epochs"),
@@ -170,17 +236,21 @@ def test_whatever_is_wrong_fails_the_test(
     }
     epochs |= {"memory": {"first": 1 << 30, "last": 1 << 30}, "gpu_memory": None}
     rows = [{"per_clip": 1, "threads": 2, "prefetch": 1, "frames_per_s": 1.0}]
-    if what in ("identity", "colour", "crash"):
+    frames = {"refused": "", "shapes": {"one frame": picture}}
+    if what == "exit":
+        frames |= change
+    elif what in ("identity", "colour", "crash"):
         picture |= change
     elif what == "speed":
         rows = [change]
     elif what != "write":
         epochs |= change
     answers = {
-        "write": change if what == "write" else {}, "identity": {"refused": "", "shapes": {"one frame": picture}},
-        "soak": epochs, "speed": {"rows": rows, "gpu_bytes": None}, "torchcodec": {"frames_per_s": 1.0},
+        "write": change if what == "write" else {}, "identity": frames, "soak": epochs,
+        "lockstep": {**epochs, "worst_mean": 1.0, "worst_block": 9.0}, "speed": {"rows": rows, "gpu_bytes": None},
+        "torchcodec": {"frames_per_s": 1.0},
     }  # fmt: skip
-    monkeypatch.setattr(step, "run", lambda name, **_: answers[name])
+    monkeypatch.setattr(step, "run", lambda name, **_: dict(answers[name]))
     kept: list[tuple[str, list[str]]] = []
     report = run.selftest("cpu", gops=[12], keep=lambda report: kept.append((report["status"], [*report["problems"]])))
     assert [status for status, _ in kept] == ["unfinished"] * 3 + [report["status"]]  # whatever ends it, the rest is there

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,14 @@ from typing import Any
 import pytest
 from clouds import S3, Hub
 from loader_data import SIDE, Batch, equal, samples
-from servers import Server
+from servers import Handler, Server
+from storage_data import Clock, clock, refusing
 
-from dali_stream import Dataset, DatasetError, Loader
+from dali_stream import Dataset, DatasetError, Loader, StorageError
 from dali_stream.cli import main
 from dali_stream.reshard import reshard
+
+__all__ = ["clock", "refusing"]
 
 REPOSITORY = "someone/demo"
 TOKEN = "hf_aVerySecretToken"
@@ -83,8 +88,42 @@ def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, demo: Path, tm
 
 
 def test_a_repository_that_is_not_there(hub: Hub) -> None:
-    with pytest.raises(DatasetError, match="someone/else"):
+    with pytest.raises(
+        DatasetError, match=r"^someone/else: there is no such folder in .* hf://datasets/someone/else: not found"
+    ):
         Dataset("someone/else")
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_hub_is_asked(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    said = []
+
+    def note(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+        said.append(caplog.text)
+        handler.reply(200, data, fields)
+
+    hub.set_faults([note])
+    Dataset(REPOSITORY).close()
+    words = f"{REPOSITORY}: there is no such folder in {Path.cwd()}, so it is read as the id of a Hub dataset"
+    assert f"{words}, hf://datasets/{REPOSITORY}. " in said[0]
+    caplog.clear()
+    Dataset(f"hf://datasets/{REPOSITORY}").close()
+    assert not caplog.records
+
+
+def test_a_folder_that_is_not_there_where_there_is_no_network(
+    clock: Clock, refusing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", refusing)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lerobot"))
+    words = f"data/g1: there is no such folder in {tmp_path}, so it is read as the id of a Hub dataset, hf://datasets/data/g1"
+    with pytest.raises(StorageError, match=f"^{words}.*refused"):
+        Dataset("data/g1")
+    assert clock.now <= 5
+    assert words in caplog.text
+    with pytest.raises(StorageError, match="where 40 s are allowed"):
+        Dataset("data/g1", give_up_after_s=40)
+    assert clock.now > 30
 
 
 def test_s3(demo: Path, local: list[Batch]) -> None:
@@ -92,6 +131,31 @@ def test_s3(demo: Path, local: list[Batch]) -> None:
         dataset = Dataset(f"s3://{s3.bucket}", storage_options=s3.options)
         assert same(batches_of(dataset), local)
         assert dataset.store.traffic.requests > 0
+
+
+def test_a_copy_of_a_remote_dataset_reads_the_same(hub: Hub, demo: Path, tmp_path: Path) -> None:
+    """The same revision, with connections and counters of its own, and nothing is asked for before it is read."""
+    file = f"videos/{SIDE}/chunk-000/file-000.mp4"
+    expected = (demo / file).read_bytes()
+    with Server(demo) as web, S3(demo) as s3:
+        for dataset, asked in (
+            (Dataset(REPOSITORY), hub.requests),
+            (Dataset(REPOSITORY, data_files_root="hf://buckets/someone/bulk"), hub.requests),
+            (Dataset(web.url, cache_dir=tmp_path / "cache"), web.requests),
+            (Dataset(f"s3://{s3.bucket}", storage_options=s3.options), []),
+        ):
+            assert dataset.data_store.read_all(file) == expected
+            hub.put(f"datasets/{REPOSITORY}", {"meta/info.json": b"{}"})  # main moves on, to the next round's revision
+            hub.put(f"datasets/{REPOSITORY}", {"meta/info.json": (demo / "meta/info.json").read_bytes()})
+            for how in (copy.copy, copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))):
+                before, requests = len(asked), dataset.data_store.traffic.requests
+                twin = how(dataset)
+                assert (len(asked), twin.revision) == (before, dataset.revision)
+                dataset.close()  # which ends nothing of the copy
+                assert twin.data_store.read_all(file) == expected
+                assert dataset.data_store.traffic.requests == requests
+                traffic = twin.data_store.traffic
+                assert traffic.fetched_bytes + traffic.cached_bytes == len(expected)
 
 
 def test_cache_dir_serves_a_second_run(demo: Path, tmp_path: Path, local: list[Batch]) -> None:

@@ -217,9 +217,9 @@ def test_the_budget_holds_and_changes_nothing_but_the_traffic(
 def test_indices_that_the_budget_does_not_keep_are_told(
     demo: Path, server: Server, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uri, arguments = demo if where == "disk" else server.url, {"batch_size": 2, "consumers": 4, "image_dtype": "uint8"}
+    uri, arguments = demo if where == "disk" else server.url, {"batch_size": 2, "consumers": 2, "image_dtype": "uint8"}
     expected = batches_of(demo, **arguments)
-    assert not caplog.records
+    assert "indices of video files" not in caplog.text
     with Loader(uri, memory_budget=90_000, **arguments) as loader:  # less than all rows and indices take
         assert all(equal(batch, other) for batch, other in zip(loader, expected, strict=True))
         assert loader.stats()["indices_read_again"] > 0

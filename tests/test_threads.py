@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loader_data import TOP, samples
+from loader_data import TOP, equal, samples
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, graph
 from dali_stream.storage import LocalStore
@@ -244,6 +246,76 @@ def test_control_c_in_next(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any("dali_stream" in name for name in traces()[0])
         assert len(list(loader)) == len(loader)
         loader.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------ copies
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda given: pickle.loads(pickle.dumps(given))}
+
+
+def handles() -> dict[str, str]:
+    """The open files of this process by their numbers."""
+    gc.collect()
+    found = {}
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the handle of the listing itself
+            found[path.name] = os.readlink(path)
+    return found
+
+
+def test_a_refused_copy_of_a_loader_costs_it_nothing(demo: Path) -> None:
+    dataset = Dataset(demo, episodes=[0], cameras=[TOP])
+    with Loader(dataset, batch_size=8) as loader:
+        expected = list(loader)
+    with Loader(dataset, batch_size=8) as loader:
+        batches = iter(loader)
+        found = [next(batches)]
+        while not (before := {number: path for number, path in handles().items() if path.startswith(str(demo))}):
+            found.append(next(batches))
+        for copied in COPIES.values():
+            beside = [] if copied is copy.copy else [(dataset, loader)]  # of which the first is copied, and dropped
+            for given in (loader, *beside):
+                with pytest.raises(TypeError, match=r"^a Loader cannot be copied or pickled, because .* make another Loader"):
+                    copied(given)
+        assert before.items() <= handles().items()  # the planner may open another file meanwhile
+        found += batches
+    assert all(equal(first, second) for first, second in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_dataset_has_files_of_its_own(demo: Path, how: str) -> None:
+    file = f"videos/{TOP}/chunk-000/file-000.mp4"
+    with nothing_left():
+        dataset = Dataset(demo, episodes=[1, 4], cameras=[])
+        expected, fingerprint = dataset.store.read(file, 0, 100), dataset.fingerprint
+        before = handles()
+        twin = COPIES[how](dataset)
+        assert repr(twin) == repr(dataset)
+        assert twin.fingerprint == fingerprint
+        assert twin.store is twin.data_store
+        assert handles() == before
+        assert twin.store.read(file, 0, 100) == expected
+        assert len(handles()) == len(before) + 1
+        with Loader(twin, batch_size=8) as loader:
+            assert len(samples(loader)) == len(twin) // 8 * 8
+        assert twin.store.read(file, 0, 100) == expected
+        del twin, loader
+        assert handles() == before
+        assert dataset.store.read(file, 0, 100) == expected
+        dataset.close()
+
+
+def test_an_open_file_is_not_copied(demo: Path) -> None:
+    """Two objects with one descriptor would close it twice, the second time somebody else's file."""
+    store = LocalStore(str(demo))
+    store.read("meta/info.json", 0, 1)
+    [handle], before = store._handles.values(), handles()
+    for copied in COPIES.values():
+        with pytest.raises(TypeError, match="an open file cannot be copied"):
+            copied(handle)
+    assert handles() == before
+    del handle
+    store.close()
 
 
 # -------------------------------------------------------------------------------------------------- forks and the process

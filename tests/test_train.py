@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_data import ENVIRONMENT, SMALL, command, journal, losses, program, train
+from train_data import ENVIRONMENT, ROOT, SMALL, command, journal, losses, program, train
 
 from dali_stream import Dataset
 from dali_stream.demo import write_demo
@@ -48,13 +51,13 @@ def test_tensorboard_has_what_the_journal_has(finished: Path) -> None:
 
 
 def test_validation_is_of_the_episodes_held_out(finished: Path, demo: Path) -> None:
-    """Predicting the mean is wrong by what the episodes' own actions say, computed here from the rows alone."""
+    """Predicting the mean is wrong by what the episodes' own actions say, by the statistics of the other episodes."""
     from dali_stream import Loader
 
     with Loader(Dataset(demo, cameras=[], episodes=[1, 4]), batch_size=10**9, shuffle=False, last_batch="partial",
                 delta_timestamps={"action": [step / 20 for step in range(8)]}, device="cpu") as loader:  # fmt: skip
         batch = next(iter(loader))
-    stats = Dataset(demo).stats["action"]
+    stats = Dataset(demo, cameras=[], episodes=[0, 2, 3, 5]).compute_stats(["action"])["action"]
     wrong = np.abs((batch["action"].numpy() - stats["mean"]) / stats["std"])[~batch["action_is_pad"].numpy()]
     found = [entry["mean_error"] for entry in journal(finished) if "mean_error" in entry]
     assert found == pytest.approx([wrong.mean()] * 2, rel=1e-4)
@@ -78,6 +81,41 @@ def test_sigterm_finishes_the_batch_saves_and_ends_with_143_and_the_run_goes_on(
     assert list(losses(tmp_path)) == list(range(1, step + 1))
     train(demo, tmp_path, *options, "--resume")
     assert losses(tmp_path) == losses(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "training"), [(4, False), (4, True), (8, False)])
+def test_a_validation_that_was_interrupted_is_done_again(
+    program: Any, finished: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, training: bool
+) -> None:
+    """SIGTERM comes in the middle of it, or in the training step that it is due after."""
+    policy = importlib.import_module("training.policy").ChunkPolicy
+    predict, steps, cut = policy.predict, [], []
+
+    def interrupted(self: Any, batch: dict[str, Any]) -> torch.Tensor:
+        steps.extend([batch] * self.training)
+        if len(steps) == step and self.training == training and not cut:
+            cut.append(step)
+            signal.raise_signal(signal.SIGTERM)
+        return predict(self, batch)
+
+    monkeypatch.setattr(policy, "predict", interrupted)
+    line = [demo, "--out", tmp_path, *SMALL, "--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4]
+    with pytest.raises(SystemExit) as ended:
+        program.main([*map(str, line)])
+    assert ended.value.code == 143
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == step
+    assert len(validations(tmp_path)) == step // 4 - 1
+    for _ in range(2):  # the second has nothing left to do
+        program.main([*map(str, line), "--resume"])
+        assert validations(tmp_path) == {step: pytest.approx(error, rel=1e-4) for step, error in validations(finished).items()}
+
+
+def validations(out: Path) -> dict[int, float]:
+    """{step: error} of a run's journal, which has each validation once."""
+    found = [(entry["step"], entry["val_error"]) for entry in journal(out) if "val_error" in entry]
+    assert len(dict(found)) == len(found)
+    return dict(found)
 
 
 def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, tmp_path: Path) -> None:
@@ -133,6 +171,32 @@ def test_a_checkpoint_of_another_run_is_refused(
         program.main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *arguments])])
     assert said in capsys.readouterr().err
     assert losses(finished)  # it is as it was
+
+
+def test_help_says_what_the_defaults_are(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    text = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    options = {option.split()[0]: option for option in re.split(r" (?=--[a-z-]+ )", text)}
+    assert {name for name, option in options.items() if "(default: " not in option} == {
+        "-h,", "--help", "--out", "--resume", "--from-scratch", "--dummy", "--data-files-root", "--cache-dir"
+    }  # fmt: skip
+    for name, default in {"--max-steps": 20000, "--val-episodes": 0, "--seed": 0, "--image-size": [224, 224]}.items():
+        assert options[name].endswith(f"(default: {default})")
+
+
+@pytest.mark.slow
+def test_the_recipe_for_a_cpu_starts_two_processes(program: Any, demo: Path, tmp_path: Path) -> None:
+    """The line in the program's docstring and in the docs."""
+    [recipe] = re.findall(r"^(accelerate launch .*--device cpu)", program.__doc__, re.MULTILINE)
+    assert f"\n{recipe}\n" in (ROOT / "docs/training.md").read_text()
+    given = {"URI": demo, "DIR": tmp_path / "run", "pipelines/train.py": ROOT / "pipelines/train.py"}
+    words = [str(given.get(word, word)) for word in recipe.split()]
+    line = [sys.executable, "-m", "accelerate.commands.launch", *words[2:], "--max-steps", "2", *map(str, SMALL)]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes on cpu; 6 episodes" in done.stderr
+    assert list(losses(tmp_path / "run")) == [1, 2]
 
 
 @pytest.mark.slow

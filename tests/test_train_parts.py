@@ -63,8 +63,8 @@ def test_the_validation_error_is_that_of_the_saved_weights(program: Any, parts: 
     tasks = max(Dataset(demo).tasks) + 1
     policy = parts("policy").ChunkPolicy(CAMERAS, 8, 4, 8, tasks)
     policy.load_state_dict(saved(tmp_path)["model"])
-    held_out = Dataset(demo, episodes=[1, 4])
     modes = {"action": "mean_std", "observation.state": "mean_std"}
+    held_out = Dataset(demo, episodes=[1, 4], stats=Dataset(demo, episodes=[0, 2, 3, 5]).compute_stats(modes))
     options: dict[str, Any] = {"normalize": modes, "image_size": (32, 32), "shuffle": False, "last_batch": "partial"}
     with Loader(held_out, batch_size=16, delta_timestamps=CHUNK, device="cpu", **options) as loader, torch.no_grad():
         wrong = [(policy.predict(b) - b["action"]).abs()[~b["action_is_pad"]] for b in loader]

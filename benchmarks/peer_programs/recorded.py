@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from torchcodec.decoders import VideoDecoder
 
 import dali_stream
+from dali_stream.order import default_pools
 
 
 class Recorded:
@@ -56,9 +57,9 @@ class Recorded:
         return [str(self.root / template.format(video_key=camera, chunk_index=chunk, file_index=n)) for chunk, n in places]
 
     def _order(self, batch_size: int, batches: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        count, epochs = batches * batch_size, []
+        count, epochs, pools = batches * batch_size, [], default_pools(batch_size, 1)
         for epoch in range(-(-count // self.epoch)):
-            epochs.append(dali_stream.Order(self.lengths, seed=seed, epoch=epoch).read(0, self.epoch))
+            epochs.append(dali_stream.Order(self.lengths, True, seed, epoch, *pools).read(0, self.epoch))
         episode, frame = (np.concatenate(part)[:count] for part in zip(*epochs, strict=True))
         return episode, frame
 

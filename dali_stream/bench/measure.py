@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dali_stream import Dataset, Loader, environment
+from dali_stream.bottleneck import STAGES
 from dali_stream.errors import DaliStreamError
 
 MODES = ("single", "sarm", "action_chunk")
@@ -20,8 +21,8 @@ CHUNK = 50  # actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
 POINTS = 200  # of the time line
 # Sums of `Loader.stats()` that a measurement takes the growth of.
-SUMS = ("frames", "clips", "decoded_frames", "decode_s", "wait_s", "starved_s", "plan_s", "substituted", "fetch_s",
-        "fetched_bytes", "cached_bytes", "needed_bytes", "requests", "retries", "evicted_early")  # fmt: skip
+SUMS = ("frames", "clips", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
+        "needed_bytes", "requests", "retries", "evicted_early", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
         together()
         found = watch.end()
         routes = {key: asdict(route) for key, route in loader.routes.items()}
+        order = loader.state_dict()["order"]
     frames = found["samples"] * sum(steps.values())
     return found | {
         "host": platform.node(),
@@ -101,6 +103,7 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
         "frames": frames,
         "first_batch_latency_s": first_batch_s,
         "routes": routes,
+        "order": order,
         "peak_rss_bytes": environment.peak_rss(),
     }
 
@@ -138,6 +141,7 @@ class _Watch:
             "timeline": [dict(zip(("s", "wait_s", "decode_s", "fetch_s"), point, strict=True)) for point in thinned],
             "peak_gpu_bytes": self._gpu_bytes or None,
             "sums": {key: stats[key] - self._stats[key] for key in SUMS},
+            "bottleneck": asdict(found) if (found := self._loader.bottleneck(self._stats)) else None,
         }
 
 

@@ -20,6 +20,7 @@ from dali_stream.schedule.byte_cache import Drop
 from dali_stream.schedule.reads import Read
 from dali_stream.storage.retry import PER_HOST
 from dali_stream.video.table import LACKING, SampleTable
+from dali_stream.video.timing import find_samples
 from dali_stream.workers import Priority, Workers
 
 Int64 = npt.NDArray[np.int64]
@@ -145,17 +146,14 @@ class Memory:
         return self._indices.of(camera, episode, self._source)
 
     def packets(self, camera: str, episode: int) -> Int64:
-        """Per frame of an episode, the packet shown at its time; `LACKING` where the video has none.
-
-        Time in the file is the episode's start there plus the timestamp.
-        """
+        """Per frame of an episode, its packet; `LACKING` where the video has none."""
         timestamp = self._rows.rows("timestamp", episode)
-        start = self._dataset.table.start[camera][self._dataset.rows[episode]]
+        interval = self._dataset.table.interval(camera, self._dataset.rows[episode])
         try:
             index = self.index(camera, episode)
         except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(timestamp), LACKING, np.int64)
-        return index.shown_at(start + timestamp.astype(np.float64), self._dataset.fps)
+        return find_samples(index, interval, timestamp, self._dataset.fps)
 
     def stop(self) -> None:
         """Wakes whoever waits for what is read, with an error. Does not wait itself."""

@@ -29,12 +29,19 @@ def bench(
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Of the decoders; the cores unless given.")
     ] = None,
     decode: Annotated[str, typer.Option(metavar="auto|dali|torchcodec", help="Decoder; auto: NVDEC where it can.")] = "auto",
-    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="To resize to; the recorded size unless given.")] = None,
+    image_size: Annotated[
+        str, typer.Option(metavar="HxW|recorded", help="Size to resize frames to, or the recorded one.")
+    ] = "224x224",
     image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Of the pictures.")] = "uint8",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where batches are made.")] = "auto",
     consumers: Annotated[
-        int, typer.Option(metavar="N", parser=arguments.count, help="Of the order; a multiple of the ranks.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            metavar="N",
+            parser=arguments.count,
+            help="Of the order, a multiple of the ranks; chosen for the batch unless given.",
+        ),
+    ] = None,
     memory_budget: Annotated[str, typer.Option(metavar="SIZE", help="Bound of resident encoded bytes, per rank.")] = "4GiB",
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
@@ -63,7 +70,7 @@ def bench(
     if out_dir is not None:
         out_dir.mkdir(parents=True, exist_ok=True)
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    size = arguments.size("--image-size", image_size)
+    size = None if image_size == "recorded" else arguments.size("--image-size", image_size)
     loader: dict[str, Any] = {
         "batch_size": batch_size, "threads": threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,
         "consumers": consumers, "memory_budget": memory_budget,
@@ -76,6 +83,8 @@ def bench(
         return
     label = source or (dataset.uri.partition("://")[0] if "://" in dataset.uri else "local")
     head = {"dataset": dataset.uri, "source": label, "mode": mode, "num_batches": num_batches, "warmup": warmup}
+    head |= {"episodes": dataset.num_episodes, "dataset_frames": dataset.num_frames, "fps": dataset.fps}
+    head |= {"cameras": {key: dataset.picture_size(key) for key in dataset.cameras}}
     place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
     report = node_report(ranks, head | place | loader | {"threads": threads or process.cores()})
     if out_dir is not None:
@@ -87,17 +96,24 @@ def bench(
 
 
 def _table(report: dict[str, Any]) -> Table:
+    from dali_stream.bottleneck import STAGES
+
     made = console.pairs()
-    made.add_row("dataset", f"{report['dataset']}: {report['mode']}, batches of {report['batch_size']}")
+    size = "recorded size" if report["image_size"] is None else "×".join(map(str, report["image_size"]))
+    what = f"{report['mode']}, batches of {report['batch_size']}, {size}, {report['image_dtype']}"
+    made.add_row("dataset", f"{report['dataset']}: {what}")
     made.add_row("speed", f"{report['frames_per_s_node']:.0f} frames/s, {report['samples_per_s']:.0f} samples/s, per node")
-    made.add_row("measured", f"{report['frames']} frames in {report['wallclock_s']:.1f} s, by {report['ranks']} ranks")
+    ranks = "1 rank" if report["ranks"] == 1 else f"{report['ranks']} ranks"
+    made.add_row("measured", f"{report['frames']} frames in {report['wallclock_s']:.1f} s, by {ranks}")
     made.add_row("first batch", f"{report['first_batch_latency_s']:.2f} s after the Loader was made")
     waits = ", ".join(f"p{p} {report[f'p{p}_sample_latency_ms']:.1f} ms" for p in (50, 95, 99))
-    made.add_row("sample latency", waits)
-    seconds = ", ".join(f"{name} {report[f'{name}_s_total']:.1f} s" for name in ("decode", "fetch", "wait"))
-    made.add_row("work", f"{seconds}; {report['cpu_s_per_sample'] * 1e3:.2f} ms of CPU a sample")
+    made.add_row("wait for a batch", waits)
+    made.add_row("bottleneck", report["bottleneck"]["text"])
+    for who, stages in STAGES.items():
+        made.add_row(who, ", ".join(f"{name} {report['stage_s_total'][key]:.1f} s" for key, name in stages.items()))
+    made.add_row("CPU", f"{report['cpu_s_per_sample'] * 1e3:.2f} ms a sample")
     decoded = report["decoded_per_delivered_frame"]
-    made.add_row("decoded", "no video" if decoded is None else f"{decoded:.2f} pictures for each that was delivered")
+    made.add_row("decoded", "no video" if decoded is None else f"{decoded:.2f} frames for each one delivered")
     fetched, hits = (console.megabytes(report[key]) for key in ("fetched_bytes", "cached_bytes"))
     made.add_row("network", f"{fetched} in {report['requests']} requests; {hits} from the cache")
     made.add_row("mixture", f"{report['unique_episodes_per_batch']:.1f} episodes in a batch")

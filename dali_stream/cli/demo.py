@@ -129,6 +129,8 @@ def _table(report: dict[str, Any]) -> Table:
     )
     made.add_row("first batch", f"{report['first_batch_s']:.2f} s after the Loader was made")
     made.add_row("batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms")
+    if report["bottleneck"]:
+        made.add_row("bottleneck", report["bottleneck"]["text"])
     for camera, route in report["routes"].items():
         made.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
     made.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process")

@@ -57,6 +57,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
             gpu_bytes = max(gpu_bytes or 0, environment.gpu_bytes_used(batch["index"].device.index) or 0) or None
             first = first or sheet.samples(batch, dataset.cameras, {})
             bar.update(task, completed=len(indices))
+        limits = loader.bottleneck()
         stats, routes = loader.stats(), {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
         device_used = str(batch["index"].device)
     # Speed is that of the batches after the first, which pays for starting up and is reported by itself.
@@ -76,6 +77,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
         "wait_ms": _percentiles(waits[1:] or waits),
         "batches": len(waits),
         "batch_size": batch_size,
+        "bottleneck": dataclasses.asdict(limits) if limits else None,  # None: an epoch of one batch
         "routes": routes,
         "device": device_used,
         "peak_rss_bytes": environment.peak_rss(),

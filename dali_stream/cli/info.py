@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,8 @@ from dali_stream.cli import arguments, console
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dali_stream import Dataset
+    from dali_stream.forecast import Forecast
     from dali_stream.inspect import CameraReport, DatasetReport
 
 _TASKS = 20  # shown in the text
@@ -18,6 +21,10 @@ _TASKS = 20  # shown in the text
 
 def info(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
+    image_size: Annotated[
+        tuple[int, int] | None,
+        typer.Option(metavar="HEIGHT WIDTH", help="Tell what memory_budget brings for frames of this size; decodes some."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
@@ -26,7 +33,7 @@ def info(
 ) -> None:
     """Say what a dataset is: episodes, features, cameras, and how its videos would be decoded on this machine.
 
-    Reads metadata and the index of up to 32 video files per camera. Decodes nothing.
+    Reads metadata and the index of up to 32 video files per camera. Decodes nothing, unless --image-size is given.
     """
     from dali_stream.inspect import describe
 
@@ -38,8 +45,10 @@ def info(
         cache_dir=cache_dir,
     )
     report = describe(dataset)
+    forecasts = _forecasts(dataset, image_size) if image_size else []
     if as_json:
-        console.print_json(report.as_dict())
+        memory = {"memory": [dataclasses.asdict(forecast) for forecast in forecasts]} if image_size else {}
+        console.print_json(report.as_dict() | memory)
         return
     out = console.results()
     out.print(_summary(report))
@@ -47,7 +56,34 @@ def info(
     if report.cameras:
         out.print(_cameras(report))
         out.print(_routes(report))
+    if forecasts:
+        out.print(_memory(forecasts))
     out.print(_tasks(report))
+
+
+def _forecasts(dataset: Dataset, image_size: tuple[int, int]) -> list[Forecast]:
+    from dali_stream import Loader
+    from dali_stream.forecast import forecast
+
+    with Loader(dataset, image_size=image_size, batch_size=min(64, dataset.num_frames), device="cpu") as loader:
+        return forecast(loader)
+
+
+def _memory(forecasts: list[Forecast]) -> Table:
+    made = console.table(
+        "memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here",
+        right=("memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here"),
+    )  # fmt: skip
+    for found in forecasts:
+        rate = "nothing to decode" if found.frames_per_s is None else f"{found.frames_per_s:.0f}"
+        budget = found.memory_budget >> 20
+        made.add_row(
+            f"{budget} MiB" if budget < 1024 else f"{budget >> 10} GiB",
+            f"{found.decodes:.2f}",
+            f"{found.first_decodes:.2f}",
+            rate,
+        )
+    return made
 
 
 def _summary(report: DatasetReport) -> Table:

@@ -10,20 +10,22 @@ from typing import Any
 import numpy as np
 
 from dali_stream.dataset import Dataset
+from dali_stream.doctor import timing
 from dali_stream.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
 from dali_stream.doctor.gpu import NOTHING_TO_DO
 from dali_stream.doctor.looks import look
 from dali_stream.doctor.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.doctor.stream import edit_list
+from dali_stream.doctor.timing import Timestamps
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.inspect import CameraReport, describe_video, video_files
-from dali_stream.rows import RowReader
 from dali_stream.video.capability import capability
 from dali_stream.video.clip import is_avc, pack
 from dali_stream.video.format import VideoFormat, describe
 from dali_stream.video.hidden import hidden_frames
-from dali_stream.video.route import refusal
+from dali_stream.video.route import padding_refusal, refusal
 from dali_stream.video.table import LACKING, SampleTable, read_table
+from dali_stream.video.timing import explain, find_samples
 
 _SHOWN = 3  # broken files of a camera, each with what it looks like
 
@@ -34,7 +36,7 @@ class Camera:
     Args:
         dataset: where it is.
         key: the camera.
-        rows: its rows.
+        timestamps: of its rows.
         decoders: what loads on this machine.
 
     Attributes:
@@ -43,14 +45,14 @@ class Camera:
         task: the frame; None where there is none to decode.
     """
 
-    def __init__(self, dataset: Dataset, key: str, rows: RowReader, decoders: Decoders) -> None:
+    def __init__(self, dataset: Dataset, key: str, timestamps: Timestamps, decoders: Decoders) -> None:
         self.key, self._dataset, self._decoders = key, dataset, decoders
         self.findings: list[Finding] = []
         self.facts: dict[str, Any] = {"kind": "video"}
         self.task: Task | None = None
         self._path = ""
         try:
-            self._look(rows)
+            self._look(timestamps)
         except DaliStreamError as error:
             self.findings.append(self._broken(self._path, error, "file"))
 
@@ -75,7 +77,7 @@ class Camera:
                 remedy = 'give Loader(decode="torchcodec"), and please report it with the file'
                 yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
 
-    def _look(self, rows: RowReader) -> None:
+    def _look(self, timestamps: Timestamps) -> None:
         paths, chosen = video_files(self._dataset, self.key)
         tables = self._tables(chosen)
         if not tables:
@@ -90,7 +92,8 @@ class Camera:
         self.facts["routes"] = {
             where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in reports.items()
         }
-        self._choose_frame(table, video, rows, list(self._routes(video, table, reports)))
+        self.findings.append(timing.examine(self._dataset, self.key, tables, timestamps))
+        self._choose_frame(table, video, timestamps, list(self._routes(video, table, reports)))
 
     def _tables(self, chosen: list[str]) -> list[SampleTable]:
         """The sample tables of those files that have one; the others are findings."""
@@ -142,12 +145,16 @@ class Camera:
             return Finding("dataset", name, OK, text)
         gpu = self._decoders.gpus[where]
         size = report.height, report.width
-        helps = [codec for codec in ("hevc", "h264") if not capability(gpu, codec, "420", 8).refusal(*size)]
+        helps = [
+            codec
+            for codec in ("hevc", "h264")
+            if not (capability(gpu, codec, "420", 8).refusal(*size) or padding_refusal(codec, *size))
+        ]
         remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
         return Finding("dataset", name, WARNING, text, remedy)
 
     def _choose_frame(
-        self, table: SampleTable, video: VideoFormat, rows: RowReader, routes: list[tuple[str, bool, int | None]]
+        self, table: SampleTable, video: VideoFormat, timestamps: Timestamps, routes: list[tuple[str, bool, int | None]]
     ) -> None:
         """The middle of the first selected episode in this file, so that pictures before it are needed."""
         dataset = self._dataset
@@ -155,13 +162,13 @@ class Camera:
         episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(table.path)))
         frame = int(dataset.lengths[episode]) // 2
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
-        seconds = _timestamp(rows, episode, frame, dataset.fps) + dataset.table.start[self.key][dataset.rows[episode]]
-        sample = int(table.shown_at(np.array([seconds]), dataset.fps)[0])
+        found = timestamps.of(episode)
+        timestamp = frame / dataset.fps if found is None else float(found[frame])
+        interval = dataset.table.interval(self.key, dataset.rows[episode])
+        sample = int(find_samples(table, interval, np.array([timestamp]), dataset.fps)[0])
         if sample == LACKING:
-            raise DecodeError(
-                f"episode {dataset.episodes[episode]}, frame {frame}: the video shows no picture at that frame's time, though "
-                "the metadata promises one"
-            )
+            why = explain(table, interval, timestamp, dataset.fps)
+            raise DecodeError(f"episode {dataset.episodes[episode]}, frame {frame}: {why}")
         size = dataset.picture_size(self.key)
         if (video.height, video.width) != size:
             promised = f"meta/info.json promises {size[0]}×{size[1]}"
@@ -183,11 +190,3 @@ class Camera:
             for name, gpu in self._decoders.gpus.items():  # not run on a GPU yet
                 if reports[name].route.decoder == "dali":
                     yield f"NVDEC of {name}", True, gpu
-
-
-def _timestamp(rows: RowReader, episode: int, frame: int, fps: float) -> float:
-    """Seconds into the episode. Rows that cannot be read have a finding of their own."""
-    try:
-        return float(rows.read(episode)[episode]["timestamp"][frame])
-    except DaliStreamError:
-        return frame / fps

@@ -12,11 +12,10 @@ from dali_stream.doctor.camera import Camera
 from dali_stream.doctor.frames import Decoded, Decoders
 from dali_stream.doctor.looks import look
 from dali_stream.doctor.report import OK, PROBLEM, Finding
+from dali_stream.doctor.timing import Timestamps, spread
 from dali_stream.errors import DaliStreamError, DecodeError, StorageError
 from dali_stream.rows import Columns, RowReader
 from dali_stream.video import image
-
-GIVE_UP_AFTER_S = 20.0  # a storage that answers later than that is a finding
 
 
 def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
@@ -26,7 +25,7 @@ def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
         ValueError: an argument that does not fit the address.
     """
     try:
-        return Dataset(uri, **{"give_up_after_s": GIVE_UP_AFTER_S, **options})
+        return Dataset(uri, **options)
     except DaliStreamError as error:
         return _unreadable(error)
 
@@ -49,9 +48,10 @@ def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[
     text = f"{dataset.store.address}: {dataset.num_episodes} episodes, {dataset.num_frames} frames at {dataset.fps:g} fps"
     findings = [Finding("dataset", "metadata", OK, text)]
     reader = RowReader(dataset)
-    rows, found = _rows(dataset, reader)
+    timestamps = Timestamps(dataset)
+    rows, found = _rows(dataset, reader, timestamps)
     findings.append(found)
-    cameras = [Camera(dataset, key, reader, decoders) for key in dataset.videos]
+    cameras = [Camera(dataset, key, timestamps, decoders) for key in dataset.videos]
     decoded = frames.decode([camera.task for camera in cameras if camera.task], limit_s)
     facts: dict[str, Any] = {}
     for key in dataset.cameras:
@@ -72,17 +72,26 @@ def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[
     }
 
 
-def _rows(dataset: Dataset, reader: RowReader) -> tuple[Columns | None, Finding]:
-    """The rows of the first selected episode."""
+def _rows(dataset: Dataset, reader: RowReader, timestamps: Timestamps) -> tuple[Columns | None, Finding]:
+    """The rows of the first selected episode, and the timestamps of others."""
+    rows, episode = None, 0
+    looked_at = spread(dataset, range(dataset.num_episodes))
     try:
         rows = reader.read(0)[0]
+        for episode in looked_at:
+            timestamps.of(episode)
+        if timestamps.errors:
+            episode, error = min(timestamps.errors.items())
+            raise error
     except DaliStreamError as error:
-        files = dataset.table.data
-        said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[0]]])
-        text = f"{error}{'; ' if said else ''}{said}"
-        return None, Finding("dataset", "rows", PROBLEM, text, remedy or "copy the dataset again")
-    count = f"the {dataset.lengths[0]} rows of episode {dataset.episodes[0]} are readable"
-    return rows, Finding("dataset", "rows", OK, count)
+        files, count = dataset.table.data, len(timestamps.errors)
+        said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
+        more = f"; {count} of {len(looked_at)} episodes looked at have such rows" if count > 1 else ""
+        text = f"{error}{'; ' if said else ''}{said}{more}"
+        return rows, Finding("dataset", "rows", PROBLEM, text, remedy or "copy the dataset again")
+    readable = f"the {dataset.lengths[0]} rows of episode {dataset.episodes[0]} are readable"
+    text = f"{readable}; timestamps rise in {len(looked_at)} of {dataset.num_episodes} episodes that were looked at"
+    return rows, Finding("dataset", "rows", OK, text)
 
 
 def _image(dataset: Dataset, key: str, rows: Columns | None) -> Finding:

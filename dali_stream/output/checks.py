@@ -15,10 +15,12 @@ import numpy.typing as npt
 from dali_stream import metadata
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.rows import check_rising
 from dali_stream.storage import LocalStore, Store
 from dali_stream.storage.store import checked
 from dali_stream.video.boxes import children, find, read_moov
 from dali_stream.video.table import LACKING, Int64, SampleTable
+from dali_stream.video.timing import Interval, explain, find_samples
 
 
 def check_whole(dataset: Dataset, info: dict[str, Any]) -> None:
@@ -80,24 +82,22 @@ def refuse_sound(store: Store, path: str) -> None:
             )
 
 
-def shown(where: str, table: SampleTable, seconds: npt.NDArray[np.float64], fps: float) -> Int64:
-    """The samples that show an episode's rows.
+def shown(where: str, table: SampleTable, interval: Interval, timestamp: npt.NDArray[np.float32], fps: float) -> Int64:
+    """The samples that show an episode's rows, as `find_samples` has them.
 
     Args:
         where: file, camera and episode, for the message.
-        table: of the file.
-        seconds: (n,) times of the rows in the file.
-        fps: of the dataset.
+        table, interval, timestamp, fps: as of `find_samples`.
 
     Raises:
         DecodeError: for one of them there is none.
+        DatasetError: the timestamps do not rise.
     """
-    samples = table.shown_at(seconds, fps)
+    check_rising(where, timestamp)
+    samples = find_samples(table, interval, timestamp, fps)
     if (samples == LACKING).any():
-        raise DecodeError(
-            f"{where}, frame {int(np.argmax(samples == LACKING))}: the video shows no picture at that frame's time, though the "
-            "metadata promises one; record, convert or copy the dataset again"
-        )
+        frame = int(np.argmax(samples == LACKING))
+        raise DecodeError(f"{where}, frame {frame}: {explain(table, interval, float(timestamp[frame]), fps)}")
     return samples
 
 

@@ -26,6 +26,7 @@ from dali_stream.reshard.video import Source, VideoFile
 from dali_stream.rows import RowReader
 from dali_stream.storage import LocalStore
 from dali_stream.video.table import Int64, SampleTable, read_table
+from dali_stream.video.timing import Interval
 
 STAGE = ".reshard"
 _LAYOUT = 1  # counts up when the same dataset and options come to be written in another way
@@ -175,16 +176,16 @@ class Job:
         self.work.each("video", every, lambda item: self._write_video(*item), total)
         return files, recorder.reads
 
-    def shown(self, camera: str, episode: int, start: float, table: SampleTable) -> Int64:
-        """The samples that show an episode's rows, in a file where it starts at these seconds."""
+    def shown(self, camera: str, episode: int, interval: Interval, table: SampleTable) -> Int64:
+        """The samples that show an episode's rows, in a file where it has this interval."""
         where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
-        return shown(where, table, start + self.timestamps[episode].astype(np.float64), self.dataset.fps)
+        return shown(where, table, interval, self.timestamps[episode], self.dataset.fps)
 
     def _read_source(self, recorder: Recorder, camera: str, number: int) -> Source:
-        files, start = self.table.video[camera], self.table.start[camera]
+        files = self.table.video[camera]
 
         def of_rows(table: SampleTable) -> dict[int, Int64]:
-            return {e: self.shown(camera, e, start[e], table) for e in files.rows(number).tolist()}
+            return {e: self.shown(camera, e, self.table.interval(camera, e), table) for e in files.rows(number).tolist()}
 
         return video.read_source(recorder, files.paths[number], self.dataset.fps, of_rows)
 
@@ -213,7 +214,7 @@ class Job:
     def digest(self, camera: str, episode: int, run: video.Run, marks: npt.NDArray[np.uint8]) -> str:
         """Of an episode's samples in the source."""
         table = self.table_of(run.source.path)
-        shown = self.shown(camera, episode, self.table.start[camera][episode], table)
+        shown = self.shown(camera, episode, self.table.interval(camera, episode), table)
         return video.digest(table, shown, marks, run.start)
 
     # ---- metadata

@@ -32,6 +32,7 @@ class FrameStep:
         gop: (n,) int64, the same number for frames of one GOP.
         hits: how many of the B · T frames an earlier batch has decoded.
         decodes: how many frames are decoded, those that are only on the way to others included.
+        evicted: how many frames went from the cache although a later batch was known to show them.
     """
 
     show: Int64
@@ -42,6 +43,7 @@ class FrameStep:
     gop: Int64
     hits: int
     decodes: int
+    evicted: int
 
 
 class FrameCache:
@@ -62,7 +64,6 @@ class FrameCache:
     Attributes:
         slots: how many there are: for what is kept, and for the batches in flight.
         cached: frames that are kept.
-        evicted_before_use: frames that went although a later batch was known to show them.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class FrameCache:
         self._freed: dict[int, list[Int64]] = {}  # slots that are free from a batch on
         self._evicted: dict[int, int] = {}  # how many of them frames had that were evicted
         self._room = kept  # frames that may still be kept
-        self.cached = self.evicted_before_use = 0
+        self.cached = self._gone = 0  # frames; evicted by the present step before their use
 
     @property
     def full(self) -> bool:
@@ -121,7 +122,7 @@ class FrameCache:
             batch: its number; `uses` has just passed it.
             rows: (B, T) its frames, of episodes that `learn` has been called for.
         """
-        columns = self._table.columns
+        columns, self._gone = self._table.columns, 0
         for slots in self._freed.pop(batch, ()):
             self._free[self._free_count : self._free_count + len(slots)] = slots
             self._free_count += len(slots)
@@ -154,6 +155,7 @@ class FrameCache:
             gop=gop,
             hits=int(hit[place].sum()),
             decodes=self._decodes(packet, gop),
+            evicted=self._gone,
         )
 
     def _beside(self, wanted: Int64) -> Int64:
@@ -230,7 +232,7 @@ class FrameCache:
         self._table.columns[self._slot][frames] = NONE
         self._row[slots] = NONE
         self.cached -= len(frames)
-        self.evicted_before_use += int((self._uses.next(frames) < NEVER).sum())
+        self._gone += int((self._uses.next(frames) < NEVER).sum())
         self._free_later(batch, slots)
         if shown:  # there are slots for the batches in flight beside those for what is kept
             self._room += len(frames)

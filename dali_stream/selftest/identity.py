@@ -15,47 +15,57 @@ from dali_stream.video.clip import Clip
 from dali_stream.video.decode import decode_clip
 from dali_stream.video.route import refusal_of_file
 
-_CLIPS = 24  # of one batch, decoded by two threads: every decoder is used for many of them
+_CLIPS, _FEW = 24, 6  # of one batch, decoded by two threads: every decoder is used for many of them
 
 
 def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
-    """Asks for pictures of all videos of these folders, mixed, in a batch per shape of request.
+    """Asks for frames of the videos of these folders: of one folder after the other, then of all of them mixed.
+
+    DALI keeps decoders for as long as the process lives, so what a folder's videos leave behind is there for the next one's.
 
     Args:
-        folders: of demo datasets of one codec; pictures may differ in size, and GOPs in length.
+        folders: of demo datasets of one codec; frames may differ in size, and GOPs in length.
         gpu: the CUDA device; None on a CPU.
 
     Returns:
-        `refused`, why the loader would leave such a video to torchcodec, empty if it would not; and of each of `shapes`:
+        `refused`, why the loader would leave one of these videos to torchcodec, empty if it would not; and of each of `shapes`:
         `pictures` asked for; `wrong`, those that are of another frame; `mean_error`, the mean absolute difference of 8 bit
         RGB values to FFmpeg's pictures; `failed`, what DALI said if it delivered nothing.
     """
-    found = [video for folder in folders for video in videos.read(folder)]
+    groups = [videos.read(folder) for folder in folders]
+    found = [video for group in groups for video in group]
     refused = next(filter(None, (refusal_of_file(gpu, video.format, video.table, video.store) for video in found)), "")
-    return {"refused": refused, "shapes": {shape: _measure(found, shape, gpu) for shape in SHAPES}}
+    batches = [(found, _CLIPS)] if len(groups) == 1 else [*((group, _FEW) for group in groups), (found, _CLIPS)]
+    return {"refused": refused, "shapes": {shape: _measure(batches, shape, gpu) for shape in SHAPES}}
 
 
-def _measure(found: list[Video], shape: str, gpu: int | None) -> dict[str, Any]:
-    rng = np.random.default_rng([SHAPES.index(shape), len(found)])
-    asked: list[tuple[Video, list[int], Clip]] = []
-    for number in rng.permutation(_CLIPS).tolist():
-        video = found[number % len(found)]
-        shown = videos.request(shape, len(video.identity), rng)
-        asked.append((video, shown, video.clip(shown)))
-    count = sum(len(shown) for _, shown, _ in asked)
-    try:
-        decoded = dali.decode([dali.encoded(clip) for _, _, clip in asked], gpu, 2)
-    except DecodeError as error:
-        return {"pictures": count, "wrong": count, "mean_error": None, "failed": str(error)}
-    wrong, errors = 0, []
-    for (video, shown, clip), pictures in zip(asked, decoded, strict=True):
-        expected = decode_clip(clip, video.format)
-        if pictures.shape != expected.shape:
-            wrong += len(shown)
+def _measure(batches: list[tuple[list[Video], int]], shape: str, gpu: int | None) -> dict[str, Any]:
+    """Of batches, each of so many clips of some videos in turn."""
+    rng = np.random.default_rng([SHAPES.index(shape), len(batches)])
+    count, wrong, errors, failed = 0, 0, [], ""
+    for found, clips in batches:
+        asked = [_ask(found[number % len(found)], shape, rng) for number in rng.permutation(clips).tolist()]
+        pictures = sum(len(shown) for _, shown, _ in asked)
+        count += pictures
+        try:
+            decoded = dali.decode([dali.encoded(clip) for _, _, clip in asked], gpu, 2)
+        except DecodeError as error:
+            wrong, failed = wrong + pictures, failed or str(error)
             continue
-        errors.append(np.abs(pictures.astype(np.int16) - expected).mean())
-        wrong += sum(not _is(picture, video, k) for picture, k in zip(pictures, shown, strict=True))
-    return {"pictures": count, "wrong": wrong, "mean_error": float(np.mean(errors)) if errors else None, "failed": ""}
+        for (video, shown, clip), frames in zip(asked, decoded, strict=True):
+            expected = decode_clip(clip, video.format)
+            if frames.shape != expected.shape:
+                wrong += len(shown)
+                continue
+            errors.append(np.abs(frames.astype(np.int16) - expected).mean())
+            wrong += sum(not _is(picture, video, k) for picture, k in zip(frames, shown, strict=True))
+    mean_error = float(np.mean(errors)) if errors and not failed else None
+    return {"pictures": count, "wrong": wrong, "mean_error": mean_error, "failed": failed}
+
+
+def _ask(video: Video, shape: str, rng: np.random.Generator) -> tuple[Video, list[int], Clip]:
+    shown = videos.request(shape, len(video.identity), rng)
+    return video, shown, video.clip(shown)
 
 
 def _is(picture: dali.Frames, video: Video, shown: int) -> bool:

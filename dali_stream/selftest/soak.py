@@ -20,7 +20,8 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
     Returns:
         `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `pictures` delivered; `wrong`, those that are of
         another frame than their row says; `frames_per_s`; `memory` {"first", "last"}, bytes of this process after the first
-        and the last epoch, and `gpu_memory` likewise of the GPU, None on a CPU.
+        and the last epoch, and `gpu_memory` likewise of the GPU, None on a CPU; `wait_s` of the loader's `next()` and `seconds`
+        that all took: where only one camera is on DALI, its decoding may be part of the wait.
     """
     dataset = Dataset(folder)
     windowed = dataset.cameras[0]
@@ -46,6 +47,8 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
         "pictures": pictures,
         "wrong": wrong,
         "frames_per_s": pictures / (time.perf_counter() - started),
+        "wait_s": stats["wait_s"],
+        "seconds": time.perf_counter() - started,
         "memory": {"first": memory[0], "last": memory[-1]},
         "gpu_memory": None if gpu_memory[0] is None else {"first": gpu_memory[0], "last": gpu_memory[-1]},
     }

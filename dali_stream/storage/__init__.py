@@ -13,6 +13,7 @@ from dali_stream.storage.cache import RangeCache
 from dali_stream.storage.filesystem import FilesystemStore
 from dali_stream.storage.local import LocalStore
 from dali_stream.storage.remote import RemoteStore, Transport
+from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import Store, Traffic
 
 __all__ = ["FilesystemStore", "LocalStore", "RangeCache", "RemoteStore", "Store", "Traffic", "open_store"]
@@ -25,7 +26,7 @@ def open_store(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
-    give_up_after_s: float = 60.0,
+    give_up_after_s: float | None = None,
 ) -> Store:
     """The store for an address.
 
@@ -36,7 +37,7 @@ def open_store(
         revision: branch, tag or commit of a Hub repository.
         cache_dir: where fetched bytes are kept, for this run's other processes and later runs. Local files never are.
         cache_bytes: limit of that folder. None: no limit.
-        give_up_after_s: total seconds for a read over the network, retries included.
+        give_up_after_s: total seconds for a read over the network, retries included; None: as of `Patience`.
 
     Raises:
         DatasetError: nothing is there, or the address is of a kind that cannot be read.
@@ -44,7 +45,7 @@ def open_store(
         ValueError: an argument that does not fit the address.
     """
     number = isinstance(give_up_after_s, (int, float)) and not isinstance(give_up_after_s, bool)
-    if not number or not 0 < give_up_after_s < math.inf:
+    if give_up_after_s is not None and not (number and 0 < give_up_after_s < math.inf):
         raise ValueError(f"give_up_after_s is {give_up_after_s!r}; it is a positive number of seconds")
     scheme, separator, rest = address.partition("://")
     if revision is not None and scheme != "hf":
@@ -56,12 +57,13 @@ def open_store(
     if scheme == "memory":
         return FilesystemStore(address, storage_options)
     cache = None if cache_dir is None else RangeCache(cache_dir, cache_bytes)
-    transport = _transport(scheme, address, storage_options, revision, give_up_after_s)
-    return RemoteStore(transport, cache=cache, give_up_after_s=give_up_after_s)
+    patience = Patience(give_up_after_s)
+    transport = _transport(scheme, address, storage_options, revision, patience)
+    return RemoteStore(transport, cache=cache, patience=patience)
 
 
 def _transport(
-    scheme: str, address: str, storage_options: dict[str, Any] | None, revision: str | None, give_up_after_s: float
+    scheme: str, address: str, storage_options: dict[str, Any] | None, revision: str | None, patience: Patience
 ) -> Transport:
     # Imported where they are used: each brings a library that the others do without.
     if scheme in ("http", "https"):
@@ -71,7 +73,7 @@ def _transport(
     if scheme == "hf":
         from dali_stream.storage.hub import HubTransport
 
-        return HubTransport(address, storage_options, revision, give_up_after_s)
+        return HubTransport(address, storage_options, revision, patience)
     from dali_stream.storage.objects import object_transport
 
     return object_transport(address, storage_options)

@@ -51,11 +51,22 @@ class RangeCache:
     def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"cache_bytes is {limit_bytes}; it is a number of bytes of 1 or more, or None for no limit")
-        self._folder, self._limit, self._writing = _made(folder), limit_bytes, True
+        self._folder, self._limit = _made(folder), limit_bytes
+        self._begin()
+        self._put(None)  # a folder that was filled under a higher limit comes under this one
+
+    def _begin(self) -> None:
+        self._writing = True
         self._listings: dict[str, Listing] = {}
         self._listings_lock = threading.Lock()
         self._queue = threading.Lock()  # one thread of a process waits for the file lock, which has to be polled
-        self._put(None)  # a folder that was filled under a higher limit comes under this one
+
+    def __getstate__(self) -> tuple[str, int | None]:
+        return self._folder, self._limit
+
+    def __setstate__(self, state: tuple[str, int | None]) -> None:
+        self._folder, self._limit = state
+        self._begin()
 
     def parts(self, file: str, start: int, stop: int) -> list[tuple[int, int, bytes | None]]:
         """[start, stop) of a file, cut into consecutive parts, each with its bytes if they are here and whole, else None.

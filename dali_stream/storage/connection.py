@@ -7,6 +7,7 @@ import io
 import os
 import socket
 import ssl
+import threading
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from urllib3.util.response import is_fp_closed
 
 from dali_stream.errors import StorageError
 from dali_stream.storage.logs import private
-from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
+from dali_stream.storage.retry import PER_HOST, Deadline, Patience, TransientError
 
 _SMALL = 1 << 16
 _CHUNK = 1 << 18
@@ -51,6 +52,9 @@ class Pool:
         self.timeout_s = timeout_s
         self._managers: dict[tuple[int, str | None], urllib3.PoolManager] = {}
 
+    def __reduce__(self) -> tuple[type[Pool], tuple[float]]:
+        return Pool, (self.timeout_s,)  # a copy has connections of its own
+
     def get(
         self, url: str, headers: dict[str, str], deadline: Deadline, use: Callable[[urllib3.BaseHTTPResponse], _T], where: str
     ) -> _T:
@@ -62,7 +66,7 @@ class Pool:
             TransientError: no answer came, or none that can be understood.
             StorageError: the server is not to be trusted; `where` names what is read.
         """
-        token = _under_way.set(_Limits(deadline, self._silence_s(deadline)))
+        token, connected = _under_way.set(_Limits(deadline, self._silence_s(deadline))), True
         try:
             with private():
                 response = self._sent(url, headers, deadline)
@@ -72,14 +76,16 @@ class Pool:
                     _finish(response)
         except _FAILURES as error:
             problem, final = _words(error)
+            connected = deadline.patience.reached
         finally:
             _under_way.reset(token)
         if final:
             raise StorageError(f"{where}: {problem}")
-        raise TransientError(problem)
+        raise TransientError(problem, unreachable=not connected)
 
     def _sent(self, url: str, headers: dict[str, str], deadline: Deadline) -> urllib3.BaseHTTPResponse:
-        limit = max(min(self._silence_s(deadline), deadline.left()), 0.001)
+        silence_s = self._silence_s(deadline)
+        connect, read = (max(min(silence_s, left), 0.001) for left in (deadline.connect_left(), deadline.left()))
         return self._manager(url).request(
             "GET",
             url,
@@ -88,7 +94,7 @@ class Pool:
             retries=False,
             preload_content=False,
             decode_content=False,
-            timeout=Timeout(connect=limit, read=limit),
+            timeout=Timeout(connect=connect, read=read),
         )
 
     def _silence_s(self, deadline: Deadline) -> float:
@@ -192,7 +198,7 @@ class _Timed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         limits = _under_way.get()
         assert limits is not None
-        silence = Deadline(limits.silence_s)
+        silence = Deadline(Patience(limits.silence_s))
         while (left := min(limits.deadline.left(), silence.left())) > 0:
             self._sock.settimeout(min(left, _WAKE_S))
             with suppress(TimeoutError):
@@ -210,12 +216,45 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_Timed(sock, self.fp.detach()))
 
 
-class _HTTPConnection(urllib3.connection.HTTPConnection):
+class _Connecting(urllib3.connection.HTTPConnection):
+    """A connection that notes when a place has been reached. Until then the look-up of its name ends in time too."""
+
     response_class = _Response
 
+    def _new_conn(self) -> socket.socket:
+        limits = _under_way.get()
+        assert limits is not None
+        if not limits.deadline.patience.reached:
+            self._look_up(limits.deadline.connect_left())
+        made = super()._new_conn()
+        limits.deadline.patience.reached = True
+        return made
 
-class _HTTPSConnection(urllib3.connection.HTTPSConnection):
-    response_class = _Response
+    def _look_up(self, seconds: float) -> None:
+        """Looks up the host's name in a thread, since the system may take minutes for it."""
+        outcome: list[Exception | None] = []
+
+        def look_up() -> None:
+            try:
+                socket.getaddrinfo(self._dns_host, self.port, type=socket.SOCK_STREAM)
+                outcome.append(None)
+            except Exception as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=look_up, name="dali_stream name", daemon=True)
+        thread.start()
+        thread.join(max(seconds, 0.001))
+        error = outcome[0] if outcome else socket.gaierror("no answer in time")
+        if isinstance(error, socket.gaierror):  # others come again where the connection is made
+            raise exceptions.NameResolutionError(self.host, self, error) from error
+
+
+class _HTTPConnection(_Connecting):
+    pass
+
+
+class _HTTPSConnection(_Connecting, urllib3.connection.HTTPSConnection):
+    pass
 
 
 class _HTTPPool(urllib3.HTTPConnectionPool):

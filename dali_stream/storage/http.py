@@ -68,6 +68,9 @@ class HttpTransport(Transport):
         self.address = shown or self._folder
         self.host, self.source, self.traffic = host, source or self._folder, Traffic()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_targets": {}}  # they hold until a time by this process's clock
+
     def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """One GET with a Range."""
         if (target := self._target(path)) is not None:

@@ -17,7 +17,7 @@ from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.connection import Pool, body
 from dali_stream.storage.http import AGAIN, HttpTransport, checked_timeout, origin, retry_after
 from dali_stream.storage.remote import Version
-from dali_stream.storage.retry import Deadline, TransientError, retried
+from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
 from dali_stream.storage.store import Traffic
 
 _LOGIN = "run `hf auth login`, or give storage_options={'token': …} or HF_TOKEN"
@@ -37,7 +37,7 @@ class HubTransport(HttpTransport):
         address: `hf://datasets/<owner>/<name>[@revision][/folder]` or `hf://buckets/<owner>/<name>[/folder]`.
         storage_options: `token` (a string, or False for none), `endpoint`, and `timeout` as for HTTP.
         revision: branch, tag or commit; it is resolved to a commit here.
-        give_up_after_s: total seconds for finding the commit.
+        patience: for how long finding the commit is tried again.
 
     Raises:
         DatasetError: there is no such repository, bucket or revision.
@@ -45,15 +45,13 @@ class HubTransport(HttpTransport):
         ValueError: another storage option, or two revisions.
     """
 
-    def __init__(
-        self, address: str, storage_options: dict[str, Any] | None, revision: str | None, give_up_after_s: float
-    ) -> None:
+    def __init__(self, address: str, storage_options: dict[str, Any] | None, revision: str | None, patience: Patience) -> None:
         place = _parsed(address, revision)
         endpoint, headers, timeout_s = _options(storage_options or {})
         pool = Pool(timeout_s)
         self._api = _Api(endpoint, place, headers, pool)
         what = f"hf://{place.kind}/{place.id}"
-        info = retried(self._api.info, what, host=urlsplit(endpoint).netloc, total_s=give_up_after_s, traffic=Traffic())
+        info = retried(self._api.info, what, host=urlsplit(endpoint).netloc, patience=patience, traffic=Traffic())
         root = f"{endpoint}/{place.kind}/{place.id}/resolve"
         if place.kind == "datasets":
             self.revision, self.frozen = _commit(info, what), True

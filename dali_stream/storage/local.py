@@ -7,13 +7,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.store import Store, checked
 
 
 class LocalStore(Store):
-    """A local folder. Keeps up to `HANDLES` files open, least recently used first to close."""
+    """A local folder. Keeps up to `HANDLES` files open, least recently used first to close. A copy opens its own."""
 
     HANDLES = 64
 
@@ -23,8 +24,18 @@ class LocalStore(Store):
         if not self._root.is_dir():
             found = "is a file" if self._root.exists() else "does not exist"
             raise DatasetError(f"no dataset at {folder}: the folder {self._root} {found}")
+        self._open_nothing()
+
+    def _open_nothing(self) -> None:
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_handles", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_nothing()
 
     def size(self, path: str) -> int:
         try:
@@ -84,6 +95,10 @@ class _Handle:
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would close the file of the original.
+        raise TypeError("an open file cannot be copied; copy its LocalStore, which opens the file again")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end, modules are empty
         if hasattr(self, "number"):

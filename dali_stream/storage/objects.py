@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,6 +71,9 @@ class FsspecTransport(Transport):
         self.host = endpoint or self.address.split("/")[2]
         self.source, self.traffic = f"{endpoint} {self.address}".strip(), Traffic()
         self._filesystem()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_filesystems": {}}  # a copy makes its own
 
     def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """A read between two looks at the version, of which the first is often known."""
@@ -160,7 +164,7 @@ class FsspecTransport(Transport):
             return StorageError(f"{self._where(path)}: access denied ({words}); {self._hint}")
         if isinstance(error, _FINAL) or (status is not None and status < 500 and status not in AGAIN):
             return StorageError(f"{self._where(path)}: cannot be read ({words}); check the address and storage_options")
-        return TransientError(words, after_s)
+        return TransientError(words, after_s, unreachable=_unreachable(error))
 
     def _unsteady(self) -> Answer:
         raise TransientError("the file changed while it was read for the first time")
@@ -277,6 +281,13 @@ def _described(error: BaseException) -> tuple[int | None, str, float | None]:
             status = _status(link)
             words = words if status is None else f"HTTP {status}, {type(link).__name__}"
     return status, words, after_s
+
+
+def _unreachable(error: BaseException) -> bool:
+    """Whether a driver could make no connection: as botocore and aiohttp name it, or as the system does."""
+    names = ("EndpointConnectionError", "ClientConnectorError", "ClientConnectorDNSError")
+    links = (error, error.__cause__, error.__context__)
+    return any(isinstance(link, (ConnectionRefusedError, socket.gaierror)) or type(link).__name__ in names for link in links)
 
 
 def _status(error: BaseException | None) -> int | None:

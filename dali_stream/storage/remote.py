@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import abc
-import copy
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import RangeCache
 from dali_stream.storage.lerobot import guessed_files
-from dali_stream.storage.retry import Deadline, TransientError, retried
+from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
 from dali_stream.storage.store import Store, Traffic, checked
 
 _T = TypeVar("_T")
@@ -89,14 +88,14 @@ class RemoteStore(Store):
     Args:
         transport: makes the requests.
         cache: where fetched ranges are kept.
-        give_up_after_s: total seconds for a request, all its attempts and the pauses between them included; see `retried`.
+        patience: for how long a request is tried again.
     """
 
     remote = True
 
-    def __init__(self, transport: Transport, *, cache: RangeCache | None = None, give_up_after_s: float = 60.0) -> None:
+    def __init__(self, transport: Transport, *, cache: RangeCache | None = None, patience: Patience | None = None) -> None:
         self.address, self.revision = transport.address, transport.revision
-        self._transport, self._cache, self._give_up_after_s = transport, cache, give_up_after_s
+        self._transport, self._cache, self._patience = transport, cache, patience or Patience()
         self._stop = threading.Event()
         # Filled with setdefault only, which needs no lock: what comes first stays.
         self._sizes: dict[str, int] = {}
@@ -143,9 +142,20 @@ class RemoteStore(Store):
 
     def session(self) -> RemoteStore:
         """The same files, versions, connections and counts for one user, whose `close` ends its own reads and no others."""
-        session = copy.copy(self)
+        session = object.__new__(type(self))
+        vars(session).update(vars(self))
         session._stop = threading.Event()
         return session
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Snapshots: other threads may add to these dicts meanwhile.
+        state = {**vars(self), "_sizes": dict(self._sizes), "_tags": dict(self._tags)}
+        del state["_stop"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._stop = threading.Event()
 
     def close(self) -> None:
         """Gives back connections. What is being read through this very object then ends with a `StorageError`."""
@@ -204,9 +214,7 @@ class RemoteStore(Store):
     def _retried(self, what: str, attempt: Callable[[Deadline], _T]) -> _T:
         """Makes attempts until one succeeds or the time is over."""
         transport = self._transport
-        return retried(
-            attempt, what, host=transport.host, total_s=self._give_up_after_s, traffic=transport.traffic, stop=self._stop
-        )
+        return retried(attempt, what, host=transport.host, patience=self._patience, traffic=transport.traffic, stop=self._stop)
 
     # -- the cache
 

@@ -23,23 +23,42 @@ _T = TypeVar("_T")
 
 
 class TransientError(Exception):
-    """An attempt failed, and another may not.
+    """Retryable failure.
 
     Args:
         reason: what happened, without credentials.
         after_s: the server asks for a pause of so many seconds.
+        unreachable: no connection to the host has been made.
     """
 
-    def __init__(self, reason: str, after_s: float | None = None) -> None:
+    def __init__(self, reason: str, after_s: float | None = None, *, unreachable: bool = False) -> None:
         super().__init__(reason)
-        self.after_s = after_s
+        self.after_s, self.unreachable = after_s, unreachable
+
+
+class Patience:
+    """How long requests to one place are tried again.
+
+    Args:
+        total_s: seconds for a request, all attempts and pauses together. None: 60, and 5 as long as no connection has ever been
+            made there: then the address is wrong, or this machine has no network.
+
+    Attributes:
+        total_s: as given, or 60.
+        first_s: seconds for the first connection.
+        reached: whether a connection has been made.
+    """
+
+    def __init__(self, total_s: float | None = None) -> None:
+        self.total_s, self.first_s = (60.0, 5.0) if total_s is None else (total_s, total_s)
+        self.reached = False
 
 
 class Deadline:
     """An end in time, which an event may bring forward."""
 
-    def __init__(self, total_s: float, stop: threading.Event | None = None) -> None:
-        self.total_s = total_s
+    def __init__(self, patience: Patience, stop: threading.Event | None = None) -> None:
+        self.patience, self.total_s = patience, patience.total_s
         self._start, self._stop = time.monotonic(), stop or threading.Event()
 
     @property
@@ -55,6 +74,11 @@ class Deadline:
         """Seconds until the end; 0 or less behind it."""
         return 0.0 if self.stopped else self.total_s - self.elapsed()
 
+    def connect_left(self) -> float:
+        """Seconds until the end for what still has to connect."""
+        patience = self.patience
+        return self.left() if patience.reached else min(self.left(), patience.first_s - self.elapsed())
+
     def sleep(self, seconds: float) -> None:
         """Waits, and not past the event."""
         self._stop.wait(seconds)
@@ -65,7 +89,7 @@ def retried(
     what: str,
     *,
     host: str,
-    total_s: float,
+    patience: Patience,
     traffic: Traffic,
     stop: threading.Event | None = None,
 ) -> _T:
@@ -75,7 +99,7 @@ def retried(
         attempt: is told until when.
         what: is read, for the message.
         host: whose capacity it takes. Attempts of one host wait for each other beyond `PER_HOST`.
-        total_s: seconds for all attempts and pauses. They count from the first attempt; its wait for a place is not in it.
+        patience: for how long. It counts from the first attempt; its wait for a place is not in it.
         traffic: where retries are counted.
         stop: ends it early.
 
@@ -89,18 +113,22 @@ def retried(
         nonlocal deadline
         try:
             with _place(host, deadline):
-                deadline = deadline or Deadline(total_s, stop)
-                return attempt(deadline)
+                deadline = deadline or Deadline(patience, stop)
+                found = attempt(deadline)
         except TransientError as error:
             failures[str(error)] = failures.get(str(error), 0) + 1
             raise
+        patience.reached = True
+        return found
 
     def pause(state: tenacity.RetryCallState) -> float:
         assert deadline is not None
         return _pause(state, deadline)
 
     def over(state: tenacity.RetryCallState) -> bool:
-        return deadline is not None and deadline.left() <= state.upcoming_sleep
+        if deadline is None:
+            return False
+        return (deadline.connect_left() if _unreachable(state) else deadline.left()) <= state.upcoming_sleep
 
     def sleep(seconds: float) -> None:
         assert deadline is not None
@@ -108,7 +136,7 @@ def retried(
 
     def give_up(state: tenacity.RetryCallState) -> NoReturn:
         assert deadline is not None
-        _give_up(what, failures, deadline)
+        _give_up(what, failures, deadline, patience.first_s if _unreachable(state) else patience.total_s)
 
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(TransientError),
@@ -126,6 +154,12 @@ def cleaned(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+def _unreachable(state: tenacity.RetryCallState) -> bool:
+    """Whether the last attempt ended without a connection, at a place to which there never was one."""
+    error = state.outcome.exception() if state.outcome else None
+    return isinstance(error, TransientError) and error.unreachable
+
+
 def _pause(state: tenacity.RetryCallState, deadline: Deadline) -> float:
     """Seconds until the next attempt: what the server asks for, as far as there is time for a last try after it."""
     backoff = _BACKOFF(state)
@@ -136,15 +170,15 @@ def _pause(state: tenacity.RetryCallState, deadline: Deadline) -> float:
     return max(backoff, min(wanted, deadline.left() - min(5.0, deadline.total_s / 4)))
 
 
-def _give_up(what: str, failures: dict[str, int], deadline: Deadline) -> NoReturn:
+def _give_up(what: str, failures: dict[str, int], deadline: Deadline, allowed_s: float) -> NoReturn:
     if deadline.stopped:
         raise StorageError(f"{what}: not read, as the store was closed meanwhile")
     count = sum(failures.values())
     tries = f"{count} {'try' if count == 1 else 'tries'} in {deadline.elapsed():.1f} s"
     reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in failures.items())
     raise StorageError(
-        f"{what}: not read after {tries}, where {deadline.total_s:g} s are allowed. What failed: {reasons}. Check the "
-        "network and the server, then start again from the last saved state"
+        f"{what}: not read after {tries}, where {allowed_s:g} s are allowed (give_up_after_s). What failed: {reasons}. Check "
+        "the address, the network and the server, then start again from the last saved state if there is one"
     )
 
 

@@ -30,6 +30,9 @@ class Traffic:
     fetch_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
+    def __reduce__(self) -> tuple[type[Traffic], tuple[()]]:
+        return Traffic, ()  # a copy counts its own
+
     def add(
         self, *, requests: int = 0, fetched_bytes: int = 0, retries: int = 0, cached_bytes: int = 0, fetch_s: float = 0.0
     ) -> None:
@@ -44,6 +47,8 @@ class Traffic:
 
 class Store(abc.ABC):
     """Read access to the files below one root. Safe to use from several threads.
+
+    A copy (`copy`, `pickle`) of those that `open_store` returns reads the same files with handles and connections of its own.
 
     Paths are relative, with forward slashes. Where a file is missing, each method raises `DatasetError`; where it is
     there but its bytes do not come, `StorageError`.

@@ -198,9 +198,9 @@ class Job:
         path, share = self.path(camera, number), Share(self.encoding.advance, weight)
         note: dict[str, Any] | None = self.folder.finished(path)
         if note is None:
-            places, start = self.table.video[camera].rows(number).tolist(), self.table.start[camera]
             episodes = {
-                int(self.table.index[place]): start[place] + self.timestamps[place].astype(np.float64) for place in places
+                int(self.table.index[place]): (self.table.interval(camera, place), self.timestamps[place])
+                for place in self.table.video[camera].rows(number).tolist()
             }
             file = VideoFile(path, camera, episodes, metadata.is_depth(self.info["features"][camera]))
             writer = Writer(self.program, self.encoder, self.gop, self.dataset.fps, self.store, self.folder)

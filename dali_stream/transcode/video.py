@@ -21,6 +21,7 @@ from dali_stream.transcode.encoders import Encoder
 from dali_stream.transcode.ffmpeg import Program
 from dali_stream.video.format import describe
 from dali_stream.video.table import Int64, SampleTable, read_table
+from dali_stream.video.timing import Interval
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class VideoFile:
     Attributes:
         path: in the source and in what is written.
         camera: whose it is.
-        episodes: per episode index, the times in the file of its rows, in seconds.
+        episodes: per episode index, its interval in the file and the timestamps of its rows.
         depth: whether it is a depth map, whose values must not change.
     """
 
     path: str
     camera: str
-    episodes: Mapping[int, npt.NDArray[np.float64]]
+    episodes: Mapping[int, tuple[Interval, npt.NDArray[np.float32]]]
     depth: bool
 
 
@@ -119,8 +120,8 @@ class Writer:
         """Per episode, the samples that show its rows."""
         where = self._store.where(file.path)
         return {
-            episode: shown(f"{where}: {file.camera}, episode {episode}", video.table, seconds, self._fps)
-            for episode, seconds in file.episodes.items()
+            episode: shown(f"{where}: {file.camera}, episode {episode}", video.table, *times, self._fps)
+            for episode, times in file.episodes.items()
         }
 
     def _encode(self, file: VideoFile, source: Video, episodes: dict[int, Int64], note: dict[str, Any], share: Share) -> None:

@@ -15,7 +15,7 @@ from dali_stream.errors import DaliStreamError, DecodeError
 
 try:
     from nvidia.dali import fn, types
-    from nvidia.dali.pipeline import Pipeline
+    from nvidia.dali.pipeline import OperatorConcurrency, Pipeline, StreamPolicy
 except ImportError as error:
     raise DaliStreamError(
         f"NVIDIA DALI cannot be imported ({error}); install it with `pip install 'dali-stream[cuda12]'` (driver 525 or later) "
@@ -34,6 +34,31 @@ COLOUR_TOLERANCE = 4.0
 """How far DALI's pictures may be from FFmpeg's: mean absolute difference of 8 bit RGB values. DALI upsamples chroma and
 converts to RGB in its own way, so the two are never equal; 1.6 was measured with VP9 on a CPU. It does not tell BT.709 from
 BT.601, which are 2.6 apart on a demo picture: that is told by what a file says of its colours."""
+
+STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
+"""Of every pipeline; read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to another
+operator while they are still copied from (read in DALI 2.4's sources; not run on a GPU). `benchmarks/gpu_settings.py` tries the
+alternatives."""
+
+
+def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int) -> Pipeline:
+    """A pipeline without operators, with the executor's settings that all pipelines share.
+
+    Args:
+        batch_size: samples of a batch at most.
+        gpu: the CUDA device; None on a CPU.
+        threads: of the decoder and other operators.
+        prefetch: batches that it is ahead.
+    """
+    return Pipeline(
+        batch_size=batch_size,
+        num_threads=threads,
+        device_id=gpu,
+        prefetch_queue_depth=prefetch,
+        exec_dynamic=True,  # its buffers are handed to torch without a copy
+        stream_policy=STREAMS,
+        concurrency=CONCURRENCY,
+    )
 
 
 def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
@@ -71,7 +96,7 @@ def pipeline(
         threads: of the decoder.
         prefetch: batches that it is ahead.
     """
-    made = Pipeline(batch_size=batch_size, num_threads=threads, device_id=gpu, prefetch_queue_depth=prefetch, exec_dynamic=True)
+    made = empty_pipeline(batch_size, gpu, threads, prefetch)
     with made:
         clips, frames = fn.external_source(
             lambda: [list(parts) for parts in zip(*source(), strict=True)],

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dali_stream.counters import Timed, untimed
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.storage import Store
 from dali_stream.video.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 Frames = npt.NDArray[np.uint8]
 
 
-def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat) -> tuple[Frames, int]:
+def decode(
+    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat, timed: Timed = untimed
+) -> tuple[Frames, int]:
     """Decodes samples, in the order asked for.
 
     Args:
@@ -43,6 +46,7 @@ def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], 
         tables: per request, the table of its file; all with the same sample description.
         samples: per request, the sample in its file.
         expected: what the sample description says, in particular the size of the pictures.
+        timed: counts the time of reading and packing.
 
     Returns:
         (n, H, W, 3) uint8 RGB, and how many pictures were decoded for it.
@@ -51,14 +55,19 @@ def decode(store: Store, tables: Sequence[SampleTable], samples: Sequence[int], 
         DecodeError: the decoder failed, or delivered another picture than the one asked for.
     """
     frames, decoded = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more in decode_in_parts(store, tables, samples, expected, len(samples)):
+    for requests, part, more in decode_in_parts(store, tables, samples, expected, len(samples), timed):
         frames[requests] = part
         decoded += more
     return frames, decoded
 
 
 def decode_in_parts(
-    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat, part: int
+    store: Store,
+    tables: Sequence[SampleTable],
+    samples: Sequence[int],
+    expected: VideoFormat,
+    part: int,
+    timed: Timed = untimed,
 ) -> Iterator[tuple[list[int], Frames, int]]:
     """Decodes samples, a few at a time, so that little memory is taken at once. Arguments and errors as of `decode`.
 
@@ -71,7 +80,8 @@ def decode_in_parts(
     """
     for group in _groups(tables, samples):
         mine, wanted = [tables[i] for i in group], [samples[i] for i in group]
-        clip = pack(store, mine, wanted)
+        with timed("pack_s"):
+            clip = pack(store, mine, wanted, timed=timed)
         try:
             for requests, frames, decoded in _decode_clip(clip, expected, part):
                 yield [group[i] for i in requests], frames, decoded
@@ -80,7 +90,8 @@ def decode_in_parts(
             # Of an H.264 file with open GOPs, only the first picture is sure to be one that FFmpeg shows all pictures after.
             if not (mine[0].open_gops and is_avc(mine[0])):
                 raise
-        clip = pack(store, mine, wanted, from_the_start=True)
+        with timed("pack_s"):
+            clip = pack(store, mine, wanted, from_the_start=True, timed=timed)
         for requests, frames, decoded in _decode_clip(clip, expected, part):
             yield [group[i] for i in requests], frames, decoded
 

@@ -13,6 +13,8 @@ from dali_stream.video.table import SampleTable
 
 DECODE = ("auto", "dali", "torchcodec")
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
+_BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
+"""Coded sizes are whole multiples of this many pixels (HEVC: of its smallest coding block at least)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,25 @@ def _unsafe_on_nvdec(video: VideoFormat, table: SampleTable) -> str:
         return f"NVDEC is not documented to decode {video.codec} of profile {video.profile}"
     if not video.like_bt601:
         return f"the colours are those of {video.matrix_name}, and DALI converts all as BT.601 on a GPU"
-    return ""
+    return padding_refusal(video.codec, video.height, video.width)
+
+
+def padding_refusal(codec: str, height: int, width: int) -> str:
+    """Why DALI must not decode frames of this size on a GPU; empty where they are coded at the size they are shown in.
+
+    DALI keeps NVDEC decoders by the size that is shown and looks for them by the coded one (2.4.0, `NVDECCache` in
+    frames_decoder_gpu.cc). Where these differ, each clip gets a new decoder, or one of frames with another size.
+    """
+    block = _BLOCKS.get(codec, 1)
+    coded = -(-height // block) * block, -(-width // block) * block
+    if coded == (height, width):
+        return ""
+    helps = codec != "hevc" and not padding_refusal("hevc", height, width)
+    advice = "; `dali-stream transcode --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
+    return (
+        f"{height}×{width} is coded as {coded[0]}×{coded[1]} in {codec}, which DALI's cache of NVDEC decoders confuses with "
+        f"frames of that size{advice}"
+    )
 
 
 def _name(video: VideoFormat) -> str:

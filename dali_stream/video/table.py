@@ -19,7 +19,7 @@ from dali_stream.video.damage import is_intra_refresh
 from dali_stream.video.format import codec_of
 
 Int64 = npt.NDArray[np.int64]
-LACKING = -1  # where a sample would stand, if the video showed one
+LACKING = -1  # in place of a sample, for a row whose frame the video lacks; see `timing`
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +68,6 @@ class SampleTable:
     def nbytes(self) -> int:
         """Memory that the table takes."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
-
-    def shown_at(self, seconds: npt.NDArray[np.float64], fps: float) -> Int64:
-        """The samples shown at these times of a recording of `fps` frames per second; `LACKING` where nothing is shown then.
-
-        A picture counts as shown at a time within a quarter of a frame of it: no other can be meant, and files whose clock
-        is coarse (milliseconds) still fit.
-        """
-        samples, away = self.nearest(seconds)
-        return np.where(away <= 0.25 / fps, samples, LACKING)
 
     def keyframes(self, samples: Int64) -> Int64:
         """Per sample, the sync sample that decoding it begins with.

@@ -7,32 +7,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, where there are some, and the description as it is."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        nothing = action.default is None or action.default is False
+        return action.help if nothing else super()._get_help_string(action)
+
+
+def parse(argv: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
     """The arguments; exits where they are none."""
-    parser = argparse.ArgumentParser(description="Behaviour cloning with action chunks")
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
     add = parser.add_argument
     add("uri", help="a LeRobot v3 dataset")
     add("--out", type=Path, required=True, help="folder of the run")
     add("--resume", action="store_true", help="go on from the checkpoint in --out; without one there, start")
-    add("--max-steps", type=int, default=20_000)
+    add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
     add("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     add("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
-    add("--image-size", type=int, nargs=2, default=[224, 224], metavar=("HEIGHT", "WIDTH"))
+    size = "of the frames that the policy gets, in pixels"
+    add("--image-size", type=int, nargs=2, default=[224, 224], metavar=("HEIGHT", "WIDTH"), help=size)
     add("--policy", choices=("compact", "lerobot-act"), default="compact", help="that of training/policy.py, or LeRobot's ACT")
     add("--from-scratch", action="store_true", help="lerobot-act without ImageNet's weights, which it downloads")
     add("--dummy", action="store_true", help="no model: how fast batches come")
     add("--learning-rate", type=float, default=3e-4, help="its peak, between warm-up and a cosine")
-    add("--weight-decay", type=float, default=1e-4)
+    add("--weight-decay", type=float, default=1e-4, help="of AdamW")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    add("--val-episodes", type=int, default=0, help="episodes held out, evenly spread, to validate on")
-    add("--val-every", type=int, default=1000, help="steps")
-    add("--save-every", type=int, default=500, help="steps")
-    add("--log-every", type=int, default=10, help="steps")
+    add("--val-episodes", type=int, default=0, help="episodes held out to validate on, evenly spread")
+    add("--val-every", type=int, default=1000, help="steps between validations")
+    add("--save-every", type=int, default=500, help="steps between checkpoints")
+    add("--log-every", type=int, default=10, help="steps between entries of the journal")
     add("--seed", type=int, default=0, help="of weights, order and augmentation")
-    add("--consumers", type=int, default=32, help="a multiple of every number of processes that the run may go on with")
-    add("--threads", type=int, help="of each process's decoders; its cores unless given")
-    add("--device", choices=("auto", "cpu"), default="auto")
-    add("--revision", help="of a dataset on the Hub")
+    add("--consumers", type=int, help="of the order; a run can continue on any number of processes that divides it (default: "
+        "chosen for --batch-size)")  # fmt: skip
+    add("--threads", type=int, help="of each process's decoders (default: its cores)")
+    add("--device", choices=("auto", "cpu"), default="auto", help="auto takes the GPU where there is one")
+    add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
     add("--data-files-root", help="where data/ and videos/ lie, if not beside meta/")
     add("--cache-dir", help="folder for fetched bytes of a remote dataset")
     arguments = parser.parse_args(argv)

@@ -57,10 +57,12 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         raise ValueError(f"{whole.uri} has the keys {', '.join(whole.features)}; a camera and {ACTION!r} are needed")
     # The commit that was resolved, so that both are of the same.
     where["revision"] = whole.revision
-    train, val = (
-        dali_stream.Dataset(arguments.uri, episodes=episodes, **where) if episodes else None
-        for episodes in held_out(whole.episodes.tolist(), arguments.val_episodes)
-    )
+    shares = held_out(whole.episodes.tolist(), arguments.val_episodes)
+    if shares[1]:
+        # Those of the dataset are of all episodes; what is validated on must have no part in them.
+        rows = [key for key in (ACTION, STATE) if key in whole.features]
+        where["stats"] = dali_stream.Dataset(arguments.uri, episodes=shares[0], **where).compute_stats(rows)
+    train, val = (dali_stream.Dataset(arguments.uri, episodes=episodes, **where) if episodes else None for episodes in shares)
     common: dict[str, Any] = {
         "batch_size": arguments.batch_size // ranks,
         "delta_timestamps": {ACTION: [step / whole.fps for step in range(arguments.chunk)]},

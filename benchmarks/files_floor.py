@@ -1,0 +1,86 @@
+"""The floor of an epoch in which every frame is decoded once: plain threads, and nothing of a loader.
+
+One thread per core decodes its part of the files in file order with torchcodec, resizes each frame with the loader's kernel,
+and drops it. FFmpeg's processes, which decode and convert to RGB the same files without resizing, are timed beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from torchcodec.decoders import VideoDecoder
+
+import dali_stream
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cameras import frames_at_once
+from dali_stream.video.resize import resize
+
+Part = tuple[Path, int, int]  # a file, and the frames of it in the order in which they are shown
+
+
+def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
+    """The files of all cameras in equal parts, one a thread, each beginning with a keyframe."""
+    indices, runs = IndexCache(dataset), []
+    for camera in dataset.videos:
+        for path in dict.fromkeys(dataset.table.video[camera].paths):
+            episode = int(np.flatnonzero([path == p for p in _paths(dataset, camera)])[0])
+            table = indices.of(camera, episode, dataset.data_store)
+            place = np.argsort(table.shown)  # when each packet is shown
+            starts = np.append(place[table.sync], len(table))
+            runs += [(Path(dataset.data_store.where(path)), a, b) for a, b in itertools.pairwise(starts)]
+    ends = np.cumsum([b - a for _, a, b in runs])
+    mine = (ends - 1) * threads // ends[-1]
+    return [_joined([runs[i] for i in np.flatnonzero(mine == thread)]) for thread in range(threads)]
+
+
+def torchcodec_rate(work: list[list[Part]], size: tuple[int, int]) -> float:
+    """Frames/s of plain threads that decode and resize."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(work)) as pool:
+        frames = sum(pool.map(lambda own: _decode(own, size), work))
+    return frames / (time.perf_counter() - started)
+
+
+def ffmpeg_rate(work: list[list[Part]], threads: int) -> float:
+    """Frames/s of FFmpeg's processes, a file each, that decode and convert to RGB."""
+    files = {path: 0 for own in work for path, _, _ in own}
+    for own in work:
+        for path, _, stop in own:
+            files[path] = max(files[path], stop)
+    command = ["ffmpeg", "-hide_banner", "-nostdin", "-v", "error", "-threads", "1", "-filter_threads", "1"]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        end = ["-vf", "format=rgb24", "-vsync", "passthrough", "-f", "null", "-"]
+        list(pool.map(lambda path: subprocess.run([*command, "-i", str(path), *end], check=True), files))
+    return sum(files.values()) / (time.perf_counter() - started)
+
+
+def _decode(own: list[Part], size: tuple[int, int]) -> int:
+    frames = 0
+    for path, first, stop in own:
+        decoder = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate")
+        step = frames_at_once((decoder.metadata.height, decoder.metadata.width))
+        for start in range(first, stop, step):
+            decoded = decoder.get_frames_in_range(start, min(start + step, stop)).data.numpy()
+            frames += len(resize(decoded, size))
+    return frames
+
+
+def _joined(runs: list[Part]) -> list[Part]:
+    found: list[Part] = []
+    for path, first, stop in runs:
+        if found and found[-1][0] == path and found[-1][2] == first:
+            found[-1] = (path, found[-1][1], int(stop))
+        else:
+            found.append((path, int(first), int(stop)))
+    return found
+
+
+def _paths(dataset: dali_stream.Dataset, camera: str) -> list[str]:
+    files = dataset.table.video[camera]
+    return [files.paths[number] for number in files.index[dataset.rows]]

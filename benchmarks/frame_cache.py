@@ -1,0 +1,100 @@
+"""Decoded frames per delivered frame, over GOP, windows and memory: the loader's own schedule and order, nothing decoded.
+
+    python benchmarks/frame_cache.py [--episodes 600] [--batches N] [--json]
+
+The dataset is made up: episodes of 250 to 500 frames of one camera, each GOP closed. An epoch is planned for each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from argument_types import count
+
+from dali_stream import Order, environment
+from dali_stream.batches import Batches
+from dali_stream.schedule.budget import horizon
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule
+
+GIB = 1 << 30
+BATCH_SIZE = 64
+IN_FLIGHT = 2
+
+
+class Memory(NamedTuple):
+    """How much is kept of what, on how many ranks, with which pools."""
+
+    name: str
+    bytes: int
+    size: tuple[int, int]
+    world_size: int = 1
+    consumers: int = 32
+    pool: int = 8
+
+
+MEMORY = (
+    Memory("no cache", 0, (480, 640)),
+    Memory("480×640, 4 GiB", 4 * GIB, (480, 640)),
+    Memory("224×224, 4 GiB", 4 * GIB, (224, 224)),
+    Memory("224×224, 1 GiB, 8 consumers with pools of 4", GIB, (224, 224), 1, 8, 4),
+    Memory("224×224, 1 GiB, one of 8 ranks", GIB, (224, 224), 8),
+)
+REQUESTS = ((2, 1), (2, 8), (12, 1), (30, 1), (30, 8))  # GOP, frames of a window
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--episodes", type=count, default=600)
+    parser.add_argument("--batches", type=count, help="of each case; default: one epoch")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    lengths = np.random.default_rng(0).integers(250, 501, arguments.episodes)
+    print("| GOP, request |", " | ".join(memory.name for memory in MEMORY), "|")
+    print("|---|" + "---|" * len(MEMORY))
+    cases = []
+    for gop, steps in REQUESTS:
+        row = [decodes(lengths, gop, steps, memory, arguments.batches) for memory in MEMORY]
+        request = "single frames" if steps == 1 else f"windows of {steps}, 1 s apart"
+        print(f"| {gop}, {request} |", " | ".join(f"{found:.2f}" for found in row), "|", flush=True)
+        cases += [
+            {"gop": gop, "steps": steps, **memory._asdict(), "decoded_per_frame": found}
+            for memory, found in zip(MEMORY, row, strict=True)
+        ]
+    if arguments.json:
+        given = {key: value for key, value in vars(arguments).items() if key != "json"}
+        report: dict[str, Any] = {"cases": cases, "batch_size": BATCH_SIZE, "in_flight": IN_FLIGHT, "arguments": given}
+        print(environment.report_json(report | environment.ran_on("cpu")))
+    return 0
+
+
+def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int | None) -> float:
+    """Decoded frames per delivered frame in the first epoch."""
+    frames = int(lengths.sum())
+    batches = Batches(frames, BATCH_SIZE, memory.world_size, "drop")
+
+    def order(epoch: int) -> Order:
+        return Order(lengths, True, 0, epoch, memory.consumers, memory.pool)
+
+    kept = min(memory.bytes // (memory.size[0] * memory.size[1] * 3), frames)
+    schedule = Schedule(
+        lengths, samples(order, batches, 0, 0, 0), BATCH_SIZE, {"camera": -30 * np.arange(steps)[::-1]},
+        Limits(kept, IN_FLIGHT, horizon(kept, frames)),
+    )  # fmt: skip
+    decoded = shown = 0
+    for _ in itertools.repeat(None, min(batches.count(0), most or batches.count(0))):
+        schedule.next()
+        for episode in schedule.unknown("camera"):
+            frame = np.arange(lengths[episode])
+            schedule.learn("camera", episode, frame, frame // gop * gop)
+        step = schedule.step()["camera"]
+        decoded, shown = decoded + step.decodes, shown + step.show.size
+    return decoded / shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())

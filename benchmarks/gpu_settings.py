@@ -1,0 +1,101 @@
+"""How fast and how right the DALI route is under each setting of DALI's executor, on an idle and on a busy GPU.
+
+    python benchmarks/gpu_settings.py ROOT [--device cuda] [--threads 4 8 16] [--seconds 3] [--out FILE]
+
+The settings: streams (one for all operators, one per backend, one per operator) and concurrency (whether independent operators,
+such as the decoders of two cameras, run at a time). torchcodec stands beside them. For each, frames/s of the Loader while the
+GPU has nothing else to do and while it multiplies matrices; and, per setting, the frames that differ from torchcodec's where
+batches are held (`dali_stream/selftest/lockstep.py`). With `--device cpu` only the program itself is tried.
+
+Not run on a GPU yet. The Loader uses one stream until this shows that more are faster, with every frame right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from argument_types import count, new_file, not_negative
+from nvidia.dali.pipeline import OperatorConcurrency, StreamPolicy
+
+import dali_stream
+from dali_stream import environment, process
+from dali_stream.bench.measure import endless, take
+from dali_stream.selftest import lockstep
+from dali_stream.video import dali
+
+SETTINGS = [  # the safest first: a crash ends the program, and the report has what came before
+    (StreamPolicy.SINGLE, OperatorConcurrency.BACKEND),
+    (StreamPolicy.SINGLE, OperatorConcurrency.FULL),
+    (StreamPolicy.PER_BACKEND, OperatorConcurrency.BACKEND),
+    (StreamPolicy.PER_BACKEND, OperatorConcurrency.FULL),
+    (StreamPolicy.PER_OPERATOR, OperatorConcurrency.FULL),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset with video that DALI decodes here")
+    parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, nargs="+", default=[process.cores()], help="of the decoders, each in turn")
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--seconds", type=not_negative, default=3.0, help="for each figure")
+    parser.add_argument("--out", type=new_file, help="write the report to this file, after each figure")
+    arguments = parser.parse_args()
+    gpu = process.gpu(arguments.device)
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
+    report: dict[str, Any] = {
+        "root": str(arguments.root),
+        "arguments": {key: str(value) for key, value in vars(arguments).items()},
+        **environment.ran_on(device),
+        "frames_per_s": [],
+        "lockstep": [],
+    }
+
+    def keep(part: str, row: dict[str, Any]) -> None:
+        report[part].append(row)
+        print(row, flush=True)
+        if arguments.out:
+            arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
+
+    routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]
+    for decode, dali.STREAMS, dali.CONCURRENCY in routes:
+        head = {"decode": decode, "streams": dali.STREAMS.name, "concurrency": dali.CONCURRENCY.name}
+        for threads in arguments.threads:
+            keep("frames_per_s", {**head, "threads": threads, **rates(arguments, device, decode, threads)})
+        if decode == "dali":
+            keep("lockstep", head | lockstep.measure(str(arguments.root), device, arguments.seconds, None))
+    return 1 if any(row["wrong"] for row in report["lockstep"]) else 0
+
+
+def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int) -> dict[str, Any]:
+    """Frames/s on an idle and on a busy device (None on a CPU), and the bytes that are in use on the GPU then."""
+    dataset = dali_stream.Dataset(arguments.root)
+    with dali_stream.Loader(
+        dataset, batch_size=arguments.batch_size, device=device, decode=decode, threads=threads, rank=0, world_size=1
+    ) as loader:
+        batches = endless(loader)
+        found: dict[str, Any] = {"idle": None, "busy": None}
+        for name, work in (("idle", None), ("busy", None if device == "cpu" else lockstep.work(device))):
+            if name == "busy" and work is None:
+                break
+            take(batches, 5)
+            started, number = time.perf_counter(), 0
+            while not number or time.perf_counter() - started < arguments.seconds:
+                take(batches, 1)
+                number += 1
+                if work is not None:
+                    work()
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - started
+            found[name] = round(number * arguments.batch_size * len(dataset.cameras) / seconds)
+    return {**found, "gpu_bytes": environment.gpu_bytes_used(None if device == "cpu" else torch.device(device).index)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""How well batches are mixed: what consumers and episode_pool_size do. No files are needed.
+
+    python benchmarks/mixing.py --json > benchmarks/results/mixing.json    # some minutes
+    python benchmarks/mixing.py --report benchmarks/results/mixing.json --figure docs/mixing.svg
+
+The second prints the tables of docs/order.md and draws its figure.
+
+Every order is held against a full shuffle of the same frames (NumPy's), which is what "i.i.d." stands for here. A batch is a
+global batch: what all ranks train on in one step. See `Mixing` for what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream import Order, environment
+from dali_stream.order import default_pools
+
+Array = npt.NDArray[Any]
+LAGS = 8
+BATCH_SIZES = (1, 2, 3, 5, 8, 16, 37, 48, 64, 100, 128, 256)
+RANKS = range(1, 9)
+EPISODES = (5, 12, 100, 1000)
+BEFORE = (32, 8)  # consumers and episode_pool_size of every run, before they were chosen for the global batch
+CURVE_EPISODES = 12
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How well the batches of an order are mixed.
+
+    Attributes:
+        variance: of batch means, of quantities that differ from episode to episode, divided by what it is where each sample is
+            drawn independently of the others: 1 is i.i.d., less is better than that.
+        autocorrelation: of the episodes' shares in batches, over the lags 1 to 8 the one that is farthest from 0. Near 1, a
+            batch shows the same episodes as one shortly before.
+        episodes: distinct ones in a batch, on average.
+    """
+
+    variance: float
+    autocorrelation: float
+    episodes: float
+
+
+class Case(NamedTuple):
+    """An order and its batches, measured, and a full shuffle of the same frames."""
+
+    batch_size: int
+    ranks: int
+    episodes: int
+    consumers: int
+    pool: int
+    held: bool  # whether the pools hold all episodes at once
+    variance: float
+    iid_variance: float
+    autocorrelation: float
+    iid_autocorrelation: float
+    episodes_per_batch: float
+    iid_episodes_per_batch: float
+
+
+def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
+    """Measures batches of `stride` samples.
+
+    Args:
+        epochs: per epoch, the episode of every position.
+        lengths: frames of each episode.
+        stride: samples of a batch. The samples at the end of an epoch that fill no batch are left out.
+    """
+    variances, distinct, products = [], [], [[] for _ in range(LAGS)]
+    for episodes in epochs:
+        batches, count = len(episodes) // stride, len(lengths)
+        batch = np.repeat(np.arange(batches), stride)
+        found = np.bincount(batch * count + episodes[: batches * stride], minlength=batches * count).reshape(batches, count)
+        distinct.append((found > 0).sum(1))
+        off = (found - found.mean(0)).astype(np.float32)
+        variances.append((off**2).sum(1))
+        for lag in range(1, min(LAGS + 1, batches)):
+            products[lag - 1].append(np.einsum("te,te->t", off[lag:], off[:-lag]))
+    variance = float(np.concatenate(variances).mean())
+    correlations = [float(np.concatenate(each).mean()) / variance if each and variance else 0.0 for each in products]
+    share = lengths / lengths.sum()
+    independent = stride * float((share * (1 - share)).sum())
+    return Mixing(variance / independent, max(correlations, key=abs), float(np.concatenate(distinct).mean()))
+
+
+def case(batch_size: int, ranks: int, episodes: int, consumers: int, pool: int, batches: int = 1000) -> Case:
+    """Measures one order over so many batches, about, in epochs of at least 40."""
+    stride = batch_size * ranks
+    lengths = made_up(episodes, stride)
+    epochs = max(round(batches * stride / lengths.sum()), 1)
+    orders = [Order(lengths, True, 0, epoch, consumers, pool).read(0, int(lengths.sum()))[0] for epoch in range(epochs)]
+    random, recorded = np.random.default_rng(0), np.repeat(np.arange(episodes), lengths)
+    found, iid = mixing(orders, lengths, stride), mixing((random.permutation(recorded) for _ in range(epochs)), lengths, stride)
+    held = max(len(np.unique(order[consumer::consumers])) for order in orders for consumer in range(consumers)) <= pool
+    figures = (value for pair in zip(asdict(found).values(), asdict(iid).values(), strict=True) for value in pair)
+    return Case(batch_size, ranks, episodes, consumers, pool, held, *(round(value, 4) for value in figures))
+
+
+def made_up(episodes: int, stride: int) -> Array:
+    """Lengths of episodes, the longest twice as long as the shortest: an epoch has 40 batches of `stride` or more."""
+    mean = int(np.clip(3000 * stride / episodes, 20, 375))
+    mean = max(mean, -(-40 * stride // episodes) + 1)
+    return np.random.default_rng(episodes).integers(mean * 2 // 3, mean * 4 // 3 + 1, episodes) + mean // 16
+
+
+def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RANKS) -> dict[str, Any]:
+    """The whole report: the default over a grid, both defaults over batch sizes, and what pools cost and bring."""
+    ranks = list(ranks)
+    grid = [
+        case(size, world, episodes, *default_pools(size, world))
+        for size in batch_sizes
+        for world in ranks
+        for episodes in EPISODES
+    ]
+    curve = {
+        name: [case(size, 1, CURVE_EPISODES, *choose(size)) for size in range(1, 257)]
+        for name, choose in (("before", lambda size: BEFORE), ("default", lambda size: default_pools(size, 1)))
+    }
+    consumers = [case(16, 1, 12, count, -(-256 // count)) for count in (1, 2, 4, 8, 16, 32, 64)]
+    pools = [case(256, 1, 1000, 32, pool) for pool in (1, 4, 8, 16, 32, 64)]
+    return {
+        "columns": Case._fields,
+        "grid": grid,
+        "curve": curve,
+        "consumers": consumers,
+        "pools": pools,
+        **environment.ran_on("cpu"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How well batches are mixed")
+    parser.add_argument(
+        "--report", type=Path, help="a report of --json to make tables and the figure of; measured unless given"
+    )
+    parser.add_argument("--figure", type=Path, help="write the figure, an SVG")
+    parser.add_argument("--json", action="store_true", help="print the report alone")
+    arguments = parser.parse_args()
+    report = json.loads(arguments.report.read_text()) if arguments.report else measure()
+    if arguments.json:
+        print(environment.report_json(report))
+        return
+    print(tables(report))
+    if arguments.figure:
+        arguments.figure.write_text(figure(report))
+
+
+# ---- tables and the figure
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The tables of docs/order.md."""
+    return "\n\n".join(
+        (_grid_table(_cases(report["grid"])), *(_table(_cases(report[name])) for name in ("consumers", "pools")))
+    )
+
+
+def _cases(rows: Iterable[Iterable[Any]]) -> list[Case]:
+    return [Case(*row) for row in rows]
+
+
+def _table(cases: list[Case]) -> str:
+    lines = [
+        f"{cases[0].episodes} episodes, batches of {cases[0].batch_size}:",
+        "",
+        "| `consumers` | `episode_pool_size` | segments | variance of batch means | autocorrelation | episodes in a batch |",
+        "|---|---|---|---|---|---|",
+    ]
+    for c in cases:
+        chosen = ", default" if (c.consumers, c.pool) == default_pools(c.batch_size, c.ranks) else ""
+        lines.append(
+            f"| {c.consumers} | {c.pool}{chosen} | {c.consumers * c.pool} | {c.variance:.2f} | {c.autocorrelation:.2f} | "
+            f"{c.episodes_per_batch:.1f} |"
+        )
+    c = cases[0]
+    lines.append(f"| full shuffle | | | {c.iid_variance:.2f} | {c.iid_autocorrelation:.2f} | {c.iid_episodes_per_batch:.1f} |")
+    return "\n".join(lines)
+
+
+def _grid_table(cases: list[Case]) -> str:
+    """Per number of episodes the worst of all batch sizes and ranks."""
+    lines = [
+        "| episodes | pools hold all | cases | variance of batch means | full shuffle | autocorrelation | full shuffle |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for episodes in sorted({c.episodes for c in cases}):
+        for held in (True, False):
+            if not (those := [c for c in cases if c.episodes == episodes and c.held is held]):
+                continue
+            worst = [max(abs(getattr(c, name)) for c in those)
+                     for name in ("variance", "iid_variance", "autocorrelation", "iid_autocorrelation")]  # fmt: skip
+            lines.append(
+                f"| {episodes} | {'yes' if held else 'no'} | {len(those)} | {worst[0]:.2f} | {worst[1]:.2f} | "
+                f"{worst[2]:.2f} | {worst[3]:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+WIDTH, HEIGHT, LEFT, TOP, GAP = 420, 240, 60, 56, 90  # of a panel, and around it, in pixels
+COLOURS = {"before": "#d95f02", "default": "#1f77b4"}
+
+
+def figure(report: dict[str, Any]) -> str:
+    """Both measures over the batch size, as an SVG."""
+    curves = {name: _cases(rows) for name, rows in report["curve"].items()}
+    panels = (
+        ("variance of batch means (1: i.i.d.)", _variance, lambda v: math.log(v / 0.05, 100), (0.05, 0.1, 0.2, 0.5, 1, 2, 5)),
+        ("autocorrelation over 8 batches, the worst", _correlation, lambda v: v, (0, 0.25, 0.5, 0.75, 1)),
+    )
+    width = 2 * (LEFT + WIDTH) + GAP // 3
+    labels = {
+        "before": f"consumers={BEFORE[0]}, episode_pool_size={BEFORE[1]}",
+        "default": "chosen for the global batch (default)",
+    }
+    height = TOP + HEIGHT + 56
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for number, (name, label) in enumerate(labels.items()):
+        x = LEFT + 330 * number
+        parts.append(f'<circle cx="{x}" cy="16" r="4" fill="{COLOURS[name]}"/><text x="{x + 10}" y="20">{label}</text>')
+    for number, (title, value, scale, ticks) in enumerate(panels):
+        parts += _panel(LEFT + number * (WIDTH + LEFT), title, curves, value, scale, ticks)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _variance(case: Case) -> float:
+    return max(case.variance, 0.05)
+
+
+def _correlation(case: Case) -> float:
+    return abs(case.autocorrelation)
+
+
+def _panel(
+    left: int,
+    title: str,
+    curves: dict[str, list[Case]],
+    value: Callable[[Case], float],
+    scale: Callable[[float], float],
+    ticks: Iterable[float],
+) -> Iterator[str]:
+    def down(v: float) -> float:
+        return round(TOP + HEIGHT * (1 - scale(v)), 1)
+
+    def across(size: int) -> float:
+        return round(left + WIDTH * math.log2(size) / 8, 1)
+
+    yield f'<text x="{left}" y="{TOP - 12}" font-weight="bold">{title}</text>'
+    for tick in ticks:
+        yield f'<line x1="{left}" x2="{left + WIDTH}" y1="{down(tick)}" y2="{down(tick)}" stroke="#dddddd"/>'
+        yield f'<text x="{left - 6}" y="{down(tick) + 4}" text-anchor="end">{tick:g}</text>'
+    for size in (2**n for n in range(9)):
+        yield f'<text x="{across(size)}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{size}</text>'
+    below = f'x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 40}" text-anchor="middle"'
+    yield f"<text {below}>batch size; {CURVE_EPISODES} episodes</text>"
+    for name, cases in curves.items():
+        dots = (f"M{across(c.batch_size)} {down(value(c))}h0" for c in cases)  # lines of no length, with round ends
+        yield (
+            f'<path d="{"".join(dots)}" stroke="{COLOURS[name]}" stroke-width="4" stroke-linecap="round" stroke-opacity="0.7"/>'
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""A bar chart of reports of peers.py, as an SVG that shows on any background.
+
+    python benchmarks/peers_chart.py REPORT.json ... --out CHART.svg
+
+A panel per report, a bar per loader that ran: the median of the rounds, with a line from the slowest to the fastest. Below
+stand the loaders that failed, and machine, dataset, versions and date. `make figures` draws docs/figures/peers.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from argument_types import new_file
+
+WIDTH, LEFT, RIGHT, MARGIN = 860, 250, 70, 20  # pixels; bars lie between LEFT and WIDTH - RIGHT
+BAR, ROW, LINE = 20, 30, 20
+OWN, OTHER, INK, DIM = "#0b7a5c", "#a9b4c2", "#1c2128", "#57606a"
+SIZES = {"title": 15, "text": 13, "small": 12}
+MODES = {
+    "single": "Single frames",
+    "sarm": "Windows of 8 frames, 1 s apart",
+    "action_chunk": "Single frames with 50 actions",
+}
+NAMES = {
+    "dali_stream": "dali_stream",
+    "torchcodec": "Plain torchcodec loop",
+    "torchcodec-cuda": "Plain torchcodec loop, NVDEC",
+    "pynvvideocodec": "Plain PyNvVideoCodec loop",
+    "lerobot-streaming": "StreamingLeRobotDataset",
+}
+NOT_RUN = ("no GPU", "no LeRobot")  # how the error of a side begins that could not be tried
+Report = dict[str, Any]
+
+
+def main(given: list[str] | None = None) -> int:
+    """The program; `given` are its arguments, those of the command line by default."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("reports", type=Path, nargs="+", help="that peers.py wrote, a panel each")
+    parser.add_argument("--out", type=new_file, required=True, help="the SVG")
+    arguments = parser.parse_args(given)
+    try:
+        arguments.out.write_text(chart([read(path) for path in arguments.reports]))
+    except (OSError, ValueError) as error:
+        print(f"peers_chart: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read(path: Path) -> Report:
+    """A report. Raises ValueError where it is none, or no loader ran."""
+    try:
+        report: Report = json.loads(path.read_text())
+        if not ran(report):
+            raise ValueError("no loader delivered anything; measure again")
+        title(report), footer([report])  # raise where what they say is missing
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no report of peers.py: {type(error).__name__}: {error}") from error
+    return report
+
+
+def chart(reports: list[Report]) -> str:
+    """The SVG's text: a function of the reports alone, so that a test can hold the committed chart against them."""
+    scale = (WIDTH - LEFT - RIGHT) / max(max(side["rounds"]) for report in reports for side in ran(report))
+    parts: list[str] = []
+    y = MARGIN
+    for report in reports:
+        y += LINE
+        parts.append(text(MARGIN, y, title(report), "title", weight=600))
+        y += 10
+        for side in sorted(ran(report), key=lambda side: -side["frames_per_s"]):
+            parts += bar(side, y, scale)
+            y += ROW
+        y += 10
+    for line in footer(reports):
+        y += LINE
+        parts.append(text(MARGIN, y, line, "small", DIM))
+    height = y + MARGIN
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
+        f'font-family="Helvetica, Arial, sans-serif">\n<title>Frames per second of {escape(listed(reports))}</title>\n'
+        f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#ffffff"/>\n'
+    )
+    return head + "\n".join(parts) + "\n</svg>\n"
+
+
+def bar(side: Report, y: int, scale: float) -> Iterator[str]:
+    """A loader's name, its bar from y on, the span of its rounds and its figure."""
+    middle, length = y + BAR // 2, side["frames_per_s"] * scale
+    slowest, fastest = (LEFT + rate * scale for rate in (min(side["rounds"]), max(side["rounds"])))
+    own = side["name"] == "dali_stream"
+    weight = 600 if own else 400
+    yield text(LEFT - 10, middle + 5, named(side), anchor="end", weight=weight)
+    yield f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{OWN if own else OTHER}"/>'
+    yield f'<path d="M{slowest:.1f} {middle}H{fastest:.1f}" stroke="{INK}" stroke-width="1.5"/>'
+    wrong = "" if side["frames"]["equal"] else ", WRONG FRAMES"
+    yield text(max(LEFT + length, fastest) + 8, middle + 5, f"{side['frames_per_s']:.0f}{wrong}", weight=weight)
+
+
+def text(x: float, y: float, said: str, size: str = "text", fill: str = INK, anchor: str = "start", weight: int = 400) -> str:
+    """A line of text at its baseline."""
+    return (
+        f'<text x="{x:.1f}" y="{y}" font-size="{SIZES[size]}" fill="{fill}" text-anchor="{anchor}" '
+        f'font-weight="{weight}">{escape(said)}</text>'
+    )
+
+
+def ran(report: Report) -> list[Report]:
+    """The loaders that were measured to the end."""
+    return [side for side in report["peers"] if side["frames_per_s"] and not side["error"]]
+
+
+def named(side: Report) -> str:
+    """A loader's name as a reader knows it."""
+    kind, _, workers = side["name"].partition(", ")
+    return NAMES.get(side["name"], f"LeRobotDataset, {workers}" if kind == "lerobot" else side["name"])
+
+
+def title(report: Report) -> str:
+    """What was asked for."""
+    given = report["arguments"]
+    return f"{MODES.get(given['mode'], given['mode'])}: float32 frames/s, batch {given['batch_size']}"
+
+
+def listed(reports: list[Report]) -> str:
+    """The loaders and their speed, for those who cannot see the bars."""
+    return "; ".join(
+        f"{title(report)}: " + ", ".join(f"{named(side)} {side['frames_per_s']:.0f}" for side in ran(report))
+        for report in reports
+    )
+
+
+def footer(reports: list[Report]) -> list[str]:
+    """Lines below the bars: what failed, and what was measured on what, when."""
+    failed: dict[str, list[str]] = {}
+    for report in reports:
+        for side in report["peers"]:
+            if side["error"] and not side["error"].startswith(NOT_RUN):
+                failed.setdefault(named(side), []).append(title(report).partition(":")[0].lower())
+    lines = [f"Failed: {name} ({' and '.join(modes)})." for name, modes in failed.items()]
+    lines.append(
+        "Bar: median of the rounds. Line: slowest to fastest round. Frames of every loader were compared with FFmpeg's."
+    )
+    return [*lines, *dict.fromkeys(circumstances(report) for report in reports)]
+
+
+def circumstances(report: Report) -> str:
+    """Dataset, machine, versions and date."""
+    on, found = report["machine"], {"LeRobot": "", **report["versions"]}
+    for side in report["peers"]:
+        found["LeRobot"] = found["LeRobot"] or side["versions"].get("lerobot", "")
+    versions = [f"{name} {found[name].partition('+')[0]}" for name in ("torch", "torchcodec", "LeRobot") if found[name]]
+    machine = f"{on['processor']}, {on['cores']} cores, {on['gpu'] or 'no GPU'}"
+    return f"Dataset {report['root']}; {machine}; {', '.join(versions)}; {report['date']}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

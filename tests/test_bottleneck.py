@@ -1,0 +1,145 @@
+"""What limits a loader: the stage that its times point to, and a change that fits its settings."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dali_stream import Loader
+from dali_stream.bottleneck import STAGES, Setup, find
+from dali_stream.counters import Counters
+
+TOP = "observation.images.top"
+
+
+def times(**given: float) -> dict[str, float]:
+    """Of 10 s in which batches were waited for, unless given otherwise."""
+    zero = dict.fromkeys((key for stages in STAGES.values() for key in stages), 0.0)
+    counts = {"frames": 100, "decoded_frames": 150, "fetched_bytes": 0, "evicted_early": 0, "frames_evicted_before_use": 0}
+    return zero | counts | {"wait_s": 10.0} | given
+
+
+def setup(**given: Any) -> Setup:
+    return Setup(**{"threads": 4, "cores": 4, "videos": {TOP: "torchcodec"}, "image_size": (224, 224)} | given)
+
+
+STARVED = {"starved_s": 9.0, "graph_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("spent", "stage", "share"),
+    [
+        ({"wait_s": 0.5, "consumer_s": 9.5, "decode_s": 38.0, "starved_s": 0.5}, "consumer", 0.95),
+        ({**STARVED, "decode_s": 32.0, "pack_s": 4.0}, "decode", 0.8),
+        ({**STARVED, "decode_s": 10.0, "resize_s": 24.0}, "resize", 0.6),
+        ({**STARVED, "decode_s": 1.0, "read_s": 36.0}, "read", 0.9),
+        ({**STARVED, "decode_s": 8.0, "pack_s": 20.0}, "pack", 0.5),
+        # 8 s of four decode threads are a fifth of their time, 8 s of the one planner nearly all of it.
+        ({**STARVED, "decode_s": 8.0, "rows_s": 8.0}, "rows", 0.8),
+        ({**STARVED, "gather_s": 6.0, "plan_s": 3.0}, "gather", 0.6),
+        ({**STARVED, "gather_s": 3.0, "plan_s": 6.0}, "plan", 0.6),
+        ({**STARVED, "decode_s": 8.0, "plan_s": 4.0}, "prefetch", 1.0),
+        ({"graph_s": 7.1, "starved_s": 2.0, "decode_s": 36.0}, "graph", 0.71),
+        ({"graph_s": 2.0, "starved_s": 2.0}, "handover", 0.6),
+        # Training takes half of the time, and waits for the other half.
+        ({"wait_s": 5.0, "consumer_s": 5.0, "starved_s": 5.0, "decode_s": 36.0}, "decode", 0.9),
+    ],
+)
+def test_the_stage_that_limits_is_named_with_its_share(spent: dict[str, float], stage: str, share: float) -> None:
+    found = find(times(**spent), setup())
+    assert found is not None
+    assert (found.stage, found.share) == (stage, pytest.approx(share))
+    percent = f"{share * 100:.0f} %" if stage != "consumer" else "waits for batches 5 %"
+    assert percent in found.text
+    assert str(found) == found.text
+    assert found.text.count(". ") <= 1, "two sentences"
+
+
+DECODE, READ = {**STARVED, "decode_s": 36.0}, {**STARVED, "read_s": 36.0, "fetched_bytes": 50e6}
+GRAPH = {"graph_s": 9.5}
+LONG_GOP = {"decoded_frames": 650}
+
+
+@pytest.mark.parametrize(
+    ("spent", "given", "said"),
+    [
+        (DECODE, {}, "more CPU cores than the 4 of this process, or a GPU"),
+        (DECODE, {"cores": 16}, "threads=16, as many"),
+        (DECODE | LONG_GOP, {"cores": 16}, "--codec h264 --gop 2), since 6.5 frames are decoded"),
+        (DECODE | LONG_GOP | {"frames_evicted_before_use": 70}, {}, "a larger memory_budget: 6.50 frames are decoded"),
+        (DECODE | LONG_GOP, {"videos": {}}, "more CPU cores"),  # its frames are images
+        (DECODE, {"gpu": True}, f"--codec hevc), since the CPU decodes {TOP} now"),
+        (DECODE, {"gpu": True, "decode": "torchcodec"}, 'decode="auto"'),
+        (DECODE, {"gpu": True, "videos": {}}, "more CPU cores than the 4 of this process."),
+        (READ, {}, "a faster disk"),
+        (READ, {"remote": True}, "cache_dir on a local disk"),
+        (READ | {"evicted_early": 12}, {"remote": True}, "a larger memory_budget, since 12 blocks"),
+        (READ, {"remote": True, "cached": True}, "a faster connection, or storage that is nearer, since 5 MB/s"),
+        ({**STARVED, "rows_s": 9.0}, {"remote": True}, "cache_dir"),
+        ({**STARVED, "rows_s": 9.0}, {}, "a larger memory_budget, which keeps more rows"),
+        ({**STARVED, "pack_s": 36.0} | LONG_GOP, {"videos": {TOP: "dali"}, "gpu": True}, "--codec hevc --gop 2"),
+        ({**STARVED, "resize_s": 36.0}, {"cores": 8}, "threads=8"),
+        (GRAPH, {"pipeline": True}, "your pipeline function, which run on the CPU here"),
+        (GRAPH, {"image_size": None}, "image_size, since whole frames"),
+        (GRAPH, {}, 'image_dtype="uint8"'),
+        (GRAPH, {"image_dtype": "uint8"}, "more CPU cores"),
+        (GRAPH, {"videos": {TOP: "dali"}}, 'decode="torchcodec", since DALI decodes on the CPU here'),
+        (GRAPH, {"videos": {TOP: "dali"}, "gpu": True}, "The DALI graph, which decodes and resizes the videos, takes 95 %"),
+        (GRAPH, {"videos": {TOP: "dali"}, "gpu": True}, "a GPU with more decode engines"),
+        (GRAPH | LONG_GOP, {"videos": {TOP: "dali"}, "gpu": True}, "--codec hevc --gop 2"),
+        ({}, {"normalize": True}, "normalisation inside the model"),
+        ({}, {}, "whole epochs"),
+    ],
+)
+def test_the_change_fits_the_settings(spent: dict[str, float], given: dict[str, Any], said: str) -> None:
+    assert said in str(find(times(**spent), setup(**given)))
+
+
+def test_nothing_is_said_of_no_time() -> None:
+    assert find(times(wait_s=0), setup()) is None
+
+
+def test_a_stage_inside_another_is_counted_once() -> None:
+    counters = Counters()
+    with counters.timed("plan_s"):
+        with counters.timed("rows_s"):
+            sum(range(200_000))
+        with counters.timed("gather_s"), counters.timed("pack_s"):
+            sum(range(200_000))
+    assert 0 < counters.plan_s < counters.rows_s
+    assert 0 < counters.gather_s < counters.pack_s
+
+
+def test_it_is_said_once_after_200_batches(odd: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dali_stream")
+    with Loader(odd, batch_size=1) as loader:
+        batches = iter(())
+        for number in range(1, 421):  # 20 epochs of 21 batches
+            batch = next(batches, None) or next(batches := iter(loader))
+            assert batch["index"].shape == (1,)
+            said = [record for record in caplog.records if "200 batches" in record.message]
+            assert len(said) == (number >= 200)
+        found = loader.bottleneck()
+        assert found is not None
+        assert loader.bottleneck(loader.stats()) is None, "no time has passed since"
+    assert said[0].levelno == (logging.INFO if "keeps up" in said[0].message else logging.WARNING)
+    assert "Loader, after 200 batches: " in said[0].message
+
+
+@pytest.mark.parametrize(("slow", "rank", "level"), [(True, 0, "INFO"), (False, 0, "WARNING"), (False, 1, "INFO")])
+def test_only_what_holds_training_up_is_a_warning_and_of_one_rank(
+    odd: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, slow: bool, rank: int, level: str
+) -> None:
+    caplog.set_level(logging.INFO, "dali_stream")
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-6) or clock[0])
+    with Loader(odd, batch_size=1, rank=rank, world_size=2) as loader:
+        for _ in range(21):
+            for _ in loader:
+                clock[0] += 1.0 if slow else 0.0
+    [record] = [record for record in caplog.records if "200 batches" in record.message]
+    assert record.levelname == level
+    assert ("keeps up" in record.message) == slow
