@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dali_stream import process
-from dali_stream.arena import Columns
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DecodeError
 from dali_stream.metadata import TABULAR, Stats, stats_of
-from dali_stream.rows import RowReader
+from dali_stream.rows import Columns, RowReader
 from dali_stream.storage import Store
 from dali_stream.video import image
 from dali_stream.video.format import describe
