@@ -167,7 +167,7 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -
             nodes[key] = _decoded(parts, plan.gpu)
         else:
             # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
-            nodes[key] = parts[0] if key == SAMPLE else placed(parts[0])
+            nodes[key] = parts[0] if key == SAMPLE and plan.augments else placed(parts[0])
     # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Pictures are much,
     # so they stay where they are, and an operator copies them, in threads of its own, where no other makes new ones of them.
     for camera, node in _source(stage.pictures, pictures, no_copy=True) if pictures else ():
@@ -183,7 +183,7 @@ def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: A
 
 
 def _column(plan: Plan, key: str) -> tuple[Any, int, str]:
-    if key == SAMPLE:
+    if key == SAMPLE and plan.augments:
         return types.FLOAT, 1, ""
     if key not in plan.dataset.features:
         return types.BOOL, 1, ""  # a pad mask

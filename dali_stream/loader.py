@@ -474,7 +474,8 @@ class Loader:
 
     def _warn_if_uneven(self) -> None:
         plan = self._plan
-        if plan.shuffle is True and (told := uneven(plan.consumers, plan.batches.batch_size, plan.batches.world_size)):
+        told = plan.shuffle is True and uneven(plan.consumers, plan.batches.batch_size, plan.batches.world_size)
+        if told and plan.rank == 0:
             _log.warning("%s", told)
 
     def _choose_routes(self) -> dict[str, Route]:

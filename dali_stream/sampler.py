@@ -267,7 +267,8 @@ class FrameSampler(Sampler[int]):
 
     def _warn_if_uneven(self) -> None:
         shuffle, _, consumers, _ = self._arguments
-        if shuffle is True and self._batch_size and (told := uneven(consumers, self._batch_size, self._world)):
+        told = shuffle is True and self._batch_size and uneven(consumers, self._batch_size, self._world)
+        if told and self._rank == 0:
             _log.warning("%s", told)
 
     def _check_not_begun(self, what: str) -> None:

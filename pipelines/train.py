@@ -219,17 +219,18 @@ class Run:
             self.unvalidated = False
             return True
         policy, totals = self.accelerator.unwrap_model(self.model).eval(), torch.zeros(3, device=self.accelerator.device)
+        asked = False
         for batch in self.data.val:
             recorded, real = actions(batch), ~batch["action_is_pad"]
             with self.accelerator.autocast():
                 wrong = policy.predict(batch) - recorded
             totals += torch.stack([wrong[real].abs().sum(), recorded[real].abs().sum(), real.sum() * recorded.shape[-1]])
-            if preemption.agreed():  # each process has as many batches
+            if asked := preemption.agreed():  # each process has as many batches, so that all of them end here or none
                 break
         policy.train()
         own, mean, count = self.accelerator.reduce(totals, "sum").tolist()
         self._mark()
-        if preemption.signal:
+        if asked:
             return False
         self._note("validation", {"val_error": own / count, "mean_error": mean / count})
         self.unvalidated = False

@@ -150,6 +150,13 @@ def test_a_column_with_the_key_of_a_mask_is_delivered_where_there_is_no_mask(
     assert caplog.records == []
 
 
+@pytest.mark.parametrize("like", ["one", "scalar", "observation.state"])
+def test_a_column_named_sample_is_delivered_where_nothing_is_augmented(odd: Path, tmp_path: Path, like: str) -> None:
+    with Loader(with_column(copied(odd, tmp_path), "sample", like), batch_size=4) as loader:
+        for batch in loader:
+            assert batch["sample"].equal(batch[like])
+
+
 def test_a_video_with_the_key_of_a_mask_is_not_read(demo_copy: Path) -> None:
     def renamed(text: str) -> str:
         return text.replace(SIDE, "action_is_pad")
