@@ -20,7 +20,6 @@ from dali_stream import process
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "benchmarks/peer_programs"
 SHORT = ["--batch-size", "8", "--batches", "3", "--rounds", "2", "--warmup", "1", "--check", "3", "--device", "cpu"]
-SMALL = ["--image-size", "96", "128"]
 
 # Stands for the Python of an environment with LeRobot, and runs another program than the one it is given: the plain loop with
 # another order, which delivers the picture before; or none.
@@ -52,18 +51,8 @@ def run(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str,
     fake = folder / "python"
     fake.write_text(FAKE.format(python=sys.executable, programs=str(PROGRAMS)))
     fake.chmod(0o755)
-    command = [
-        sys.executable,
-        "benchmarks/peers.py",
-        str(demo),
-        *SHORT,
-        *SMALL,
-        "--workers",
-        "0",
-        "--lerobot-python",
-        str(fake),
-    ]
-    command += ["--json", "--out", str(folder / "report.json")]
+    command = [sys.executable, "benchmarks/peers.py", str(demo), *SHORT, "--image-size", "96", "128"]
+    command += ["--workers", "0", "--lerobot-python", str(fake), "--json", "--out", str(folder / "report.json")]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # the others' faults are theirs
     *table, result = done.stdout.splitlines()
@@ -214,7 +203,7 @@ def test_a_side_that_is_given_up_runs_no_more(peers: Any, tmp_path: Path) -> Non
     assert side.report(side)["frames_per_s"] is None
 
 
-# Notes its number, and of those before it, which still run.
+# Notes its process id, and whether a process that noted its own before is still there.
 ALONE = """
 import json, os, sys
 from pathlib import Path

@@ -83,7 +83,7 @@ class Delivered:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._rows: dict[str, list[np.ndarray]] = {key: [] for key in ROWS}
-        self._pictures: dict[str, list[np.ndarray]] = {key: [] for key in spec["cameras"]}
+        self._pictures: dict[str, list[torch.Tensor]] = {key: [] for key in spec["cameras"]}
         self._checked: list[np.ndarray] = []
         self._samples = 0
 
@@ -104,16 +104,17 @@ class Delivered:
         return batch
 
     def keep_frames(self, batch: Batch) -> None:
-        """Notes the frames of some samples of the batch that came last."""
+        """Copies the frames of some samples of the batch that came last; no more, since the next batches are being made."""
         few = self._spec["check"]
         self._checked.append(self._samples - len(batch["index"]) + np.arange(len(batch["index"][:few])))
         for key, kept in self._pictures.items():
-            found = batch[key][:few].mul(255).round().to(torch.uint8).cpu()
-            kept.append(found.reshape(len(found), -1, *found.shape[-3:]).numpy())
+            kept.append(batch[key][:few].clone())
 
     def write(self) -> int:
         """Writes it to where the spec says: rows (N,), and of the `checked` ones pictures (n, steps, C, H, W) per camera."""
         arrays: dict[str, Any] = {key: np.concatenate(found) for key, found in self._rows.items()}
-        arrays |= {f"pictures_{n}": np.concatenate(kept) for n, kept in enumerate(self._pictures.values())}
+        for n, kept in enumerate(self._pictures.values()):
+            found = torch.cat(kept).mul(255).round().to(torch.uint8).cpu()
+            arrays[f"pictures_{n}"] = found.reshape(len(found), -1, *found.shape[-3:]).numpy()
         np.savez(self._spec["results"], checked=np.concatenate(self._checked), **arrays)
         return self._samples
