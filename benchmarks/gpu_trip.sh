@@ -63,7 +63,7 @@ all_parts() {
         codec=${each%%:*}
         part "floor of $codec" 40 "$python" "$root/benchmarks/decode_floor.py" "$data/$codec" --decode dali --device "$device" \
             --rounds 3 --json
-        part "peers of $codec" 80 "$python" "$root/benchmarks/peers.py" "$data/$codec" --device "$device" --rounds 3 --answer-s 30 \
+        part "peers of $codec" 80 "$python" "$root/benchmarks/peers.py" "$data/$codec" --device "$device" --rounds 2 --answer-s 30 \
             --only torchcodec pynvvideocodec --out "$out/peers-$codec.json"
     done
     printf '\n%s\n' "${failed[*]:+not ended well: ${failed[*]}}"

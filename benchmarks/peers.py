@@ -1,22 +1,31 @@
 """This loader beside others, in one run, in turns, on the same dataset and the same order of (episode, frame).
 
-    python benchmarks/peers.py ROOT [--lerobot-python VENV/bin/python] [--mode single|sarm|action_chunk] [--json] [--out FILE]
+    python benchmarks/peers.py ROOT [--lerobot-python VENV/bin/python] [--mode single|sarm|action_chunk]
+                                    [--image-size HEIGHT WIDTH] [--json] [--out FILE]
 
 dali_stream          this package's Loader
 torchcodec           a plain loop around torchcodec, a thread per core, each with a decoder per file
 lerobot, N workers   LeRobotDataset in PyTorch's DataLoader
+lerobot-uint8, N ... the same with return_uint8=True, as LeRobot's own training script has it; batches are made float32
 lerobot-streaming    StreamingLeRobotDataset; it shuffles by itself, so its frames are checked, but not in which order they come
 torchcodec-cuda      the plain loop on NVDEC; not run on a GPU yet
 pynvvideocodec       a plain loop around PyNvVideoCodec's SimpleDecoder; not run on a GPU yet
 
-All deliver float32 pictures in [0, 1] of all cameras on the same device; the plain loops no other rows than the frame's
-number. Each is a process of its own, which stands still, with all of its workers, while another has its turn: a queue that
-fills meanwhile would be measured as speed, and taken from the other's cores. The first batch is from opening the dataset on,
-with everything imported and LeRobot's cache of the dataset empty. Memory is of all processes of a side, what they share
-counted once, looked at every half second.
+All deliver float32 frames in [0, 1] of all cameras on the same device; the plain loops no other columns than the frame's
+number. --image-size resizes with antialiasing: LeRobot with torchvision's Resize in its image_transforms, the plain loops
+with torch's interpolate.
 
-Delivered rows are all compared with the order, and pictures of each round with FFmpeg's of the file. The exit code is 1 where
-this loader failed or delivered anything else; a peer that does is told in the report.
+Every turn of a side is a new process, which ends before the next side's begins, so nothing that was decoded is kept from one
+turn to the next, and no side runs during the turn of another. dali_stream keeps decoded frames for later batches. It is timed
+over the whole of its first epoch, from the first batch on, and then over its second one, or as many as have --batches
+batches. The others decode every frame every time; they are timed over --batches batches, after a warm-up, and both epochs of
+dali_stream are compared with that rate, turn by turn. The first batch is from opening the dataset on, with everything
+imported and LeRobot's cache of the dataset empty. Memory is of all processes of a side, what they share counted once,
+measured every half second.
+
+The rows of all samples are compared with the order, and frames of the last batch of each timed part with those of the file,
+decoded by FFmpeg, and with their neighbours. The exit code is 1 if dali_stream failed or delivered anything else; what a peer
+did wrong is in the report.
 """
 
 from __future__ import annotations
@@ -27,7 +36,6 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +60,11 @@ class Side:
     Attributes:
         spec: what its program is told beside what all are told.
         follows: whether it can be given an order.
+        keeps: whether it keeps decoded frames, so that epochs have to be timed as a whole.
+        rounds: frames/s of each turn; of the first epoch if it keeps frames.
+        second_epoch_rounds: the same of the epochs after the first; empty unless it keeps frames.
+        first_batch_rounds: seconds to the first batch of each turn.
+        checks: what `frames.check` found in each turn.
     """
 
     name: str
@@ -59,33 +72,54 @@ class Side:
     python: str | None = sys.executable
     spec: dict[str, Any] = field(default_factory=dict)
     follows: bool = True
+    keeps: bool = False
     gpu: bool = False
-    peer: Peer | None = None
     error: str | None = None
-    first_batch_s: float | None = None
     rounds: list[float] = field(default_factory=list)
-    frames: dict[str, Any] | None = None
+    second_epoch_rounds: list[float] = field(default_factory=list)
+    first_batch_rounds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, own: Side) -> dict[str, Any]:
+        """What is told of it. `speedup` is the rate of `own` divided by its rate: the median of the turns' ratios."""
+        other = self if self is not own else Side(self.name, self.program)
         return {
             "name": self.name,
-            "frames_per_s": statistics.median(self.rounds) if self.rounds else None,
+            "frames_per_s": median(self.rounds),
             "rounds": self.rounds,
-            "first_batch_s": self.first_batch_s,
-            "peak_bytes": self.peer.peak_bytes if self.peer else None,
+            "second_epoch_frames_per_s": median(self.second_epoch_rounds),
+            "second_epoch_rounds": self.second_epoch_rounds,
+            "speedup": ratio(own.rounds, other.rounds),
+            "second_epoch_speedup": ratio(own.second_epoch_rounds, other.rounds),
+            "first_batch_s": median(self.first_batch_rounds),
+            "first_batch_rounds": self.first_batch_rounds,
+            "peak_bytes": self.peak_bytes,
             "follows_the_order": self.follows,
-            "frames": self.frames,
+            "frames": frames.merged(self.checks) if self.checks and not self.error else None,
             "error": self.error,
-            "versions": self.peer.versions if self.peer else {},
+            "versions": self.versions,
         }
+
+
+def median(values: list[float]) -> float | None:
+    """None without any."""
+    return statistics.median(values) if values else None
+
+
+def ratio(own: list[float], other: list[float]) -> float | None:
+    """Of turns that follow each other, since others use the machine too."""
+    return median([mine / its for mine, its in zip(own, other, strict=False)])
 
 
 def sides(lerobot: str | None, workers: list[int]) -> list[Side]:
     """All that can be compared."""
     return [
-        Side(OWN, "ours.py"),
+        Side(OWN, "ours.py", keeps=True),
         Side("torchcodec", "torchcodec_loop.py"),
-        *(Side(f"lerobot, {n} workers", "lerobot_map.py", lerobot, {"workers": n}) for n in workers),
+        *(Side(f"lerobot, {n} workers", "lerobot_map.py", lerobot, {"workers": n, "uint8": False}) for n in workers),
+        *(Side(f"lerobot-uint8, {n} workers", "lerobot_map.py", lerobot, {"workers": n, "uint8": True}) for n in workers),
         Side("lerobot-streaming", "lerobot_stream.py", lerobot, follows=False),
         Side("torchcodec-cuda", "torchcodec_loop.py", spec={"gpu_decode": True}, gpu=True),
         Side("pynvvideocodec", "pynvvideocodec_loop.py", gpu=True),
@@ -116,13 +150,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="single")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--batches", type=count, default=10, help="batches that a turn times; more than a side makes ahead")
+    parser.add_argument("--image-size", type=count, nargs=2, metavar=("HEIGHT", "WIDTH"), help="default: the recorded size")
     parser.add_argument("--rounds", type=count, default=5, help="turns of each side; the medians are compared")
-    parser.add_argument("--warmup", type=count_or_none, default=4, help="batches after the first that are not timed")
+    parser.add_argument("--warmup", type=count_or_none, default=4, help="batches after the first that no peer is timed on")
     parser.add_argument("--workers", type=count_or_none, nargs="+", default=[0, 2], help="of LeRobot's DataLoader, a side each")
     parser.add_argument("--threads", type=count, default=process.cores(), help="of this loader and of the plain loop")
     parser.add_argument("--lerobot-python", help="the Python of an environment with LeRobot")
     parser.add_argument("--only", nargs="+", metavar="SIDE", help="names, or their beginnings; dali_stream is always there")
-    parser.add_argument("--check", type=count, default=4, help="samples of each turn whose pictures are compared")
+    parser.add_argument("--check", type=count, default=16, help="samples of each part of a turn whose frames are compared")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--device", default="auto", help="where the batches are wanted: auto, cpu, cuda or cuda:N")
     parser.add_argument("--answer-s", type=positive, default=600, help="after this a side that does not answer is given up")
@@ -145,18 +180,25 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if not any(side.name.startswith(name) for side in known):
             raise ValueError(f"--only names {name!r}, and there are {', '.join(side.name for side in known)}")
     chosen = [side for side in known if side.name.startswith(tuple(arguments.only or ("",)))]
-    compared = chosen if chosen and chosen[0].name == OWN else [Side(OWN, "ours.py"), *chosen]
+    compared = chosen if chosen and chosen[0].name == OWN else [known[0], *chosen]
     deltas = windows(arguments.mode, dataset)
-    batches = 1 + arguments.warmup + arguments.rounds * arguments.batches
-    recorded = Recorded(dataset, deltas, arguments.batch_size, batches, arguments.seed)
+    per_epoch = dataset.num_frames // arguments.batch_size
+    if per_epoch < 2:
+        raise ValueError(
+            f"batch_size is {arguments.batch_size}, and {dataset.uri} has {dataset.num_frames} frames, less than two batches; "
+            "give a smaller one"
+        )
+    batches = max(per_epoch + whole_epochs(arguments.batches, per_epoch), 1 + arguments.warmup + arguments.batches)
+    recorded = Recorded(dataset, deltas, arguments.batch_size, batches, arguments.seed, arguments.image_size)
     with tempfile.TemporaryDirectory() as folder:
         common = spec(arguments, recorded, deltas, device, Path(folder))
         run(compared, recorded, common, arguments)
     return {
         "root": str(arguments.root),
-        "peers": [side.report() for side in compared],
+        "peers": [side.report(compared[0]) for side in compared],
         "arguments": {key: str(value) for key, value in vars(arguments).items()},
-        "frames_per_round": frames_per_batch(recorded, arguments) * arguments.batches,
+        "frames_per_batch": frames_per_batch(recorded, arguments),
+        "batches_per_epoch": per_epoch,
         **environment.ran_on(device),
     }
 
@@ -173,65 +215,68 @@ def spec(arguments: argparse.Namespace, recorded: Recorded, deltas: Any, device:
         "delta_timestamps": deltas,
         "device": device,
         "gpu_decode": False,
-        **{key: getattr(arguments, key) for key in ("batch_size", "threads", "seed", "check")},
+        **{key: getattr(arguments, key) for key in ("batch_size", "image_size", "threads", "seed", "check")},
     }
 
 
 def run(compared: list[Side], recorded: Recorded, common: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """All turns of all sides; what goes wrong with one is its own."""
+    """All turns of all sides; an error of one ends its own turns alone."""
+    for number in range(arguments.rounds):
+        for side in compared:
+            if side.error is None:
+                folder = Path(common["folder"]) / f"{side.name} {number}"
+                attempt(side, recorded, common, folder, arguments)
+
+
+def attempt(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
+    """A turn of a side that has not failed before, and what it delivered."""
     try:
-        for side in compared:
-            attempt(side, begin, common, arguments)
-        for _ in range(arguments.rounds):
-            for side in compared:
-                attempt(side, turn, arguments.batches, frames_per_batch(recorded, arguments))
-        for side in compared:
-            attempt(side, finish, recorded, Path(common["folder"]))
-    finally:
-        for side in compared:
-            if side.peer:
-                side.peer.close()
+        turn(side, recorded, common, folder, arguments)
+    except PeerError as error:
+        side.error = str(error)
+        print(f"{side.name}: {side.error}", file=sys.stderr)
+    else:
+        side.checks.append(frames.check(folder / "results.npz", recorded, side.follows))
 
 
-def attempt(side: Side, step: Callable[..., None], *arguments: Any) -> None:
-    """A step of a side that has not failed before."""
-    if side.error is None:
-        try:
-            step(side, *arguments)
-        except PeerError as error:
-            if side.peer:
-                side.peer.close()  # what is left of it would take the others' cores
-            side.error = str(error)
-            print(f"{side.name}: {side.error}", file=sys.stderr)
-
-
-def begin(side: Side, common: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Starts a side, up to the end of its warm-up."""
+def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
+    """A new process, from the opening of the dataset to its last batch."""
     if side.gpu and common["device"] == "cpu":
         raise PeerError("no GPU")
     if side.python is None:
         raise PeerError("no LeRobot; give --lerobot-python the Python of an environment that has it")
-    folder = Path(common["folder"]) / side.name
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(common | side.spec | {"results": str(folder / "results.npz")}))
     # Nothing is asked of the Hub, and nothing left in the user's cache.
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     command = [side.python, str(PROGRAMS / side.program), str(folder / "spec.json")]
-    side.peer = Peer(command, folder / "stderr", arguments.answer_s, variables)
-    side.first_batch_s = side.peer.ask("seconds", go=1)
-    if arguments.warmup:
-        side.peer.ask("seconds", go=arguments.warmup)
+    peer = Peer(command, folder / "stderr", arguments.answer_s, variables)
+    try:
+        side.versions = peer.versions
+        side.first_batch_rounds.append(peer.ask("seconds", go=1))
+        if side.keeps:
+            per_epoch = recorded.epoch // arguments.batch_size
+            side.rounds.append(rate(peer, per_epoch - 1, recorded, arguments))
+            later = whole_epochs(arguments.batches, per_epoch)
+            side.second_epoch_rounds.append(rate(peer, later, recorded, arguments))
+        else:
+            if arguments.warmup:
+                peer.ask("seconds", go=arguments.warmup)
+            side.rounds.append(rate(peer, arguments.batches, recorded, arguments))
+        peer.ask("written", end=True)
+    finally:
+        side.peak_bytes = max(peer.peak_bytes, side.peak_bytes or 0)
+        peer.close()
 
 
-def turn(side: Side, batches: int, frames_of_batch: int) -> None:
-    assert side.peer
-    side.rounds.append(batches * frames_of_batch / side.peer.ask("seconds", go=batches))
+def rate(peer: Peer, batches: int, recorded: Recorded, arguments: argparse.Namespace) -> float:
+    """Frames/s of a peer's next batches."""
+    return batches * frames_per_batch(recorded, arguments) / float(peer.ask("seconds", go=batches))
 
 
-def finish(side: Side, recorded: Recorded, folder: Path) -> None:
-    assert side.peer
-    side.peer.ask("written", end=True)
-    side.frames = frames.check(folder / side.name / "results.npz", recorded, side.follows)
+def whole_epochs(batches: int, per_epoch: int) -> int:
+    """The batches of as many epochs as have these."""
+    return -(-batches // per_epoch) * per_epoch
 
 
 def frames_per_batch(recorded: Recorded, arguments: argparse.Namespace) -> int:
@@ -239,15 +284,17 @@ def frames_per_batch(recorded: Recorded, arguments: argparse.Namespace) -> int:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    own = result["peers"][0]["frames_per_s"]
-    print(f"{'':20} frames/s  of this loader  first batch  memory    right frames")
+    print(f"{'':24} frames/s, 2nd epoch  {OWN}: 1st, 2nd epoch  first batch    memory  right frames")
     for side in result["peers"]:
-        rate, memory = side["frames_per_s"], side["peak_bytes"]
-        line = f"{side['name']:20} {rate:8.0f}" if rate else f"{side['name']:20} {'-':>8}"
-        line += f"  {rate / own:14.3f}" if rate and own else f"  {'-':>14}"
-        line += f"  {side['first_batch_s']:9.2f} s" if side["first_batch_s"] else f"  {'-':>11}"
-        line += f"  {memory / 1e6:5.0f} MB" if memory else f"  {'-':>8}"
-        print(f"{line}  {verdict(side)}")
+        memory = side["peak_bytes"] and side["peak_bytes"] / 1e6
+        line = f"{side['name']:24} {told(side['frames_per_s'])}  {told(side['second_epoch_frames_per_s'], 9)}"
+        line += f"  {told(side['speedup'], 19, '.2f', 'x')} {told(side['second_epoch_speedup'], 10, '.1f', 'x')}"
+        print(f"{line}  {told(side['first_batch_s'], 11, '.2f', ' s')}  {told(memory, unit=' MB')}  {verdict(side)}")
+
+
+def told(value: float | None, width: int = 8, form: str = ".0f", unit: str = "") -> str:
+    """A cell of the table."""
+    return f"{'-' if value is None else f'{value:{form}}{unit}':>{width}}"
 
 
 def verdict(side: dict[str, Any]) -> str:

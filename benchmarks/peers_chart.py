@@ -2,8 +2,9 @@
 
     python benchmarks/peers_chart.py REPORT.json ... --out CHART.svg
 
-A panel per report, a bar per loader that ran: the median of the rounds, with a line from the slowest to the fastest. Below
-stand the loaders that failed, and machine, dataset, versions and date. `make figures` draws docs/figures/peers.svg.
+A panel per report, a bar per loader that ran: the median of the rounds, with a line from the slowest to the fastest. A loader
+whose second epoch was measured apart has a bar for each. Below stand the loaders that failed, and machine, dataset, versions
+and date. `make figures` draws docs/figures/peers.svg.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ NAMES = {
     "pynvvideocodec": "Plain PyNvVideoCodec loop",
     "lerobot-streaming": "StreamingLeRobotDataset",
 }
+KINDS = {"lerobot": "LeRobotDataset", "lerobot-uint8": "LeRobotDataset, uint8"}  # before the number of workers
 NOT_RUN = ("no GPU", "no LeRobot")  # how the error of a side begins that could not be tried
 Report = dict[str, Any]
 
@@ -66,7 +68,8 @@ def read(path: Path) -> Report:
 
 def chart(reports: list[Report]) -> str:
     """The SVG's text: a function of the reports alone, so that a test can hold the committed chart against them."""
-    scale = (WIDTH - LEFT - RIGHT) / max(max(side["rounds"]) for report in reports for side in ran(report))
+    fastest = max(max(rounds) for report in reports for side in ran(report) for _, _, rounds in epochs(side))
+    scale = (WIDTH - LEFT - RIGHT) / fastest
     parts: list[str] = []
     y = MARGIN
     for report in reports:
@@ -74,8 +77,9 @@ def chart(reports: list[Report]) -> str:
         parts.append(text(MARGIN, y, title(report), "title", weight=600))
         y += 10
         for side in sorted(ran(report), key=lambda side: -side["frames_per_s"]):
-            parts += bar(side, y, scale)
-            y += ROW
+            for epoch in epochs(side):
+                parts += bar(side, epoch, y, scale)
+                y += ROW
         y += 10
     for line in footer(reports):
         y += LINE
@@ -89,17 +93,26 @@ def chart(reports: list[Report]) -> str:
     return head + "\n".join(parts) + "\n</svg>\n"
 
 
-def bar(side: Report, y: int, scale: float) -> Iterator[str]:
+def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
+    """What each bar of a loader says: words beside its name, the median and the rounds."""
+    if not side.get("second_epoch_rounds"):
+        return [("", side["frames_per_s"], side["rounds"])]
+    second = side["second_epoch_frames_per_s"], side["second_epoch_rounds"]
+    return [(", first epoch", side["frames_per_s"], side["rounds"]), (", second epoch", *second)]
+
+
+def bar(side: Report, epoch: tuple[str, float, list[float]], y: int, scale: float) -> Iterator[str]:
     """A loader's name, its bar from y on, the span of its rounds and its figure."""
-    middle, length = y + BAR // 2, side["frames_per_s"] * scale
-    slowest, fastest = (LEFT + rate * scale for rate in (min(side["rounds"]), max(side["rounds"])))
+    said, rate, rounds = epoch
+    middle, length = y + BAR // 2, rate * scale
+    slowest, fastest = (LEFT + limit * scale for limit in (min(rounds), max(rounds)))
     own = side["name"] == "dali_stream"
     weight = 600 if own else 400
-    yield text(LEFT - 10, middle + 5, named(side), anchor="end", weight=weight)
+    yield text(LEFT - 10, middle + 5, named(side) + said, anchor="end", weight=weight)
     yield f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{OWN if own else OTHER}"/>'
     yield f'<path d="M{slowest:.1f} {middle}H{fastest:.1f}" stroke="{INK}" stroke-width="1.5"/>'
     wrong = "" if side["frames"]["equal"] else ", WRONG FRAMES"
-    yield text(max(LEFT + length, fastest) + 8, middle + 5, f"{side['frames_per_s']:.0f}{wrong}", weight=weight)
+    yield text(max(LEFT + length, fastest) + 8, middle + 5, f"{rate:.0f}{wrong}", weight=weight)
 
 
 def text(x: float, y: float, said: str, size: str = "text", fill: str = INK, anchor: str = "start", weight: int = 400) -> str:
@@ -118,19 +131,22 @@ def ran(report: Report) -> list[Report]:
 def named(side: Report) -> str:
     """A loader's name as a reader knows it."""
     kind, _, workers = side["name"].partition(", ")
-    return NAMES.get(side["name"], f"LeRobotDataset, {workers}" if kind == "lerobot" else side["name"])
+    return NAMES.get(side["name"], f"{KINDS[kind]}, {workers}" if kind in KINDS else side["name"])
 
 
 def title(report: Report) -> str:
     """What was asked for."""
     given = report["arguments"]
-    return f"{MODES.get(given['mode'], given['mode'])}: float32 frames/s, batch {given['batch_size']}"
+    height, _, width = given.get("image_size", "None").strip("[]").partition(", ")
+    resized = f" of {height}×{width}" if width else ""
+    return f"{MODES.get(given['mode'], given['mode'])}: float32 frames/s{resized}, batch {given['batch_size']}"
 
 
 def listed(reports: list[Report]) -> str:
     """The loaders and their speed, for those who cannot see the bars."""
     return "; ".join(
-        f"{title(report)}: " + ", ".join(f"{named(side)} {side['frames_per_s']:.0f}" for side in ran(report))
+        f"{title(report)}: "
+        + ", ".join(f"{named(side)}{said} {rate:.0f}" for side in ran(report) for said, rate, _ in epochs(side))
         for report in reports
     )
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -50,8 +51,8 @@ def run(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str,
     fake = folder / "python"
     fake.write_text(FAKE.format(python=sys.executable, programs=str(PROGRAMS)))
     fake.chmod(0o755)
-    command = [sys.executable, "benchmarks/peers.py", str(demo), *SHORT, "--workers", "0", "--lerobot-python", str(fake)]
-    command += ["--json", "--out", str(folder / "report.json")]
+    command = [sys.executable, "benchmarks/peers.py", str(demo), *SHORT, "--image-size", "96", "128"]
+    command += ["--workers", "0", "--lerobot-python", str(fake), "--json", "--out", str(folder / "report.json")]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # the others' faults are theirs
     *table, result = done.stdout.splitlines()
@@ -68,24 +69,29 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.slow
 def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> None:
     sides, table, folder = run
-    for name in ("dali_stream", "torchcodec"):
+    report = (folder / "report.json").read_text()
+    assert json.loads(report)["frames_per_batch"] == 8 * 2
+    per_epoch = json.loads(report)["batches_per_epoch"]
+    for name, batches in (("dali_stream", 2 * per_epoch), ("torchcodec", 1 + 1 + 3)):
         side = sides[name]
         assert side["error"] is None
         assert side["frames"] == {
             "equal": True,
-            "samples": 8 * (1 + 1 + 2 * 3),
-            "pictures": 3 * 2 * (1 + 1 + 2),  # of both cameras, in each turn
+            "samples": 2 * 8 * batches,
+            "pictures": 2 * 3 * 2 * 3,  # of both cameras, in each of the three parts of both turns
             "worst_difference": pytest.approx(0, abs=0.01),
             "differences": [],
         }
-        assert len(side["rounds"]) == 2
+        assert len(side["rounds"]) == len(side["first_batch_rounds"]) == 2
         assert min(side["rounds"]) <= side["frames_per_s"] <= max(side["rounds"])
-        assert side["first_batch_s"] > 0
+        assert min(side["first_batch_rounds"]) > 0
         assert side["peak_bytes"] > 50e6
         assert side["versions"]["torchcodec"]
         assert f"\n{name} " in table
-    report = (folder / "report.json").read_text()
-    assert json.loads(report)["frames_per_round"] == 3 * 8 * 2
+    own, loop = sides["dali_stream"], sides["torchcodec"]
+    assert (own["speedup"], own["second_epoch_speedup"], loop["second_epoch_rounds"]) == (None, None, [])
+    for key, rounds in (("speedup", "rounds"), ("second_epoch_speedup", "second_epoch_rounds")):
+        assert loop[key] == pytest.approx(sum(a / b for a, b in zip(own[rounds], loop["rounds"], strict=True)) / 2)
     assert str(folder) not in report
     assert sys.prefix not in report
 
@@ -188,14 +194,51 @@ STUCK = ECHO.replace(
 
 
 def test_a_side_that_is_given_up_runs_no_more(peers: Any, tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
     others = psutil.Process().children()
-    side = peers.Side("stuck", "-", peer=peers.Peer([sys.executable, "-c", STUCK], tmp_path / "stderr", 5, {}))
-    [child] = (each for each in psutil.Process().children() if each not in others)
-    peers.attempt(side, peers.turn, 1, 1)
+    side = peers.Side("stuck", str(tmp_path / "stuck.py"))
+    peers.attempt(side, *small_turn(tmp_path / "turn", answer_s=5))
     assert "no answer in 5 s" in side.error
-    assert not child.is_running()
-    side.peer.close()  # as at the end of a run
-    assert side.report()["frames_per_s"] is None
+    assert [each for each in psutil.Process().children() if each not in others] == []
+    assert side.report(side)["frames_per_s"] is None
+
+
+# Notes its process id, and whether a process that noted its own before is still there.
+ALONE = """
+import json, os, sys
+from pathlib import Path
+os.setpgrp()
+noted = Path(sys.argv[0]).with_name("noted")
+before = noted.read_text().split() if noted.exists() else []
+alive = [number for number in before if Path("/proc", number).exists()]
+noted.write_text(" ".join([*before, *(["alive"] if alive else []), str(os.getpid())]))
+print(json.dumps({"ready": {}, "group": os.getpid()}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"seconds": 2 if "go" in json.loads(line) else 0, "written": 0}), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_every_turn_is_a_new_process_that_runs_alone(peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing of one turn is in memory in the next, whatever the loader keeps."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    monkeypatch.setattr(peers.frames, "check", lambda *_: {"equal": True})
+    own, other = (peers.Side(name, str(tmp_path / "alone.py"), keeps=name == "own") for name in ("own", "other"))
+    recorded, common, _, arguments = small_turn(tmp_path, answer_s=60)
+    peers.run([own, other], recorded, common, arguments)
+    numbers = (tmp_path / "noted").read_text().split()
+    assert len(set(numbers)) == 2 * arguments.rounds
+    assert "alive" not in numbers
+    # An epoch of 5 batches of 3 frames: the 4 after the first one, and then 2 epochs, which have the 7 batches asked for.
+    assert (own.rounds, own.second_epoch_rounds) == ([4 * 3 / 2] * 3, [10 * 3 / 2] * 3)
+    assert (other.rounds, other.second_epoch_rounds) == ([7 * 3 / 2] * 3, [])
+
+
+def small_turn(folder: Path, answer_s: float) -> tuple[Any, ...]:
+    """The arguments of `peers.attempt` behind the side, for programs that read nothing of them."""
+    recorded = SimpleNamespace(epoch=15, steps={"camera": [0]})
+    arguments = SimpleNamespace(rounds=3, batches=7, warmup=1, batch_size=3, answer_s=answer_s)
+    return recorded, {"folder": str(folder), "device": "cpu"}, folder, arguments
 
 
 @pytest.mark.parametrize("given", [["--rounds", "0"], ["--warmup", "-1"], ["--check", "0"], ["--out", "."]])
@@ -216,7 +259,7 @@ def test_what_cannot_be_compared_is_one_line(
             ["--only", "torch", "lerobut"],
             "--only names 'lerobut', and there are dali_stream, torchcodec, lerobot, 0 workers",
         ),
-        (demo, [], "give a smaller one"),
+        (demo, [], "less than two batches; give a smaller one"),
     ]
     for root, given, said in wrong:
         monkeypatch.setattr(sys, "argv", ["peers.py", str(root), "--batch-size", "9999", *given])
@@ -277,6 +320,31 @@ def test_the_chart_shows_every_loader_of_a_report(chart: Any, tmp_path: Path) ->
     assert "PyNvVideoCodec" not in said  # what nobody could try is no failure
     assert f"{report['machine']['processor']}, {report['machine']['cores']} cores, no GPU" in said
     assert report["date"] in said
+
+
+def test_the_chart_shows_both_epochs(chart: Any, tmp_path: Path) -> None:
+    report = json.loads((ROOT / "benchmarks/results/peers_g1_2cores.json").read_text())
+    report["arguments"] |= {"image_size": "[224, 200]"}
+    common = {"frames": {"equal": True}, "error": None, "versions": {}}
+    report["peers"] = [
+        {
+            "name": "dali_stream",
+            "frames_per_s": 200.0,
+            "rounds": [150.0, 200.0, 220.0],
+            "second_epoch_frames_per_s": 800.0,
+            "second_epoch_rounds": [700.0, 800.0, 1000.0],
+            **common,
+        },
+        {"name": "lerobot-uint8, 2 workers", "frames_per_s": 100.0, "rounds": [100.0], "second_epoch_rounds": [], **common},
+    ]
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert chart.main([str(tmp_path / "report.json"), "--out", str(tmp_path / "chart.svg")]) == 0
+    bars, said = drawn(tmp_path / "chart.svg")
+    assert [figure for _, figure in bars.values()] == ["200", "800", "100"]
+    assert list(bars) == ["dali_stream, first epoch", "dali_stream, second epoch", "LeRobotDataset, uint8, 2 workers"]
+    widths = [width / bars["dali_stream, second epoch"][0] for width, _ in bars.values()]
+    assert widths == pytest.approx([0.25, 1, 0.125], abs=1e-3)
+    assert "float32 frames/s of 224×200, batch 64" in said
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"peers": []}', '{"peers": [{"name": "a"}]}'])

@@ -55,6 +55,17 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
     }
 
 
+def merged(checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was found in all turns of a peer, in the form of one."""
+    return {
+        "equal": all(found["equal"] for found in checks),
+        "samples": sum(found["samples"] for found in checks),
+        "pictures": sum(found["pictures"] for found in checks),
+        "worst_difference": max(found["worst_difference"] for found in checks),
+        "differences": next((found["differences"] for found in checks if not found["equal"]), []),
+    }
+
+
 def _rows(found: dict[str, np.ndarray], recorded: Any, follows: bool) -> list[str]:
     """What is wrong with the rows' numbers."""
     index, episode, frame = (found[key] for key in ("index", "episode_index", "frame_index"))

@@ -6,24 +6,35 @@ from collections.abc import Iterator
 
 import numpy as np
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from resize import transforms
 from serve import Batch, Spec, serve
 from torch.utils.data import DataLoader
 
 
 def batches(spec: Spec) -> Iterator[Batch]:
-    dataset = LeRobotDataset("local/dataset", root=spec["root"], delta_timestamps=spec["delta_timestamps"] or None)
+    chosen = {"return_uint8": True} if spec["uint8"] else {}  # older releases lack it
+    dataset = LeRobotDataset(
+        "local/dataset",
+        root=spec["root"],
+        delta_timestamps=spec["delta_timestamps"] or None,
+        image_transforms=transforms(spec),
+        **chosen,
+    )
     with np.load(spec["order"]) as order:
         indices = order["index"].tolist()
-    return iter(
-        DataLoader(
-            dataset,
-            batch_size=spec["batch_size"],
-            sampler=indices,
-            num_workers=spec["workers"],
-            pin_memory=spec["device"].startswith("cuda"),
-        )
+    loader = DataLoader(
+        dataset,
+        batch_size=spec["batch_size"],
+        sampler=indices,
+        num_workers=spec["workers"],
+        pin_memory=spec["device"].startswith("cuda"),
     )
+    for batch in loader:
+        if spec["uint8"]:
+            for camera in spec["cameras"]:
+                batch[camera] = batch[camera].to(spec["device"]).div(255)
+        yield batch
 
 
 if __name__ == "__main__":
-    serve(batches, ["lerobot", "torchcodec"], ["torchcodec.decoders"])
+    serve(batches, ["lerobot", "torchcodec", "torchvision"], ["torchcodec.decoders", "torchvision.transforms.v2"])

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lerobot.datasets.streaming_dataset import StreamingLeRobotDataset
+from resize import transforms
 from serve import Batch, Spec, serve
 from torch.utils.data import DataLoader
 
 
 def batches(spec: Spec) -> Iterator[Batch]:
-    dataset = StreamingLeRobotDataset("local/dataset", root=spec["root"], delta_timestamps=spec["delta_timestamps"] or None)
+    dataset = StreamingLeRobotDataset(
+        "local/dataset",
+        root=spec["root"],
+        delta_timestamps=spec["delta_timestamps"] or None,
+        image_transforms=transforms(spec),
+    )
     # drop_last: an epoch ends with a whole batch, as the others' do.
     epoch = DataLoader(dataset, batch_size=spec["batch_size"], drop_last=True, pin_memory=spec["device"].startswith("cuda"))
     delivered = True
@@ -22,4 +28,4 @@ def batches(spec: Spec) -> Iterator[Batch]:
 
 
 if __name__ == "__main__":
-    serve(batches, ["lerobot", "torchcodec"], ["torchcodec.decoders"])
+    serve(batches, ["lerobot", "torchcodec", "torchvision"], ["torchcodec.decoders", "torchvision.transforms.v2"])

@@ -31,7 +31,7 @@ def batches(spec: Spec, open_file: Callable[[str], Decode], threads: int) -> Ite
             if file not in decoders:
                 decoders[file] = open_file(spec["files"][file])
             at = np.flatnonzero(files == file)
-            pictures = decoders[file](numbers[at].ravel().tolist())
+            pictures = resized(decoders[file](numbers[at].ravel().tolist()), spec["image_size"])
             if not len(found):
                 found = pictures.new_empty((*numbers.shape, *pictures.shape[1:]))
             found[torch.from_numpy(at)] = pictures.unflatten(0, (len(at), -1))
@@ -48,3 +48,14 @@ def batches(spec: Spec, open_file: Callable[[str], Decode], threads: int) -> Ite
                 found = torch.cat(list(pool.map(lambda chunk: decoded(*chunk), work)))
                 batch[camera] = found.movedim(-1, -3).div(255).squeeze(1)
             yield batch
+
+
+def resized(pictures: torch.Tensor, size: list[int] | None) -> torch.Tensor:
+    """uint8 (n, H, W, C) of this (height, width); None for the size that they have."""
+    if size is None:
+        return pictures
+    channels_first = pictures.movedim(-1, 1)
+    if pictures.is_cuda:  # where torch resizes floats only
+        channels_first = channels_first.float()
+    found = torch.nn.functional.interpolate(channels_first, size=size, mode="bilinear", antialias=True)
+    return (found.round().to(torch.uint8) if pictures.is_cuda else found).movedim(1, -1)

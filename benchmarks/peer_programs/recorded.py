@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from torchcodec.decoders import VideoDecoder
 
 import dali_stream
@@ -25,15 +27,21 @@ class Recorded:
         batch_size: an epoch ends after its last whole batch, as with the Loader.
         batches: how many are recorded; as many epochs as that takes.
         seed: of the order.
+        image_size: (height, width) of the frames; None for the recorded size.
     """
 
     def __init__(
-        self, dataset: dali_stream.Dataset, deltas: dict[str, list[float]], batch_size: int, batches: int, seed: int
+        self,
+        dataset: dali_stream.Dataset,
+        deltas: dict[str, list[float]],
+        batch_size: int,
+        batches: int,
+        seed: int,
+        image_size: Sequence[int] | None,
     ) -> None:
         self.root, self.fps, self.cameras = Path(dataset.uri).resolve(), dataset.fps, dataset.videos
         self.epoch = dataset.num_frames // batch_size * batch_size
-        if not self.epoch:
-            raise ValueError(f"batch_size is {batch_size}, and {self.root} has {dataset.num_frames} frames; give a smaller one")
+        self._image_size = image_size
         info = json.loads((self.root / "meta/info.json").read_text())
         table = _read(sorted((self.root / "meta/episodes").rglob("*.parquet")), self._columns())
         table = {key: values[np.argsort(table["episode_index"])] for key, values in table.items()}
@@ -100,7 +108,10 @@ class Recorded:
         decoder = self._decoder(self._paths[camera][episode])
         # Half a frame later is the same picture, however the times were rounded.
         found = decoder.get_frame_played_at(float(self.seconds(camera, episode, frame)) + 0.5 / self.fps)
-        return found.data.numpy()
+        pixels = found.data[None]
+        if self._image_size:
+            pixels = torch.nn.functional.interpolate(pixels, size=list(self._image_size), mode="bilinear", antialias=True)
+        return pixels[0].numpy()
 
 
 def _read(paths: list[Path], columns: list[str]) -> dict[str, np.ndarray]:

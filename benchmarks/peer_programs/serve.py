@@ -59,8 +59,11 @@ def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], i
         if "go" in asked:
             started = time.perf_counter()
             stream = stream or batches(spec)
-            delivered.take(stream, asked["go"])
-            say(seconds=time.perf_counter() - started)
+            last = delivered.take(stream, asked["go"])
+            seconds = time.perf_counter() - started
+            delivered.keep_frames(last)
+            del last
+            say(seconds=seconds)
         else:
             say(written=delivered.write())
 
@@ -80,12 +83,12 @@ class Delivered:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._rows: dict[str, list[np.ndarray]] = {key: [] for key in ROWS}
-        self._pictures: dict[str, list[np.ndarray]] = {key: [] for key in spec["cameras"]}
+        self._pictures: dict[str, list[torch.Tensor]] = {key: [] for key in spec["cameras"]}
         self._checked: list[np.ndarray] = []
         self._samples = 0
 
-    def take(self, stream: Iterator[Batch], count: int) -> None:
-        """Takes batches and drops each before the next; notes some pictures of the last one."""
+    def take(self, stream: Iterator[Batch], count: int) -> Batch:
+        """Takes batches and drops each before the next; returns the last one."""
         for left in reversed(range(count)):
             batch = next(stream, None)
             if batch is None:
@@ -93,23 +96,25 @@ class Delivered:
             batch = {key: value.to(self._spec["device"]) if hasattr(value, "to") else value for key, value in batch.items()}
             for key in ROWS:
                 self._rows[key].append(np.array(batch[key].cpu()).reshape(-1))
-            if not left:
-                self._keep_pictures(batch)
             self._samples += len(batch["index"])
-            del batch
+            if left:
+                del batch
         if self._spec["device"].startswith("cuda"):
             torch.cuda.synchronize()
+        return batch
 
-    def _keep_pictures(self, batch: Batch) -> None:
+    def keep_frames(self, batch: Batch) -> None:
+        """Copies the frames of some samples of the batch that came last; no more, since the next batches are being made."""
         few = self._spec["check"]
-        self._checked.append(self._samples + np.arange(len(batch["index"][:few])))
+        self._checked.append(self._samples - len(batch["index"]) + np.arange(len(batch["index"][:few])))
         for key, kept in self._pictures.items():
-            found = batch[key][:few].mul(255).round().to(torch.uint8).cpu()
-            kept.append(found.reshape(len(found), -1, *found.shape[-3:]).numpy())
+            kept.append(batch[key][:few].clone())
 
     def write(self) -> int:
         """Writes it to where the spec says: rows (N,), and of the `checked` ones pictures (n, steps, C, H, W) per camera."""
         arrays: dict[str, Any] = {key: np.concatenate(found) for key, found in self._rows.items()}
-        arrays |= {f"pictures_{n}": np.concatenate(kept) for n, kept in enumerate(self._pictures.values())}
+        for n, kept in enumerate(self._pictures.values()):
+            found = torch.cat(kept).mul(255).round().to(torch.uint8).cpu()
+            arrays[f"pictures_{n}"] = found.reshape(len(found), -1, *found.shape[-3:]).numpy()
         np.savez(self._spec["results"], checked=np.concatenate(self._checked), **arrays)
         return self._samples
