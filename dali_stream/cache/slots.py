@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dali_stream.errors import DecodeError
 
@@ -30,9 +31,10 @@ class Slots:
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:
         """Writes frames, (n, height, width, 3), into slots."""
-        for slot, frame in zip(slots, frames, strict=True):
-            np.copyto(self._frames[slot], frame)
-            if self._errors:
+        # One call of torch, which releases the GIL once; NumPy does for each frame, and decode threads then wait for each other.
+        torch.from_numpy(self._frames).index_copy_(0, torch.tensor(slots), torch.from_numpy(frames))
+        if self._errors:
+            for slot in slots:
                 self._errors.pop(slot, None)
 
     def fail(self, slot: int, error: DecodeError) -> None:
