@@ -33,8 +33,8 @@ Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 CLIP_FRAMES = 32  # frames of a decode task, unless a single GOP has more: opening a decoder costs less than one frame
 # Of RGB at full size that a decode thread holds at a time. Threads have heaps of 64 MiB, where glibc does not use an aligned
-# block again for another of its size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a heap,
-# the process grew by gigabytes.
+# block again for another of its size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a
+# heap, the process grew by gigabytes.
 PART_BYTES = 15 << 20
 
 

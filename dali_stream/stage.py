@@ -50,7 +50,7 @@ _log = logging.getLogger("dali_stream")
 SAMPLE = "sample"  # the key of what a sample brings for augmentation
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
-_LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
+LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Stage:
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
         kept, frames = self._shares.frames, self._plan.dataset.num_frames
         larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
-        ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), _LOOK_AHEAD)
+        ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), LOOK_AHEAD)
         return Limits(kept, depth, ahead, larger)
 
     def _storage(self, sizes: Sizes) -> Storage:
@@ -330,7 +330,7 @@ class Stage:
             fetched=dataset.videos if remote else (),
             room=self._shares.encoded,
             block=self._shares.block,
-            look_ahead=int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256)) if remote else 0,
+            look_ahead=look_ahead(self._plan.batches.batch_size) if remote else 0,
         )
 
     # ---- planner thread
@@ -500,6 +500,11 @@ class Stage:
                     values[row] = values[good[row % len(good)]]
             self._counters.substituted += len(failed)
         return frames
+
+
+def look_ahead(batch_size: int) -> int:
+    """Batches of remote data that are read ahead, at most."""
+    return int(np.clip(LOOK_AHEAD // batch_size, 16, 256))
 
 
 def _succeeded(task: Future[None]) -> bool:

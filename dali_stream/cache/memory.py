@@ -26,13 +26,12 @@ Int64 = npt.NDArray[np.int64]
 # Threads. While the pools fill, a batch misses blocks all over them, and waits for as many round trips as these do not do at
 # once: at 50 ms 16 threads bring 21 MB/s, however fast the network is.
 FETCHERS = PER_HOST
-FETCHERS_AHEAD = 10
 
 
 class Pool(Protocol):
     """What reads: fetch threads, or the caller itself."""
 
-    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
         """Has a call done."""
         ...
 
@@ -48,7 +47,7 @@ class Pool(Protocol):
 class AtOnce:
     """A pool without threads: what is read from the disk is read when it is asked for."""
 
-    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
         """Does a call."""
         future: Future[Any] = Future()
         try:
@@ -86,7 +85,7 @@ class Memory:
         self._pool: Pool
         self.video: Video
         if dataset.data_store.remote:
-            fetchers = Workers("dali_stream fetch", FETCHERS, FETCHERS_AHEAD)
+            fetchers = Workers("dali_stream fetch", FETCHERS)
             self._pool, self.video = fetchers, BlockCache(self._source, fetchers, self._path)
         else:
             self._pool, self.video = AtOnce(), InPlace(self._source, dataset.videos)

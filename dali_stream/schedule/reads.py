@@ -27,7 +27,6 @@ from dali_stream.schedule.uses import NEVER, Uses
 
 Int64 = npt.NDArray[np.int64]
 RANGE = 4 << 20  # bytes of a request at most: large for the server, small for who waits behind it
-_URGENT = 4  # batches from now on whose blocks do not have to leave fetch threads free for others
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,12 @@ class Fetch(NamedTuple):
 
     Attributes:
         batch: that needs the first of them.
-        ahead: nobody will wait for it for a while.
         camera, episode: whose video it is.
         first: the number of the first block.
         ranges: (start, stop) in the file, of each block.
     """
 
     batch: int
-    ahead: bool
     camera: str
     episode: int
     first: int
@@ -154,7 +151,7 @@ class ReadSchedule:
     @property
     def horizon(self) -> int:
         """Batches behind the next one whose samples have to be known for `request`."""
-        return min(2 * self._now, self._storage.look_ahead * 5 // 4)
+        return min(4 * self._now, self._storage.look_ahead * 5 // 4)
 
     def bytes_of(self, kind: str) -> int:
         """Bytes of "row", "index" or "encoded" that are held or on their way."""
@@ -319,7 +316,7 @@ class ReadSchedule:
             sizes = np.cumsum(table.sizes(group))
             for part in np.split(group, np.flatnonzero(np.diff((sizes - 1) // largest)) + 1):
                 [(episode, first), *_] = table.names(part[:1])
-                fetches.append(Fetch(batch, distance > _URGENT, camera, episode, first, table.ranges(part)))
+                fetches.append(Fetch(batch, camera, episode, first, table.ranges(part)))
         return fetches
 
     def _grown(self, camera: str, group: Int64, wanted: int) -> Int64:
@@ -338,7 +335,7 @@ class ReadSchedule:
     # ---- inside
 
     def _last_due(self) -> int:
-        return min(self._now + min(self._now, self._storage.look_ahead), max(self._requested, self._now))
+        return min(self._now + min(2 * self._now, self._storage.look_ahead), max(self._requested, self._now))
 
     def _newly_due(self) -> list[int]:
         return [self._now, *range(max(self._due, self._now) + 1, self._last_due() + 1)]
