@@ -176,8 +176,8 @@ class Stage:
             self._storage(sizes),
             {key: plan.window(key) for key in self._on_dali},
         )
-        for (key, file), size in plan.indices.held().items():
-            self._schedule.reads.there(key, file, size)
+        for (key, file), index_bytes in plan.indices.held().items():
+            self._schedule.reads.there(key, file, index_bytes)
         self._packed = {key: PackedVideo(dataset, key, plan.gpu, counters) for key in self._on_dali}
         self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
         for key in on_cpu:
@@ -427,7 +427,11 @@ class Stage:
                 for row, t in np.argwhere(planned.show == NONE).tolist():
                     if row not in failed:
                         failed[row] = camera.missing(self._memory, int(batch.episode[row]), int(frames[key][row, t]))
-            found[key] = Decoded(planned, camera.submit(self._pool, planned, self._memory, stores.get(key)), failed)
+            found[key] = Decoded(
+                planned,
+                camera.submit(self._pool, planned, self._memory, stores.get(key, self._plan.dataset.data_store)),
+                failed,
+            )
         return found
 
     def _count_indices(self) -> None:

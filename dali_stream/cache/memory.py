@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,7 +133,7 @@ class Memory:
             if (coming := self._coming.pop((camera, file), None)) is None:
                 self._indices.drop(camera, file)
             else:  # it arrives later, or not at all
-                coming.add_done_callback(lambda _, camera=camera, file=file: self._indices.drop(camera, file))
+                coming.add_done_callback(partial(self._drop_index, camera, file))
         self.video.drop(drop.blocks)
 
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
@@ -171,6 +172,9 @@ class Memory:
         if self._dataset.data_store.remote and not read.again:
             self._counters.add(needed_bytes=found.take_bytes())
         return found
+
+    def _drop_index(self, camera: str, file: int, _: Future[Any]) -> None:
+        self._indices.drop(camera, file)
 
     def _read_index(self, read: Read) -> int:
         try:

@@ -198,7 +198,7 @@ class ReadSchedule:
 
     def due(self) -> list[Read]:
         """What has to have been `arrived` or `failed` before the next batch is planned, the soonest need first."""
-        found = {}
+        found: dict[tuple[str, int], Read] = {}
         for batch in self._newly_due():
             _, episodes, files = self._batches[batch - self._now]
             for camera, items, numbers in self._kinds(episodes, files):
@@ -237,7 +237,7 @@ class ReadSchedule:
 
     def ready(self) -> list[int]:
         """The episodes of the batches that `due` was about whose rows and indices are there."""
-        found = {}
+        found: dict[int, None] = {}
         for batch in self._newly_due():
             _, episodes, _ = self._batches[batch - self._now]
             found |= dict.fromkeys(e for e in episodes if self._is_there(e))
