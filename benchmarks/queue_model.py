@@ -364,9 +364,9 @@ class _Rank:
     def _read(self, read: Read) -> Job:
         recording = self._recording
         if read.camera:
-            return self.network.submit((read.batch, 0), 2, HEAD + recording.index.index_bytes)
+            return self.network.submit((read.step, 0), 2, HEAD + recording.index.index_bytes)
         trips, size = 1, recording.frames * ROW
         if (file := read.number // recording.in_data) not in self._footers:
             self._footers.add(file)
             trips, size = 3, size + FOOTER * recording.in_data * COLUMNS
-        return self.network.submit((read.batch, 0), trips, size)
+        return self.network.submit((read.step, 0), trips, size)

@@ -95,7 +95,7 @@ class Memory:
         """Begins to read rows and indices."""
         for read in reads:
             call = self._read_index if read.camera else self._read_rows
-            self._coming[read.camera, read.number] = self._pool.submit(call, read, priority=(read.batch, 0))
+            self._coming[read.camera, read.number] = self._pool.submit(call, read, priority=(read.step, 0))
 
     def finish(self, read: Read) -> tuple[int, Found]:
         """Waits for rows or an index: the bytes that they take, and the rows that came along.
@@ -115,7 +115,7 @@ class Memory:
         """Reads rows that are not there, for programs without a schedule. Errors as of `finish`."""
         for episode in episodes:
             if episode not in self._rows:
-                read = Read(0, "", episode, again=False)
+                read = Read(0, 0, "", episode, again=False)
                 self.begin([read])
                 self.finish(read)
 

@@ -26,6 +26,7 @@ from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.uses import NEVER, Uses
 
 Int64 = npt.NDArray[np.int64]
+_GROWTH = 2  # batches that are read ahead more, for each that has been planned
 RANGE = 4 << 20  # bytes of a request at most: large for the server, small for who waits behind it
 
 
@@ -57,12 +58,14 @@ class Read(NamedTuple):
 
     Attributes:
         batch: that needs it first.
+        step: the batch before whose planning it has to be there.
         camera: of the index; empty for rows.
         number: the episode, or the file.
         again: it has been read in this epoch, or, of an index, ever.
     """
 
     batch: int
+    step: int
     camera: str
     number: int
     again: bool
@@ -151,7 +154,7 @@ class ReadSchedule:
     @property
     def horizon(self) -> int:
         """Batches behind the next one whose samples have to be known for `request`."""
-        return min(4 * self._now, self._storage.look_ahead * 5 // 4)
+        return min(2 * _GROWTH * self._now, self._storage.look_ahead * 5 // 4)
 
     def bytes_of(self, kind: str) -> int:
         """Bytes of "row", "index" or "encoded" that are held or on their way."""
@@ -204,7 +207,7 @@ class ReadSchedule:
             for camera, items, numbers in self._kinds(episodes, files):
                 for number in numbers:
                     if number in items.coming:
-                        found.setdefault((camera, number), Read(batch, camera, number, again=False))
+                        found.setdefault((camera, number), Read(batch, self._now, camera, number, again=False))
         return list(found.values())
 
     def arrived(self, read: Read, size: int, others: Mapping[int, int] | None = None) -> list[int]:
@@ -335,7 +338,7 @@ class ReadSchedule:
     # ---- inside
 
     def _last_due(self) -> int:
-        return min(self._now + min(2 * self._now, self._storage.look_ahead), max(self._requested, self._now))
+        return min(self._now + min(_GROWTH * self._now, self._storage.look_ahead), max(self._requested, self._now))
 
     def _newly_due(self) -> list[int]:
         return [self._now, *range(max(self._due, self._now) + 1, self._last_due() + 1)]
@@ -348,8 +351,9 @@ class ReadSchedule:
 
     def _missing(self, batch: int) -> list[Read]:
         epoch, episodes, files = self._batches[batch - self._now]
+        step = max(self._now, batch - self._storage.look_ahead, -(-batch // (1 + _GROWTH)))
         return [
-            Read(batch, camera, number, bool(self._seen[camera][number] if camera else self._epoch_read[number] == epoch))
+            Read(batch, step, camera, number, bool(self._seen[camera][number] if camera else self._epoch_read[number] == epoch))
             for camera, items, numbers in self._kinds(episodes, files)
             for number in numbers
             if number not in items.size
