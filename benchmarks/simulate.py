@@ -1,11 +1,9 @@
-"""Whether a cluster's network keeps up with training, on a laptop: the real order and residency on a simulated clock.
+"""Whether a cluster's network keeps up with training, on a laptop: the loader's schedule replayed by a queue model.
 
     python benchmarks/simulate.py --nodes 64 --dataset-tb 100 --bandwidth-gbps 25 [--latency-ms 50] [--step-ms 200] [--json]
 
-The loader's own code runs: order, planner, fetching ahead, eviction within memory_budget. Threads, clock, network and decoder
-are simulated (simulated_time.py, simulated_network.py), and the dataset is made up, laid out as LeRobot writes
-(simulated_dataset.py). Over a real server on loopback a Loader took the same bytes and, where the network was what it waited
-for, about the same time (tests/test_simulate.py).
+What is read when, decoded, kept and dropped is what the loader's schedule says. Network and decoder are queues
+(queue_model.py), and the dataset is made up, laid out as LeRobot writes.
 
 What that leaves out: the time of the interpreter; decoding, unless --decode-fps gives its speed; lost packets, retries, limits
 of a server or of a connection, and cache_dir. Of the ranks, which are alike, `--ranks` are simulated, each with its share of
@@ -24,8 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from argument_types import count, not_negative, positive
-from simulated_dataset import MOST_EPISODES, MadeUp, Recording
-from simulated_run import Network, Outcome, Training, simulate
+from queue_model import MOST_EPISODES, Outcome, Recording, Training, simulate
 
 import dali_stream
 from dali_stream import environment
@@ -67,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--latency-ms", type=not_negative, default=50.0, help="of a request")
     add("--step-ms", type=positive, default=200.0, help="a training step, the loader left out")
     add("--decode-fps", type=positive, help="frames that a rank decodes in a second; not given: decoding takes no time")
+    add("--image-size", type=count, nargs=2, default=(480, 640), help="height and width of a decoded frame")
     add("--batch-size", type=count, default=64, help="of a rank")
     add("--mode", choices=MODES, default="single")
     add("--memory-budget", default="4GiB", help="of a rank")
@@ -94,10 +92,9 @@ class Cluster:
         self.recording = Recording(
             a.dataset_tb * 1e12, a.episode_seconds, a.fps, a.cameras, a.bitrate_mbps * 1e6, min(a.gop, 1 << 20)
         )
-        self.dataset = MadeUp(self.recording)
         consumers, pool = default_pools(a.batch_size, self.world, a.consumers, a.pool)
         steps = max(round(a.minutes * 60e3 / a.step_ms), 20)
-        whole = self.dataset.num_frames // (a.batch_size * self.world)
+        whole = self.recording.num_frames // (a.batch_size * self.world)
         self.training = Training(
             batch_size=a.batch_size,
             step_s=a.step_ms / 1e3,
@@ -108,6 +105,7 @@ class Cluster:
             pool=pool,
             seed=a.seed,
             decode_frames_per_s=a.decode_fps,
+            frame_bytes=math.prod(a.image_size) * 3,
         )
         self.bandwidth, self.latency_s = a.bandwidth_gbps * 1e9 / 8, a.latency_ms / 1e3
 
@@ -115,13 +113,13 @@ class Cluster:
     def demand(self) -> float:
         """Bytes per second and node of encoded video that training at full speed uses up, each frame being shown once."""
         samples_per_s = self.training.batch_size / self.training.step_s * self.gpus
-        return samples_per_s * self.recording.picture * self.recording.cameras
+        return samples_per_s * self.recording.packet * len(self.recording.cameras)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of encoded video of the episodes that a rank draws from."""
         consumers = max(self.training.consumers // self.world, 1)
-        episodes = min(consumers * self.training.pool, -(-self.dataset.num_episodes // self.world) + consumers)
+        episodes = min(consumers * self.training.pool, -(-self.recording.num_episodes // self.world) + consumers)
         return episodes * self.recording.episode_bytes
 
     @property
@@ -148,9 +146,9 @@ class Cluster:
     def run(self, bandwidth: float | None = None, *, whole: bool = True, **changes: Any) -> Outcome:
         """Trains with a node's bandwidth, and with changes of the training. Not `whole`: until it is clear that it waits."""
         training = dataclasses.replace(self.training, **changes)
-        network = Network((bandwidth or self.bandwidth) / self.gpus, self.latency_s)
+        share = (bandwidth or self.bandwidth) / self.gpus
         patience = math.inf if whole else _patience(training)
-        return simulate(self.dataset, training, network, self.world, self.ranks, patience)
+        return simulate(self.recording, training, share, self.latency_s, self.world, self.ranks, patience)
 
     def smallest_bandwidth(self, as_it_is: bool) -> float | None:
         """Bytes per second of a node that keep up, if any do; `as_it_is`: whether those that there are do."""
@@ -218,6 +216,7 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         "smallest_gbps": None if least is None else least * 8e-9,
         "requests_per_s_node": outcome.requests * each / outcome.seconds,
         "evicted_early": outcome.evicted,
+        "decodes_per_frame": outcome.decodes,
         "peak_resident_bytes": outcome.peak_resident,
         "pool_bytes": cluster.pool_bytes,
         "memory_budget": cluster.training.memory_budget,
@@ -259,7 +258,7 @@ def advice(cluster: Cluster, outcome: Outcome, verdict: bool | None, least: floa
 def _more_room(cluster: Cluster) -> list[str]:
     """Ways to fetch no byte twice: a budget that holds the pools, or pools that the budget holds."""
     training, found = cluster.training, []
-    room = int(cluster.pool_bytes * 1.5)
+    room = int(cluster.pool_bytes * 2.6)  # half of the budget is for decoded frames
     changes: list[tuple[str, dict[str, Any]]] = []
     if room > training.memory_budget:
         changes.append((f"memory_budget {room / 2**30:.1f} GiB", {"memory_budget": room}))
@@ -274,7 +273,11 @@ def _more_room(cluster: Cluster) -> list[str]:
 
 def _less(outcome: Outcome, cluster: Cluster) -> str:
     used = (
-        len(outcome.waits) * cluster.training.batch_size * cluster.ranks * cluster.recording.picture * cluster.recording.cameras
+        len(outcome.waits)
+        * cluster.training.batch_size
+        * cluster.ranks
+        * cluster.recording.packet
+        * len(cluster.recording.cameras)
     )
     return f"{outcome.fetched[-1] / used:.1f} times what was shown, pools included"
 

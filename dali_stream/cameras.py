@@ -237,7 +237,7 @@ class DecodedImages:
         """As of `DecodedVideo`."""
         return named(self._dataset, self.key, episode, np.array([frame]), DecodeError("its row has no image"))
 
-    def submit(self, pool: Pool, step: FrameStep, memory: Memory, store: Store | None = None) -> list[Future[None]]:
+    def submit(self, pool: Pool, step: FrameStep, memory: Memory, store: Store) -> list[Future[None]]:
         """Starts the tasks of a step."""
         if not len(step.slot):
             return []

@@ -49,7 +49,7 @@ _log = logging.getLogger("dali_stream")
 SAMPLE = "sample"  # the key of what a sample brings for augmentation
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
-_LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
+LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class Stage:
             self._storage(sizes),
             {key: plan.window(key) for key in self._on_dali},
         )
-        for (key, file), size in plan.indices.held().items():
-            self._schedule.reads.there(key, file, size)
+        for (key, file), index_bytes in plan.indices.held().items():
+            self._schedule.reads.there(key, file, index_bytes)
         self._packed = {key: PackedVideo(dataset, key, plan.gpu, counters) for key in self._on_dali}
         self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
         for key in on_cpu:
@@ -312,7 +312,7 @@ class Stage:
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
         kept, frames = self._shares.frames, self._plan.dataset.num_frames
         larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
-        ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), _LOOK_AHEAD)
+        ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), LOOK_AHEAD)
         return Limits(kept, depth, ahead, larger)
 
     def _storage(self, sizes: Sizes) -> Storage:
@@ -324,7 +324,7 @@ class Stage:
             fetched=dataset.videos if remote else (),
             room=self._shares.encoded,
             block=self._shares.block,
-            look_ahead=int(np.clip(_LOOK_AHEAD // self._plan.batches.batch_size, 16, 256)) if remote else 0,
+            look_ahead=look_ahead(self._plan.batches.batch_size) if remote else 0,
         )
 
     # ---- planner thread
@@ -422,7 +422,11 @@ class Stage:
                 for row, t in np.argwhere(planned.show == NONE).tolist():
                     if row not in failed:
                         failed[row] = camera.missing(self._memory, int(batch.episode[row]), int(frames[key][row, t]))
-            found[key] = Decoded(planned, camera.submit(self._pool, planned, self._memory, stores.get(key)), failed)
+            found[key] = Decoded(
+                planned,
+                camera.submit(self._pool, planned, self._memory, stores.get(key, self._plan.dataset.data_store)),
+                failed,
+            )
         return found
 
     def _count_indices(self) -> None:
@@ -495,6 +499,11 @@ class Stage:
                     values[row] = values[good[row % len(good)]]
             self._counters.substituted += len(failed)
         return frames
+
+
+def look_ahead(batch_size: int) -> int:
+    """Batches of remote data that are read ahead, at most."""
+    return int(np.clip(LOOK_AHEAD // batch_size, 16, 256))
 
 
 def _succeeded(task: Future[None]) -> bool:

@@ -21,29 +21,25 @@ class Workers:
     Args:
         name: of the threads.
         threads: how many.
-        ahead: how many of them may do jobs that nobody waits for yet, submitted with `ahead=True`. Those are done when there
-            is nothing else, and the other threads stay free for whom somebody waits.
     """
 
-    def __init__(self, name: str, threads: int, ahead: int = 0) -> None:
-        self._ahead = ahead
-        self._jobs: dict[bool, list[_Job]] = {False: [], True: []}
+    def __init__(self, name: str, threads: int) -> None:
+        self._jobs: list[_Job] = []  # a heap
         self._changed = threading.Condition()
         self._number = itertools.count()
-        self._working_ahead = 0
         self._stopping = False
         self._threads = [threading.Thread(target=self._work, name=f"{name} {i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
         """Has `call(*args)` done. After `stop` the future comes back cancelled."""
         future: Future[Any] = Future()
         with self._changed:
             if self._stopping:
                 future.cancel()
             else:
-                heapq.heappush(self._jobs[ahead], (priority, next(self._number), future, call, args))
+                heapq.heappush(self._jobs, (priority, next(self._number), future, call, args))
                 self._changed.notify()
         return future
 
@@ -51,8 +47,7 @@ class Workers:
         """Cancels what has not begun. Does not wait."""
         with self._changed:
             self._stopping = True
-            jobs = [job for queue in self._jobs.values() for job in queue]
-            self._jobs = {False: [], True: []}
+            jobs, self._jobs = self._jobs, []
             self._changed.notify_all()
         for _, _, future, _, _ in jobs:
             future.cancel()
@@ -64,26 +59,15 @@ class Workers:
 
     def _work(self) -> None:
         while (taken := self._take()) is not None:
-            ahead, (_, _, future, call, args) = taken
+            _, _, future, call, args = taken
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call(*args))
                 except BaseException as error:
                     future.set_exception(error)
-            del future, call, args  # an idle thread must not keep a job's result alive
-            if ahead:
-                with self._changed:
-                    self._working_ahead -= 1
-                    self._changed.notify()
+            del taken, future, call, args  # an idle thread must not keep a job's result alive
 
-    def _take(self) -> tuple[bool, _Job] | None:
+    def _take(self) -> _Job | None:
         with self._changed:
-            while True:
-                if self._stopping:
-                    return None
-                if self._jobs[False]:
-                    return False, heapq.heappop(self._jobs[False])
-                if self._jobs[True] and self._working_ahead < self._ahead:
-                    self._working_ahead += 1
-                    return True, heapq.heappop(self._jobs[True])
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._jobs or self._stopping)
+            return None if self._stopping else heapq.heappop(self._jobs)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
 from nvidia.dali.pipeline import Pipeline, StreamPolicy
+from servers import Server
 from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader, cameras
@@ -86,6 +87,17 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
             shown = decoder.get_frames_at(places.tolist()).data.numpy()[order]
             expected = [(episode[row], frame, number) for frame in frames[row]]
             np.testing.assert_array_equal(read_identities(shown), expected)
+
+
+def test_remote_batches_of_the_dali_route_equal_local_ones(vp9_demo: Path) -> None:
+    """Bytes are fetched by the same schedule, also where memory is short."""
+    arguments = {"delta_timestamps": {TOP: [0.0, 0.2]}, "batch_size": 8}
+    expected = batches_of(vp9_demo, **arguments)
+    with Server(vp9_demo) as server:
+        for budget in ("1GiB", "1MB"):
+            assert all(
+                equal(a, b) for a, b in zip(batches_of(server.url, memory_budget=budget, **arguments), expected, strict=True)
+            )
 
 
 def test_routes_say_what_decodes_and_why(demo: Path, vp9_demo: Path) -> None:

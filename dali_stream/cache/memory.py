@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,13 +28,12 @@ Int64 = npt.NDArray[np.int64]
 # Threads. While the pools fill, a batch misses blocks all over them, and waits for as many round trips as these do not do at
 # once: at 50 ms 16 threads bring 21 MB/s, however fast the network is.
 FETCHERS = PER_HOST
-FETCHERS_AHEAD = 10
 
 
 class Pool(Protocol):
     """What reads: fetch threads, or the caller itself."""
 
-    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
         """Has a call done."""
         ...
 
@@ -49,7 +49,7 @@ class Pool(Protocol):
 class AtOnce:
     """A pool without threads: what is read from the disk is read when it is asked for."""
 
-    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = (), ahead: bool = False) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
         """Does a call."""
         future: Future[Any] = Future()
         try:
@@ -87,7 +87,7 @@ class Memory:
         self._pool: Pool
         self.video: Video
         if dataset.data_store.remote:
-            fetchers = Workers("dali_stream fetch", FETCHERS, FETCHERS_AHEAD)
+            fetchers = Workers("dali_stream fetch", FETCHERS)
             self._pool, self.video = fetchers, BlockCache(self._source, fetchers, self._path)
         else:
             self._pool, self.video = AtOnce(), InPlace(self._source, dataset.videos)
@@ -96,7 +96,7 @@ class Memory:
         """Begins to read rows and indices."""
         for read in reads:
             call = self._read_index if read.camera else self._read_rows
-            self._coming[read.camera, read.number] = self._pool.submit(call, read, priority=(read.batch, 0))
+            self._coming[read.camera, read.number] = self._pool.submit(call, read, priority=(read.step, 0))
 
     def finish(self, read: Read) -> tuple[int, Found]:
         """Waits for rows or an index: the bytes that they take, and the rows that came along.
@@ -116,7 +116,7 @@ class Memory:
         """Reads rows that are not there, for programs without a schedule. Errors as of `finish`."""
         for episode in episodes:
             if episode not in self._rows:
-                read = Read(0, "", episode, again=False)
+                read = Read(0, 0, "", episode, again=False)
                 self.begin([read])
                 self.finish(read)
 
@@ -134,7 +134,7 @@ class Memory:
             if (coming := self._coming.pop((camera, file), None)) is None:
                 self._indices.drop(camera, file)
             else:  # it arrives later, or not at all
-                coming.add_done_callback(lambda _, camera=camera, file=file: self._indices.drop(camera, file))
+                coming.add_done_callback(partial(self._drop_index, camera, file))
         self.video.drop(drop.blocks)
 
     def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
@@ -170,6 +170,9 @@ class Memory:
         if self._dataset.data_store.remote and not read.again:
             self._counters.add(needed_bytes=found.take_bytes())
         return found
+
+    def _drop_index(self, camera: str, file: int, _: Future[Any]) -> None:
+        self._indices.drop(camera, file)
 
     def _read_index(self, read: Read) -> int:
         try:

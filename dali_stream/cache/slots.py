@@ -31,7 +31,7 @@ class Slots:
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:
         """Writes frames, (n, height, width, 3), into slots."""
-        # One call of torch, which releases the GIL once; NumPy does for each frame, and decode threads then wait for each other.
+        # By torch, which releases the GIL once. NumPy does so for each frame, and decode threads then wait for each other.
         torch.from_numpy(self._frames).index_copy_(0, torch.tensor(slots), torch.from_numpy(frames))
         if self._errors:
             for slot in slots:

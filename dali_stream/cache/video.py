@@ -95,13 +95,13 @@ class BlockCache:
         block = self._blocks[name]
         if block.fetch.batch < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
             camera, episode, number = name
-            self._fetch(Fetch(batch, False, camera, episode, number, [(block.start, block.stop)]))
+            self._fetch(Fetch(batch, camera, episode, number, [(block.start, block.stop)]))
         return self._blocks[name]
 
     def _fetch(self, fetch: Fetch) -> Future[None]:
         blocks = [_Block(fetch, *ends) for ends in fetch.ranges]
         path = self._path(fetch.camera, fetch.episode)
-        done = self._pool.submit(self._read, path, blocks, priority=(fetch.batch, 1), ahead=fetch.ahead)
+        done = self._pool.submit(self._read, path, blocks, priority=(fetch.batch, 1))
         for number, block in enumerate(blocks, start=fetch.first):
             block.done = done
             self._blocks[fetch.camera, fetch.episode, number] = block

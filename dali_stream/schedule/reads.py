@@ -26,8 +26,8 @@ from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.uses import NEVER, Uses
 
 Int64 = npt.NDArray[np.int64]
+_GROWTH = 2  # batches that are read ahead more, for each that has been planned
 RANGE = 4 << 20  # bytes of a request at most: large for the server, small for who waits behind it
-_URGENT = 4  # batches from now on whose blocks do not have to leave fetch threads free for others
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class Read(NamedTuple):
 
     Attributes:
         batch: that needs it first.
+        step: the batch before whose planning it has to be there.
         camera: of the index; empty for rows.
         number: the episode, or the file.
         again: it has been read in this epoch, or, of an index, ever.
     """
 
     batch: int
+    step: int
     camera: str
     number: int
     again: bool
@@ -74,14 +76,12 @@ class Fetch(NamedTuple):
 
     Attributes:
         batch: that needs the first of them.
-        ahead: nobody will wait for it for a while.
         camera, episode: whose video it is.
         first: the number of the first block.
         ranges: (start, stop) in the file, of each block.
     """
 
     batch: int
-    ahead: bool
     camera: str
     episode: int
     first: int
@@ -154,7 +154,7 @@ class ReadSchedule:
     @property
     def horizon(self) -> int:
         """Batches behind the next one whose samples have to be known for `request`."""
-        return min(2 * self._now, self._storage.look_ahead * 5 // 4)
+        return min(2 * _GROWTH * self._now, self._storage.look_ahead * 5 // 4)
 
     def bytes_of(self, kind: str) -> int:
         """Bytes of "row", "index" or "encoded" that are held or on their way."""
@@ -201,13 +201,13 @@ class ReadSchedule:
 
     def due(self) -> list[Read]:
         """What has to have been `arrived` or `failed` before the next batch is planned, the soonest need first."""
-        found = {}
+        found: dict[tuple[str, int], Read] = {}
         for batch in self._newly_due():
             _, episodes, files = self._batches[batch - self._now]
             for camera, items, numbers in self._kinds(episodes, files):
                 for number in numbers:
                     if number in items.coming:
-                        found.setdefault((camera, number), Read(batch, camera, number, again=False))
+                        found.setdefault((camera, number), Read(batch, self._now, camera, number, again=False))
         return list(found.values())
 
     def arrived(self, read: Read, size: int, others: Mapping[int, int] | None = None) -> list[int]:
@@ -240,7 +240,7 @@ class ReadSchedule:
 
     def ready(self) -> list[int]:
         """The episodes of the batches that `due` was about whose rows and indices are there."""
-        found = {}
+        found: dict[int, None] = {}
         for batch in self._newly_due():
             _, episodes, _ = self._batches[batch - self._now]
             found |= dict.fromkeys(e for e in episodes if self._is_there(e))
@@ -319,7 +319,7 @@ class ReadSchedule:
             sizes = np.cumsum(table.sizes(group))
             for part in np.split(group, np.flatnonzero(np.diff((sizes - 1) // largest)) + 1):
                 [(episode, first), *_] = table.names(part[:1])
-                fetches.append(Fetch(batch, distance > _URGENT, camera, episode, first, table.ranges(part)))
+                fetches.append(Fetch(batch, camera, episode, first, table.ranges(part)))
         return fetches
 
     def _grown(self, camera: str, group: Int64, wanted: int) -> Int64:
@@ -338,7 +338,7 @@ class ReadSchedule:
     # ---- inside
 
     def _last_due(self) -> int:
-        return min(self._now + min(self._now, self._storage.look_ahead), max(self._requested, self._now))
+        return min(self._now + min(_GROWTH * self._now, self._storage.look_ahead), max(self._requested, self._now))
 
     def _newly_due(self) -> list[int]:
         return [self._now, *range(max(self._due, self._now) + 1, self._last_due() + 1)]
@@ -351,8 +351,9 @@ class ReadSchedule:
 
     def _missing(self, batch: int) -> list[Read]:
         epoch, episodes, files = self._batches[batch - self._now]
+        step = max(self._now, batch - self._storage.look_ahead, -(-batch // (1 + _GROWTH)))
         return [
-            Read(batch, camera, number, bool(self._seen[camera][number] if camera else self._epoch_read[number] == epoch))
+            Read(batch, step, camera, number, bool(self._seen[camera][number] if camera else self._epoch_read[number] == epoch))
             for camera, items, numbers in self._kinds(episodes, files)
             for number in numbers
             if number not in items.size

@@ -177,7 +177,9 @@ class Schedule:
         else:
             self.frames[camera].learn(episode, packet, keyframe)
         if camera in self._storage.fetched and index is not None:
-            self.reads.learn(camera, episode, cut(index, packet, keyframe, self._storage.block))
+            self.reads.learn(
+                camera, episode, cut(index, packet.astype(np.int64), keyframe.astype(np.int64), self._storage.block)
+            )
         if self._advisor and camera == self._advised:
             self._advisor.larger.learn(episode, packet, keyframe)
 

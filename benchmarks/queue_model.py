@@ -1,0 +1,372 @@
+"""Training as a queue model: the loader's schedule, replayed against the bandwidth and latency of a network.
+
+What is read when, and in which order, is the schedule's (`dali_stream.schedule`), as in a Loader. Reads take a fetch thread
+each, wait for their round trips, and then share the link, one after the other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dali_stream.batches import Batches
+from dali_stream.bench import measure
+from dali_stream.cache.memory import FETCHERS
+from dali_stream.cache.rows import SPARE
+from dali_stream.cameras import CLIP_FRAMES
+from dali_stream.order import Order
+from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
+from dali_stream.schedule.reads import Read, Storage
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule
+from dali_stream.stage import LOOK_AHEAD, look_ahead
+from dali_stream.video.table import SampleTable
+
+VIDEO_FILE, DATA_FILE = 200 << 20, 100 << 20  # bytes of the files that LeRobot writes
+HEAD = 4096  # bytes of a video file that are read to find its index
+FOOTER = 140  # bytes of a Parquet footer for a column of a row group; 146 on demo data, with the schema
+COLUMNS, ROW = 7, 14 * 4 * 2 + 4 * 8 + 4  # of the rows: state and action of 14 numbers, and what LeRobot counts
+MOST_EPISODES = 4_000_000  # more are left out, since no simulated run gets to them
+
+
+class Recording:
+    """A dataset that is nowhere, laid out as LeRobot writes: many episodes to a file, a row group each.
+
+    All episodes are of one length, and all encoded frames of one size.
+
+    Args:
+        bytes_in_all: of encoded video.
+        episode_s, fps: seconds and frames per second of an episode.
+        cameras: how many.
+        bitrate: bits per second of a camera.
+        gop: distance of keyframes.
+    """
+
+    def __init__(self, bytes_in_all: float, episode_s: float, fps: float, cameras: int, bitrate: float, gop: int = 2) -> None:
+        self.bytes_in_all, self.fps, self.gop = bytes_in_all, fps, gop
+        self.cameras = tuple(f"observation.images.{i}" for i in range(cameras))
+        self.features = {"action"}
+        self.packet = max(round(bitrate / 8 / fps), 16)  # bytes
+        self.frames = max(round(episode_s * fps), 1)  # of an episode
+        self.episode_bytes = self.packet * self.frames * cameras
+        self.episodes = max(int(bytes_in_all // self.episode_bytes), 1)
+        self.num_episodes = min(self.episodes, MOST_EPISODES)
+        self.num_frames = self.num_episodes * self.frames
+        self.lengths = np.full(self.num_episodes, self.frames)
+        self.in_video = max(min(VIDEO_FILE // (self.packet * self.frames), self.num_episodes), 1)  # episodes of a file
+        self.in_data = max(min(DATA_FILE // (self.frames * ROW), self.num_episodes), 1)
+        self.order = functools.lru_cache(2)(self._order)  # runs share them: one of millions of episodes takes as long as steps
+
+    def _order(self, *key: int) -> Order:
+        return Order(self.lengths, True, *key)
+
+    @functools.cached_property
+    def index(self) -> SampleTable:
+        """The index of a video file: an episode begins with a keyframe."""
+        frame, every = np.tile(np.arange(self.frames), self.in_video), np.arange(self.frames * self.in_video)
+        sync = np.flatnonzero(frame % self.gop == 0)
+        # What FFmpeg writes: 4 bytes a frame and a keyframe, 16 a chunk of a second.
+        moov = 1024 + 4 * len(every) + 4 * len(sync) + 16 * int(len(every) / self.fps)
+        return SampleTable(
+            "", (b"",), b"", round(self.fps * 1000), HEAD + every * self.packet, np.full(len(every), self.packet), every * 1000,
+            sync, (every - frame % self.gop).astype(np.int32), np.zeros(len(every), np.int8), every.astype(np.int32),
+            np.zeros(len(every), np.int32), False, False, self.gop, moov,
+        )  # fmt: skip
+
+    def packets(self, episode: int) -> tuple[np.ndarray, np.ndarray]:
+        """Packets and keyframes of an episode's frames."""
+        frames = np.arange(self.frames)
+        first = episode % self.in_video * self.frames
+        return first + frames, first + frames - frames % self.gop
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a rank does.
+
+    Attributes:
+        step_s: seconds of a training step, between getting a batch and asking for the next.
+        decode_frames_per_s: of the rank's decode threads together; None: decoding takes no time.
+        frame_bytes: of a decoded frame.
+        warmup: the share of the steps in which waiting is told apart, since the pools fill then.
+    """
+
+    batch_size: int
+    step_s: float
+    steps: int
+    mode: str = "single"
+    memory_budget: int = 4 << 30
+    consumers: int = 32
+    pool: int = 8
+    seed: int = 0
+    threads: int = 16
+    decode_frames_per_s: float | None = None
+    frame_bytes: int = 480 * 640 * 3
+    warmup: float = 0.5
+
+
+@dataclass
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        waits: per step, seconds that the slowest rank waited for its batch; the first from the start on.
+        step_s: see `Training`.
+        seconds: from the start to the end of the last step.
+        fetched: per step, bytes that all ranks have fetched when its batch was there.
+        evicted, requests: of all ranks, see `Loader.stats`.
+        decodes: frames that are decoded, per frame that is shown.
+        peak_resident: the largest of a rank.
+        warmup: steps of it.
+    """
+
+    waits: list[float]
+    step_s: float
+    seconds: float
+    fetched: list[int]
+    evicted: int
+    requests: int
+    decodes: float
+    peak_resident: int
+    warmup: int
+
+    @property
+    def wait_share(self) -> float:
+        """Of the time after the warm-up, the share that training waits."""
+        waits = self.waits[self.warmup :]
+        return sum(waits) / max(sum(waits) + len(waits) * self.step_s, 1e-9)
+
+    @property
+    def waiting_steps(self) -> float:
+        """The share of the steps after the warm-up that wait, longer than a hundredth of their length."""
+        return float(np.mean([wait > self.step_s / 100 for wait in self.waits[self.warmup :]]))
+
+
+def simulate(
+    recording: Recording, training: Training, bytes_per_s: float, latency_s: float, world: int = 1, ranks: int = 1,
+    patience_s: float = math.inf,
+) -> Outcome:  # fmt: skip
+    """Trains for some steps.
+
+    Args:
+        recording: what is shown.
+        training: what a rank does.
+        bytes_per_s, latency_s: what each rank has of the network: its share of the bandwidth, the latency of a request.
+        world: ranks that share the order.
+        ranks: of them, the first so many are simulated, and wait for each other in every step.
+        patience_s: ends the run early when so many seconds were waited after the warm-up.
+
+    Raises:
+        ValueError: the ranks cannot share the order, or there is no batch.
+        MemoryBudgetError: memory_budget does not hold a batch.
+    """
+    running = [_Rank(recording, training, Network(bytes_per_s, latency_s), rank, world) for rank in range(ranks)]
+    warmup, depth = int(training.steps * training.warmup), running[0].depth
+    waits: list[float] = []
+    fetched: list[int] = []
+    asked = there = 0.0
+    for number in range(training.steps + depth):
+        if number >= depth:
+            there = max(asked, *(rank.ready(number - depth) for rank in running))
+            waits.append(there - asked)
+            fetched.append(sum(rank.network.fetched(there) for rank in running))
+            asked = there + training.step_s
+            if sum(waits[warmup:]) > patience_s:
+                break
+        if number < training.steps:
+            for rank in running:
+                rank.plan(there)
+    return Outcome(
+        waits, training.step_s, asked, fetched,
+        evicted=sum(rank.schedule.reads.cache.evicted_early for rank in running),
+        requests=sum(rank.network.requests for rank in running),
+        decodes=sum(rank.decoded for rank in running) / max(sum(rank.shown for rank in running), 1),
+        peak_resident=max(rank.peak for rank in running),
+        warmup=min(warmup, len(waits) - 1),
+    )  # fmt: skip
+
+
+@dataclass(order=True)
+class Job:
+    """A read: so many round trips, one after the other, and then so many bytes."""
+
+    priority: tuple[int, ...]
+    number: int
+    trips: int = field(compare=False)
+    size: int = field(compare=False)
+    done: float = field(default=math.inf, compare=False)
+
+
+class Network:
+    """Fetch threads, the latency of requests, and a link."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+        self.now, self.requests = 0.0, 0
+        self._free = FETCHERS
+        self._queue: list[Job] = []
+        self._events: list[tuple[float, int, bool, Job]] = []  # (time, number, whether the bytes are there, job)
+        self._number = itertools.count()
+        self._link_free = 0.0
+        self._times, self._bytes = [0.0], [0]  # bytes that are there from a time on
+
+    def fetched(self, at: float) -> int:
+        """Bytes that were there at some time."""
+        return self._bytes[bisect.bisect_right(self._times, at) - 1]
+
+    def submit(self, priority: tuple[int, ...], trips: int, size: int) -> Job:
+        """Has something read, from now on."""
+        job = Job(priority, next(self._number), trips, size)
+        heapq.heappush(self._queue, job)
+        return job
+
+    def advance(self, until: float) -> None:
+        """Lets time pass."""
+        while self._step(until):
+            pass
+        self.now = max(self.now, until)
+
+    def wait(self, job: Job) -> float:
+        """Lets time pass until a job is done; returns when that was."""
+        while job.done > self.now and self._step(math.inf):
+            pass
+        return job.done
+
+    def _step(self, until: float) -> bool:
+        self._start()
+        if not self._events or self._events[0][0] > until:
+            return False
+        self.now, _, there, job = heapq.heappop(self._events)
+        if there:
+            job.done = self.now
+            self._times.append(self.now)
+            self._bytes.append(self._bytes[-1] + job.size)
+            self._free += 1
+        else:
+            self._link_free = max(self._link_free, self.now) + job.size / self.bytes_per_s
+            heapq.heappush(self._events, (self._link_free, job.number, True, job))
+        return True
+
+    def _start(self) -> None:
+        while self._free and self._queue:
+            job = heapq.heappop(self._queue)
+            self._free -= 1
+            self.requests += job.trips
+            heapq.heappush(self._events, (self.now + job.trips * self.latency_s, job.number, False, job))
+
+
+class _Rank:
+    """One rank's planner, as `Stage` runs it."""
+
+    def __init__(self, recording: Recording, training: Training, network: Network, rank: int, world: int) -> None:
+        self._recording, self._training, self.network = recording, training, network
+        batches = Batches(recording.num_frames, training.batch_size, world, "drop")
+        if not batches.count(0):
+            raise ValueError(f"{world} ranks take {batches.stride} frames a step, and the dataset has {recording.num_frames}")
+        cameras, index = recording.cameras, recording.index
+        offsets = np.round(np.array(measure.windows(training.mode, recording).get(cameras[0], [0.0])) * recording.fps)
+        windows = dict.fromkeys(cameras, offsets.astype(np.int64))
+        files = np.arange(recording.num_episodes) // recording.in_video
+        sizes = Sizes(
+            lengths=recording.lengths,
+            batch_size=training.batch_size,
+            episodes=min(training.consumers // world * (training.pool + 1), recording.num_episodes),
+            row_bytes=ROW,
+            least_row_bytes=ROW,
+            files=dict.fromkeys(cameras, int(files[-1]) + 1),
+            indices=dict.fromkeys(cameras, index),
+            windows=windows,
+            fetched=True,
+            frame_bytes=training.frame_bytes * len(cameras),
+        )
+        shares = divide(training.memory_budget, sizes)
+        frames = training.batch_size * len(cameras) * len(offsets)
+        self.depth = int(np.clip(-(-2 * training.threads * CLIP_FRAMES // frames), 2, 16))
+        ahead = max(horizon(shares.frames, recording.num_frames), encoded_horizon(shares.encoded, sizes), LOOK_AHEAD)
+        key = training.consumers, training.pool
+        self.schedule = Schedule(
+            recording.lengths,
+            samples(lambda epoch: recording.order(training.seed, epoch, *key), batches, rank, 0, 0),
+            training.batch_size, windows, Limits(shares.frames, self.depth, ahead),
+            Storage(
+                dict.fromkeys(cameras, files), ROW * SPARE[0] // SPARE[1], dict.fromkeys(cameras, index.nbytes), cameras,
+                shares.encoded, shares.block, look_ahead(training.batch_size),
+            ),
+        )  # fmt: skip
+        self.decoded = self.shown = self.peak = 0
+        self._footers: set[int] = set()
+        self._reads: dict[tuple[str, int], Job] = {}
+        self._blocks: dict[tuple[str, int, int], Job] = {}
+        self._batches: list[tuple[float, list[Job], int]] = []  # when it was planned, what it needs, its decodes
+        self._first: list[Job] = []
+        self._decoder_free = self._clock = 0.0
+        for camera in cameras:  # what a Loader looks at when it is made
+            self._clock = network.wait(network.submit((), 2, HEAD + index.index_bytes))
+            self.schedule.reads.there(camera, 0, index.nbytes)
+
+    def plan(self, room: float) -> None:
+        """Plans the next batch, when there is room for it."""
+        network, reads = self.network, self.schedule.reads
+        network.advance(self._clock)
+        begun, drop = self.schedule.request()
+        for read in begun:
+            self._reads[read.camera, read.number] = self._read(read)
+        for camera, file in drop.indices:
+            self._reads.pop((camera, file), None)
+        for job in self._first:
+            self._clock = max(self._clock, network.wait(job))
+        self._clock = max(self._clock, room)
+        network.advance(self._clock)
+        for read in reads.due():
+            self._clock = max(self._clock, network.wait(self._reads[read.camera, read.number]))
+            size = self._recording.index.nbytes if read.camera else self._recording.frames * ROW * SPARE[0] // SPARE[1]
+            reads.arrived(read, size)
+        episodes = reads.ready()
+        for camera in self._recording.cameras:
+            for episode in self.schedule.unknown(camera, episodes):
+                self.schedule.learn(camera, episode, *self._recording.packets(episode), self._recording.index)
+        self._step()
+
+    def _step(self) -> None:
+        step, frames = self.schedule.plan(), self.schedule.frames.values()
+        for name in step.reads.drop.blocks:
+            del self._blocks[name]
+        fetched = []
+        for fetch in step.reads.fetch:
+            size = fetch.ranges[-1][1] - fetch.ranges[0][0]
+            fetched.append(self.network.submit((fetch.batch, 1), 1, size))
+            for number in range(len(fetch.ranges)):
+                self._blocks[fetch.camera, fetch.episode, fetch.first + number] = fetched[-1]
+        self._first = fetched if not step.samples.number else []
+        names = [(camera, *name) for camera, needed in step.reads.needed.items() for name in needed]
+        jobs = {id(job): job for job in map(self._blocks.__getitem__, names)}
+        decodes = sum(planned.decodes for planned in step.frames.values())
+        self.decoded += decodes
+        self.shown += sum(planned.show.size for planned in step.frames.values())
+        self._batches.append((self._clock, list(jobs.values()), decodes))
+        taken = self.schedule.reads.cache.taken + sum(cache.cached for cache in frames) * self._training.frame_bytes
+        self.peak = max(self.peak, taken)
+
+    def ready(self, batch: int) -> float:
+        """When a batch is there, if it was planned."""
+        planned, jobs, decodes = self._batches[batch]
+        there = max([planned, *(self.network.wait(job) for job in jobs)])
+        rate = self._training.decode_frames_per_s
+        self._decoder_free = max(self._decoder_free, there) + (decodes / rate if rate else 0.0)
+        return self._decoder_free
+
+    def _read(self, read: Read) -> Job:
+        recording = self._recording
+        if read.camera:
+            return self.network.submit((read.step, 0), 2, HEAD + recording.index.index_bytes)
+        trips, size = 1, recording.frames * ROW
+        if (file := read.number // recording.in_data) not in self._footers:
+            self._footers.add(file)
+            trips, size = 3, size + FOOTER * recording.in_data * COLUMNS
+        return self.network.submit((read.step, 0), trips, size)
