@@ -300,6 +300,8 @@ class Stage:
         self._planner.join()
         self._pool.join()
         self._memory.join()
+        for camera in self._decoded.values():  # DALI may hold this stage for a while
+            camera.slots.free()
         self._put(closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:

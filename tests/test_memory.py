@@ -1,4 +1,4 @@
-"""Memory of a run, in a process of its own: below the stated limit, and the same in the fifth epoch as in the second."""
+"""Memory of a run, in a process of its own: within memory_budget and a stated rest, and flat over five epochs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+REST_MB = 1150
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -41,9 +43,10 @@ def run(root: Path, episodes: list[int] | None, **arguments: Any) -> dict[str, A
     return found
 
 
-def check(found: dict[str, Any]) -> None:
-    """Issue 2: peak below 1.5 GB, no growth over 5 epochs. The first epoch may still warm up; 5 percent are noise."""
-    assert found["peak"] < 1500, found
+def check(found: dict[str, Any], budget_mb: float) -> None:
+    """No growth over 5 epochs: the first may still warm up; 5 percent are noise. What is not in the budget is some 480 MB of
+    libraries, and the frames of batches under way."""
+    assert found["peak"] < budget_mb + REST_MB, found
     second, *later = found["epochs"][1:]
     assert max(later) < second * 1.05, found
 
@@ -53,11 +56,22 @@ def test_memory_of_windows_is_flat(demo: Path) -> None:
     deltas = {"observation.images.top": [-0.1, -0.05, 0.0], "action": [n / 20 for n in range(16)]}
     found = run(demo, [0, 1], batch_size=16, delta_timestamps=deltas, memory_budget="1MiB", consumers=4)
     assert found["frames"] > 0
-    check(found)
+    check(found, 1)
 
 
 @pytest.mark.slow
-def test_memory_of_a_recording_is_below_the_limit_and_flat(g1: Path) -> None:
-    found = run(g1, None, batch_size=64)
+@pytest.mark.parametrize("size", [None, (224, 224)])
+def test_memory_of_a_recording_is_below_the_limit_and_flat(g1: Path, size: tuple[int, int] | None) -> None:
+    """Of which the budget keeps a part of the frames, and all of them."""
+    found = run(g1, None, batch_size=64, memory_budget="1GiB", image_size=size)
     assert found["frames"] == 5 * (4489 // 64 * 64)
-    check(found)
+    check(found, 1074)
+
+
+@pytest.mark.slow
+def test_memory_of_long_windows_is_flat(g1: Path) -> None:
+    """They are decoded in parts: glibc would keep blocks as large as a window of 20 frames of 640x480."""
+    deltas = {"observation.images.cam_high": [-n / 30 for n in range(20)]}
+    found = run(g1, [0, 1], batch_size=4, delta_timestamps=deltas, memory_budget="300MiB")
+    assert found["frames"] > 0
+    check(found, 315)

@@ -106,7 +106,8 @@ def cluster(tmp_path: Path) -> Iterator[TrainingCluster]:
 
 def signal_step(job: subprocess.Popen[str], number: int = signal.SIGTERM) -> None:
     """As slurmstepd does it: each process of the step, whichever sessions it has made, and not the srun that waits for it."""
-    (srun,) = psutil.Process(job.pid).children()
+    # On a loaded machine a program that the script has called beside srun may not have ended yet.
+    srun = max(psutil.Process(job.pid).children(), key=lambda child: len(child.children(recursive=True)))
     for process in srun.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # one that was signalled before has ended others
             process.send_signal(number)

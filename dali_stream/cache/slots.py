@@ -41,6 +41,10 @@ class Slots:
         """Notes that the frame of a slot cannot be decoded: an error for the batch that shows it, and for no other."""
         self._errors[slot] = error
 
+    def free(self) -> None:
+        """Gives the memory back; there is nothing to put in or copy out afterwards."""
+        self._frames = self._frames[:0].copy()
+
     @property
     def broken(self) -> bool:
         """Whether any slot has a frame that cannot be decoded."""
