@@ -2,7 +2,7 @@
 
 The floor of prefixes is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's
 frames need, and converting only those frames to RGB. The loader beside it delivers frames at their recorded size as uint8, with
-its default arguments: it decodes less, since it keeps decoded frames. The floor of files is threads alone, one per core, that
+its default arguments, over its first epoch: it decodes less, since it keeps decoded frames. The floor of files is threads alone, one per core, that
 decode every frame of the files once in file order and resize it (see files_floor.py). The loader beside it delivers float32 of
 that size: its first epoch and its second. With `--decode dali` there is one floor, that of DALI's decoder: see nvdec_floor.py.
 
@@ -133,7 +133,7 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
         for _ in range(arguments.rounds):
             prefixes["floor"].append(prefix_rate())
             with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
-                prefixes["loader"].append(per_batch / mean_wait(iter(loader), batches - 1 or 1, []))
+                prefixes["loader"].append(per_batch / mean_wait(iter(loader), len(loader) - 1 or 1, []))
             files["floor"].append(files_floor.torchcodec_rate(work, size))
             files["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
             with new_loader(dataset, arguments, deltas, image_size=size) as loader:

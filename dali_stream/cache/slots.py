@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dali_stream.errors import DecodeError
 
@@ -31,8 +30,7 @@ class Slots:
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:
         """Writes frames, (n, height, width, 3), into slots."""
-        # By torch, which releases the GIL once. NumPy does so for each frame, and decode threads then wait for each other.
-        torch.from_numpy(self._frames).index_copy_(0, torch.tensor(slots), torch.from_numpy(frames))
+        self._frames[np.asarray(slots)] = frames
         if self._errors:
             for slot in slots:
                 self._errors.pop(slot, None)
