@@ -2,10 +2,11 @@
 
 The floor of prefixes is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's
 frames need, and converting only those frames to RGB. The loader beside it delivers frames at their recorded size as uint8, with
-its default arguments, over its first epoch: it decodes less, since it keeps decoded frames. The floor of files is threads alone,
-one per core, that decode every frame of the files once in file order and resize it (see files_floor.py). The loader beside it
-delivers float32 of that size: its first epoch and its second. With `--decode dali` there is one floor, that of DALI's decoder: see
-nvdec_floor.py.
+its default arguments, over its first epoch: it decodes less, since it keeps decoded frames.
+
+The floor of files is threads alone, one per core, that decode every frame of the files once in file order and resize it (see
+files_floor.py). The loader beside it delivers float32 of that size: its first epoch and its second. With `--decode dali` there
+is one floor, that of DALI's decoder: see nvdec_floor.py.
 
     python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
                                       [--batches 30] [--image-size 224 224] [--rounds 5] [--json]
