@@ -288,8 +288,8 @@ class Loader:
         on the way to others; `frame_cache_hits`, delivered frames that an earlier batch had decoded; `frame_cache_bytes` of
         decoded frames that are kept; `frames_evicted_before_use`, kept frames that memory_budget had no room for until their
         next use; `padded` and `substituted` samples; `route_changes`; `resident_bytes` of rows, indices, kept frames and, of
-        remote data, encoded video; `indices_read_again`, those of video files in use that memory_budget had no room to keep;
-        `first_batch_s` from construction to the first batch.
+        remote data, encoded video, and `row_bytes`, `index_bytes` and `encoded_bytes` of that; `indices_read_again`, those of
+        video files in use that memory_budget had no room to keep; `first_batch_s` from construction to the first batch.
 
         Seconds per stage, which do not overlap. Of the thread that iterates: `consumer_s` between batches, and in `next()`
         `wait_s`, of which it waited for frames for `starved_s` and for the DALI graph for `graph_s`. Of the planner thread:
@@ -311,11 +311,7 @@ class Loader:
             "first_batch_s": self._first_batch_s,
             "route_changes": self._route_changes,
             "resident_bytes": self._run.stage.resident_bytes() if self._run else 0,
-            **(
-                self._run.stage.bytes_by_kind()
-                if self._run
-                else dict.fromkeys(("row_bytes", "index_bytes", "encoded_bytes"), 0)
-            ),
+            **(self._run.stage.bytes_by_kind() if self._run else dict.fromkeys(BYTES_BY_KIND, 0)),
             "frame_cache_bytes": self._run.stage.frame_cache_bytes() if self._run else 0,
             **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
         }

@@ -56,7 +56,7 @@ class Slots:
             out: (B, T, height, width, 3).
 
         Returns:
-            Per sample that could not be had, the error of its first frame that failed; `out` is undefined there.
+            Per sample that failed, the error of its first frame that failed; `out` is undefined there.
         """
         np.take(self._frames, show, axis=0, out=out, mode="clip")  # "raise" goes by way of another copy
         if not self._errors:

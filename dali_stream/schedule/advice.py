@@ -1,4 +1,4 @@
-"""Whether more memory for decoded frames would help, told while a run goes on."""
+"""Whether more memory for decoded frames would help, found out during a run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class Advisor:
     """Plans one camera a second time, with room for more frames, and compares.
 
     Args:
-        cache: of that camera.
-        larger: the same with more room.
+        larger: the cache of that camera with more room.
         kept: frames that `larger` keeps.
     """
 
-    def __init__(self, cache: FrameCache, larger: FrameCache, kept: int) -> None:
-        self.cache, self.larger, self._kept = cache, larger, kept
+    def __init__(self, larger: FrameCache, kept: int) -> None:
+        self.larger, self._kept = larger, kept
         self._compared = self._shown = self._now = self._then = 0
 
     def compare(self, step: FrameStep, larger: FrameStep) -> bool:

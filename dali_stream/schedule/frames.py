@@ -96,10 +96,6 @@ class FrameCache:
         """Lets all frames go; the cache is of no use afterwards."""
         self._table.release(self._row[self._row != NONE])
 
-    def unknown(self, episodes: Int64) -> Int64:
-        """Those of these open episodes that `learn` has to be called for."""
-        return episodes[self._table.columns[self._gop][self._table.first_row[episodes]] == NONE]
-
     def learn(self, episode: int, packet: npt.NDArray[np.integer], keyframe: npt.NDArray[np.integer]) -> None:
         """Says where an open episode's frames are in its video file.
 
@@ -124,8 +120,7 @@ class FrameCache:
         """
         columns, self._gone = self._table.columns, 0
         for slots in self._freed.pop(batch, ()):
-            self._free[self._free_count : self._free_count + len(slots)] = slots
-            self._free_count += len(slots)
+            self._give_back(slots)
         self._room += self._evicted.pop(batch, 0)
         shown, place = np.unique(rows, return_inverse=True)
         slot = columns[self._slot][shown]
@@ -248,8 +243,10 @@ class FrameCache:
     def _free_later(self, batch: int, slots: Int64) -> None:
         """Gives slots back, when the batches that write or show them are delivered."""
         free_from = np.maximum(self._touched[slots] + self._in_flight, batch)
-        now = slots[free_from == batch]
-        self._free[self._free_count : self._free_count + len(now)] = now
-        self._free_count += len(now)
+        self._give_back(slots[free_from == batch])
         for at in np.unique(free_from[free_from > batch]).tolist():
             self._freed.setdefault(at, []).append(slots[free_from == at])
+
+    def _give_back(self, slots: Int64) -> None:
+        self._free[self._free_count : self._free_count + len(slots)] = slots
+        self._free_count += len(slots)

@@ -127,7 +127,7 @@ class Schedule:
         self._advisor: Advisor | None = None
         if self._advised:
             larger = cache(f"advice on {self._advised}", self._advised, limits.advise)
-            self._advisor = Advisor(self.frames[self._advised], larger, limits.advise)
+            self._advisor = Advisor(larger, limits.advise)
 
     def next(self) -> Samples:
         """The batch that `plan` will plan."""
