@@ -196,7 +196,9 @@ def test_the_commands_of_the_readme_run(
     for line in "".join(text for _, text in code("sh", [README])).splitlines():
         words = shlex.split(line.replace("path/to/dataset", shlex.quote(str(demo))), comments=True)
         if words[0] == "pip":  # not from here: that there is such an extra has to do
-            assert re.fullmatch(r"dali-stream\[(\w+)\]", words[-1])[1] in extras  # type: ignore[index]
+            assert words[:3] == ["pip", "install", "-c"]
+            assert (ROOT / words[3]).is_file()
+            assert re.fullmatch(r"\.\[(\w+)\]", words[-1])[1] in extras  # type: ignore[index]
         elif words[0] == "dali-stream":
             assert main(words[1:]) == 0, capsys.readouterr().err
             ran += 1
