@@ -79,6 +79,8 @@ def bench(
     dataset = arguments.dataset(uri, storage_options=storage_options, **place)
     own = measure(dataset, Settings(mode, num_batches, warmup, loader), device, state.wait_for_everyone)
     ranks = gather_object([own])
+    # A process that ends with Gloo's threads alive may abort: https://github.com/pytorch/pytorch/pull/179291.
+    state.destroy_process_group()
     if not state.is_main_process:
         return
     label = source or (dataset.uri.partition("://")[0] if "://" in dataset.uri else "local")
