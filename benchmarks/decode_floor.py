@@ -2,7 +2,8 @@
 
 The floor of prefixes is FFmpeg alone, one process with one thread per core, decoding exactly the GOP prefixes that each batch's
 frames need, and converting only those frames to RGB. The loader beside it delivers frames at their recorded size as uint8, with
-its default arguments, over its first epoch: it decodes less, since it keeps decoded frames.
+its default arguments, over its first epoch and its second: it decodes less, since it keeps decoded frames. `ratio` is that of
+both epochs together.
 
 The floor of files is threads alone, one per core, that decode every frame of the files once in file order and resize it (see
 files_floor.py). The loader beside it delivers float32 of that size: its first epoch and its second. With `--decode dali` there
@@ -86,6 +87,10 @@ def told(result: dict[str, Any]) -> str:
         f"prefixes: floor {result['floor_frames_per_s']:.0f} frames/s, loader {result['loader_frames_per_s']:.0f}, "
         f"ratio {result['ratio']:.3f}"
     ]
+    if "first_epoch" in result:
+        first, second = result["first_epoch"], result["second_epoch"]
+        lines[0] += f" (first epoch {first['ratio']:.3f}, second {second['ratio']:.3f})"
+        lines.append(f"memory that is touched for the first time: {result['first_touch_ms_per_mb']:.2f} ms per MB")
     if files := result.get("files"):
         first, second = files["first_epoch_frames_per_s"], files["second_epoch_frames_per_s"]
         lines += [
@@ -119,7 +124,8 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
     batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
     deltas = windows(arguments.mode, dataset)
     per_batch = arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)
-    prefixes: dict[str, list[float]] = {"floor": [], "loader": []}
+    prefixes: dict[str, list[float]] = {"floor": [], "loader": [], "first": [], "second": []}
+    touching: list[float] = []
     files: dict[str, list[float]] = {"floor": [], "ffmpeg": [], "first": [], "second": []}
     decoded: list[float] = []
     later: list[float] = []
@@ -133,9 +139,13 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
         jobs = floor_jobs(dataset, order, shown, arguments.batch_size, batches, threads, Path(folder))
         prefix_rate = ffmpeg_floor(jobs, threads, batches * per_batch)
         for _ in range(arguments.rounds):
+            touching.append(first_touch())
             prefixes["floor"].append(prefix_rate())
             with new_loader(dataset, arguments, deltas, image_dtype="uint8") as loader:
-                prefixes["loader"].append(per_batch / mean_wait(iter(loader), len(loader) - 1 or 1, []))
+                first_s, second_s = (mean_wait(iter(loader), len(loader) - 1 or 1, []) for _ in range(2))
+            prefixes["first"].append(per_batch / first_s)
+            prefixes["second"].append(per_batch / second_s)
+            prefixes["loader"].append(2 * per_batch / (first_s + second_s))
             files["floor"].append(files_floor.torchcodec_rate(work, size))
             files["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
             with new_loader(dataset, arguments, deltas, image_size=size) as loader:
@@ -148,6 +158,9 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
     waits = waits or [0.0]
     return {
         **rates("loader", prefixes["loader"], prefixes["floor"]),
+        "first_epoch": rates("loader", prefixes["first"], prefixes["floor"]),
+        "second_epoch": rates("loader", prefixes["second"], prefixes["floor"]),
+        "first_touch_ms_per_mb": statistics.median(touching),
         "frames_per_round": batches * per_batch,
         "routes": routes,
         "files": {
@@ -197,6 +210,15 @@ def mean_wait(batches: Iterator[Any], count: int, waits: list[float]) -> float:
     passed = (before - started) / max(count, 1)
     deque(batches, maxlen=0)  # the rest of the epoch
     return passed
+
+
+def first_touch() -> float:
+    """Milliseconds for each MB of fresh memory that is written: what a cache pays that fills for the first time.
+
+    About 0.1 on a machine of one's own; 2 and more on a virtual machine whose host has yet to provide the memory.
+    """
+    memory = np.empty(512 << 20, np.uint8)
+    return timed(lambda: memory.fill(1)) * 1e3 / (len(memory) / 1e6)
 
 
 def growth(after: dict[str, Any], before: dict[str, Any], key: str) -> float:

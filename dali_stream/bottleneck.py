@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 STAGES = {
-    "iteration": {"consumer_s": "training loop", "starved_s": "waiting for frames", "graph_s": "DALI graph"},
+    "iteration": {"consumer_s": "training loop", "starved_s": "waiting for frames", "graph_s": "copying frames, DALI graph"},
     "planner": {"rows_s": "reading rows", "gather_s": "gathering rows into batches", "plan_s": "planning"},
     "decode threads": {
         "read_s": "reading video", "pack_s": "packing clips", "decode_s": "decoding", "resize_s": "resizing"
@@ -59,8 +59,8 @@ class Bottleneck:
 
     Attributes:
         stage: "consumer" where the loader keeps up; "read", "pack", "decode", "resize" (decode threads); "rows", "gather",
-            "plan" (planner thread); "graph" (DALI); "handover" (from DALI's outputs to a batch); "prefetch" where batches
-            are waited for and no stage is busy.
+            "plan" (planner thread); "graph" (copying frames into batches, and DALI); "handover" (from DALI's outputs to a
+            batch); "prefetch" where batches are waited for and no stage is busy.
         share: of the time of the threads that the stage has, 0 to 1.
         text: one to three sentences for people: the stage, its share and the change that would help most.
     """
@@ -97,7 +97,9 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     if graph >= handover:
         resizes = " and resizes" if setup.image_size else ""
         decodes = f", which decodes{resizes} the videos," if "dali" in setup.videos.values() else ""
-        return _found("graph", graph, f"The DALI graph{decodes} takes", "time", wait, _graph_change(times, setup))
+        on_dali = decodes or setup.gpu or setup.pipeline
+        what = f"The DALI graph{decodes}" if on_dali else "Copying frames into batches"
+        return _found("graph", graph, f"{what} takes", "time", wait, _graph_change(times, setup))
     return _found("handover", handover, "Handing batches over takes", "time", wait, _handover_change(setup))
 
 

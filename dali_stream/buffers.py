@@ -6,29 +6,39 @@ filling it; and large blocks that come and go in a heap beside small ones make i
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Frames = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
+_KEPT = 8  # arrays of one kind: more than a loader has under way; a user who keeps more batches than that gets fresh memory
 
 
 class Buffers:
-    """A free list of uint8 arrays by shape. Safe to use from several threads."""
+    """Arrays that nobody else refers to are handed out again: neither a view, nor a tensor that shares memory, nor DALI.
+
+    Not safe to use from several threads; references may be dropped in any.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, ...], list[Frames]] = defaultdict(list)
-        self._lock = threading.Lock()
+        self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
-    def take(self, *shape: int) -> Frames:
-        """An array of this shape with anything in it."""
-        with self._lock:
-            free = self._free[shape]
-            return free.pop() if free else np.empty(shape, np.uint8)
+    def take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+        """An array of this shape and dtype with anything in it."""
+        arrays = self._arrays[shape, dtype]
+        for i in range(len(arrays)):
+            if _references(arrays, i) == _UNUSED:
+                return arrays[i]
+        arrays.append(np.empty(shape, dtype))
+        del arrays[:-_KEPT]
+        return arrays[-1]
 
-    def give(self, array: Frames) -> None:
-        """Returns an array that nobody looks at any more."""
-        with self._lock:
-            self._free[array.shape].append(array)
+
+def _references(arrays: list[Array], i: int) -> int:
+    return sys.getrefcount(arrays[i])
+
+
+_UNUSED = _references([np.empty(0)], 0)  # of an array that only a list refers to; interpreters count differently

@@ -42,16 +42,14 @@ def build(
     stage: Stage,
     routes: dict[str, Route],
     user: Graph | None,
-    image_dtype: str,
 ) -> tuple[Pipeline, list[str]]:
     """Builds the pipeline.
 
     Args:
-        plan: features, windows, batch size, threads and device.
+        plan: features, windows, batch size, dtype of pictures, threads and device.
         stage: the external source.
         routes: the decoder of each camera.
         user: the user's graph function, given (F)HWC pictures and tabular nodes on the pipeline's device.
-        image_dtype: "float32" in [0, 1] or "uint8".
 
     Returns:
         The pipeline and the names of its outputs.
@@ -63,11 +61,11 @@ def build(
     # The stage is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
     pipeline = dali.empty_pipeline(plan.batches.largest, plan.gpu, plan.threads, prefetch=1)
     with pipeline:
-        nodes = _read(plan, stage, routes, made_anew=image_dtype == "float32")  # by an operator that reads the frames
-        for camera in plan.dataset.cameras:
+        nodes = _read(plan, stage, routes)
+        for camera in [camera for camera in plan.dataset.cameras if camera in nodes]:
             # The CPU's frames have been resized where they were decoded.
             size = plan.image_size if routes[camera].decoder == "dali" else None
-            nodes[camera] = _picture(nodes[camera], size, image_dtype)
+            nodes[camera] = _picture(nodes[camera], size, plan.image_dtype)
         given = nodes
         if user is not None:
             nodes = _applied(user, nodes)
@@ -81,7 +79,7 @@ def build(
         hint = "" if user is None else _HINT
         raise DaliStreamError(f"DALI does not build the graph: {dali.explanation(error).rstrip('.')}{hint}") from error
     used = _ancestors(nodes.values())
-    for camera in plan.dataset.cameras:
+    for camera in plan.dataset.cameras if user is not None else ():
         if _place(given[camera]) not in used:
             _log.warning("pipeline drops %s, which is decoded nevertheless; leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
@@ -142,15 +140,15 @@ def _ragged(name: str, shapes: list[tuple[int, ...]]) -> str:
     )
 
 
-def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -> dict[str, DataNode]:
-    """The stage's arrays as nodes, with encoded cameras decoded; all on the pipeline's device."""
+def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataNode]:
+    """The stage's arrays as nodes, with encoded cameras decoded; all on the pipeline's device, but what goes past DALI."""
     kinds: list[Kind] = [(key, *_column(plan, key)) for key in plan.columns()]
     pictures: list[Kind] = []
     for camera in plan.dataset.cameras:
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
             kinds += [] if plan.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
-        else:
+        elif not plan.past_dali:
             layout = "HWC" if plan.squeezed(camera) else "FHWC"
             pictures.append((camera, types.UINT8, len(layout), layout))
     # A key comes once, but for an encoded camera's.
@@ -171,7 +169,8 @@ def _read(plan: Plan, stage: Stage, routes: dict[str, Route], made_anew: bool) -
     # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Pictures are much,
     # so they stay where they are, and an operator copies them, in threads of its own, where no other makes new ones of them.
     for camera, node in _source(stage.pictures, pictures, no_copy=True) if pictures else ():
-        nodes[camera] = placed(fn.copy(node) if plan.gpu is not None or not made_anew else node)
+        made_anew = plan.gpu is None and plan.image_dtype == "float32"
+        nodes[camera] = placed(node if made_anew else fn.copy(node))
     return nodes
 
 

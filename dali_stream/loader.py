@@ -151,6 +151,7 @@ class Loader:
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
             memory_budget=memory,
             image_size=picture_size(image_size),
+            image_dtype=image_dtype,
             indices=IndexCache(streamed),
             substitute=on_error == "substitute",
             gpu=process.gpu(device),
@@ -162,7 +163,7 @@ class Loader:
             )
         if pipeline is not None and not callable(pipeline):
             raise ValueError(f"pipeline is {pipeline!r}; it is a function from a dict of DALI nodes to one, or None")
-        self._graph = (pipeline, image_dtype)
+        self._pipeline = pipeline
         self._decode = decode
         self._counters = Counters()
         self._first_stats: dict[str, Any] | None = None  # after the first batch, which pays for starting
@@ -292,7 +293,8 @@ class Loader:
         video files in use that memory_budget had no room to keep; `first_batch_s` from construction to the first batch.
 
         Seconds per stage, which do not overlap. Of the thread that iterates: `consumer_s` between batches, and in `next()`
-        `wait_s`, of which it waited for frames for `starved_s` and for the DALI graph for `graph_s`. Of the planner thread:
+        `wait_s`, of which it waited for frames for `starved_s`, and copied them and ran the DALI graph for `graph_s`. Of the
+        planner thread:
         `rows_s` reading rows or waiting for them, `gather_s` putting them into batches, `plan_s` all else. Of the decode
         threads, added up over them (so up to `threads` seconds a second): `read_s` reading encoded video or waiting for it,
         `pack_s` packing it into clips, `decode_s`, `resize_s`. `bottleneck` says what they mean.
@@ -328,7 +330,7 @@ class Loader:
         if (since := since or self._first_stats) is None:
             return None
         grown = {key: value - (since[key] or 0) for key, value in self.stats().items() if key != "first_batch_s"}
-        plan, (pipeline, image_dtype) = self._plan, self._graph
+        plan = self._plan
         setup = bottleneck.Setup(
             threads=plan.threads,
             cores=process.cores(),
@@ -338,9 +340,9 @@ class Loader:
             decode=self._decode,
             videos={key: self._routes[key].decoder for key in self._plan.dataset.videos},
             image_size=plan.image_size,
-            image_dtype=image_dtype,
+            image_dtype=plan.image_dtype,
             normalize=bool(self.normalizer.modes),
-            pipeline=pipeline is not None,
+            pipeline=self._pipeline is not None,
         )
         return bottleneck.find(grown, setup)
 
@@ -409,7 +411,7 @@ class Loader:
         while True:
             run = self._run  # another thread that closes the loader takes it away from here
             if run is None:
-                run = self._run = Run(self._plan, self._routes, self._graph, self._epoch, self._position, self._counters)
+                run = self._run = Run(self._plan, self._routes, self._pipeline, self._epoch, self._position, self._counters)
                 if self._closed:  # by another thread, while the pipeline was built
                     self._stop()
                     raise closed()

@@ -37,7 +37,7 @@ class Run:
     """A stage and the DALI pipeline over it, from one position on until it is closed."""
 
     def __init__(
-        self, plan: Plan, routes: dict[str, Route], pictures: tuple[Any, ...], epoch: int, position: int, counters: Counters
+        self, plan: Plan, routes: dict[str, Route], user: graph.Graph | None, epoch: int, position: int, counters: Counters
     ) -> None:
         self._routes, self._gpu, self._counters = routes, plan.gpu, counters
         self.stage = Stage(plan, routes, epoch, position, counters)
@@ -46,14 +46,14 @@ class Run:
         self._iterator: Any = None
         _runs.add(self)
         try:
-            pipeline, names = graph.build(plan, self.stage, routes, *pictures)
+            pipeline, names = graph.build(plan, self.stage, routes, user)
             self._iterator = graph.Iterator(pipeline, names, self.stage.ready)
         except BaseException:
             self._finalizer()
             raise
 
     def next(self) -> Batch:
-        """The next batch, with pictures channels first and with the text that went past DALI."""
+        """The next batch, with pictures channels first, and with what went past DALI."""
         iterator = self._iterator
         if iterator is None:
             raise closed()

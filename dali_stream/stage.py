@@ -2,12 +2,13 @@
 
 planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
 decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
-DALI's caller:   `Stage.source()` and `pictures()` take the next batch in order and wait for its frames
+DALI's caller:   `Stage.source()` and `pictures()` take the next batch in order, wait for its frames and copy them
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dali_stream import windows
 from dali_stream.batches import Batches
@@ -47,6 +49,7 @@ from dali_stream.workers import Workers
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
 SAMPLE = "sample"  # the key of what a sample brings for augmentation
+_COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
@@ -68,6 +71,7 @@ class Plan:
     prefetch: int | None
     memory_budget: int
     image_size: tuple[int, int] | None
+    image_dtype: str
     indices: IndexCache
     substitute: bool
     gpu: int | None
@@ -80,6 +84,11 @@ class Plan:
     def frame_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames when the CPU has decoded and resized them."""
         return self.image_size or self.dataset.picture_size(camera)
+
+    @property
+    def past_dali(self) -> bool:
+        """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
+        return self.gpu is None and not self.augments
 
     def steps(self, camera: str) -> int:
         """Frames of a camera's window."""
@@ -188,7 +197,6 @@ class Stage:
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
         self._buffers = Buffers()
-        self._lent: list[Array] = []
         self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `pictures`
         self._current: tuple[Batch, dict[str, Any]]
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that DALI may be at
@@ -197,8 +205,9 @@ class Stage:
         self._room = threading.Semaphore(depth)
         self._stopping = False
         self._pid = os.getpid()
-        self.delivered: deque[dict[str, list[str]]] = deque()  # strings of the batches that DALI has taken
+        self.delivered: deque[dict[str, Any]] = deque()  # what goes past DALI, of the batches that DALI has taken
         self._pool = Workers("dali_stream decode", plan.threads)
+        self._copiers = Workers("dali_stream copy", min(plan.threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
         self._planner.start()
 
@@ -219,11 +228,14 @@ class Stage:
     def pictures(self) -> tuple[Array, ...]:
         """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, 3) or (B, T, H, W, 3) uint8.
 
-        They are overwritten some time after the next batch has been taken. Errors as in `source`.
+        They are overwritten some time after nobody refers to them any more. Errors as in `source`.
         """
         _, frames = self._turn(1)
-        decoded = [key for key in self._plan.dataset.cameras if key not in self._on_dali]
-        return tuple(frames[key][:, 0] if self._plan.squeezed(key) else frames[key] for key in decoded)
+        return tuple(self._shown(key, frames[key]) for key in self._plan.dataset.cameras if key not in self._on_dali)
+
+    def _shown(self, key: str, frames: Array) -> Array:
+        """Frames (B, T, ...) as a batch has them: without T where a sample has one picture."""
+        return frames[:, 0] if self._plan.squeezed(key) else frames
 
     def _turn(self, which: int) -> tuple[Batch, dict[str, Any]]:
         """The batch whose turn it is for one of the two sources; DALI asks for one, the other or both, as the graph is."""
@@ -241,19 +253,18 @@ class Stage:
         if isinstance(batch, BaseException):
             raise batch
         try:
-            with self._counters.timed("starved_s"):
-                frames = self._finish(batch)
+            frames = self._finish(batch)
         except (CancelledError, StorageError) as error:
             if isinstance(error, StorageError) and not self._stopping:
                 raise
             raise closed() from error
         self._room.release()
-        for array in self._lent:  # DALI reads no more of the batch before this one: its outputs have been taken
-            self._buffers.give(array)
-        self._lent = [out for out in frames.values() if isinstance(out, np.ndarray)]
         self._clips.append({key: frames[key] for key in self._on_dali})
         self._counters.padded += batch.padded
-        self.delivered.append(batch.strings)
+        past: dict[str, Any] = dict(batch.strings)
+        if self._plan.past_dali:
+            past |= {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in batch.decoded}
+        self.delivered.append(past)
         return batch, frames
 
     def ready(self) -> bool:
@@ -288,6 +299,7 @@ class Stage:
         self._stopping = True
         self._memory.stop()
         self._pool.stop()
+        self._copiers.stop()
         self._room.release()
         # A loader that nobody holds is closed by the garbage collector, which may run in a thread of its own.
         own = threading.current_thread().name.startswith("dali_stream ")
@@ -299,6 +311,7 @@ class Stage:
     def _join(self) -> None:
         self._planner.join()
         self._pool.join()
+        self._copiers.join()
         self._memory.join()
         for camera in self._decoded.values():  # DALI may hold this stage for a while
             camera.slots.free()
@@ -478,16 +491,18 @@ class Stage:
         """Waits for the frames of a batch: per camera clips, or (B, T, H, W, 3). Replaces samples that failed, if allowed."""
         frames: dict[str, Any] = {}
         failed: dict[int, DecodeError] = {}
-        for key, clips in batch.clips.items():
-            for task in clips.tasks:
+        with self._counters.timed("starved_s"):
+            tasks = [work.tasks for work in batch.clips.values()] + [work.tasks for work in batch.decoded.values()]
+            for task in itertools.chain.from_iterable(tasks):
                 task.result()
+        for key, clips in batch.clips.items():
             frames[key] = clips.packed
             failed |= clips.failed
+        as_float = self._plan.past_dali and self._plan.image_dtype == "float32"
         for key, decoded in batch.decoded.items():
-            for task in decoded.tasks:
-                task.result()
-            frames[key] = self._buffers.take(*decoded.step.show.shape, *self._plan.frame_size(key), 3)
-            failed |= decoded.failed | self._decoded[key].slots.gather(decoded.step.show, frames[key])
+            shape = (*decoded.step.show.shape, *self._plan.frame_size(key), 3)
+            frames[key] = self._buffers.take(shape, np.float32 if as_float else np.uint8)
+            failed |= decoded.failed | self._decoded[key].slots.gather(decoded.step.show, frames[key], self._copiers)
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
         self._counters.frames += rows * sum(map(self._plan.steps, frames))

@@ -32,6 +32,9 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
+    def __len__(self) -> int:
+        return len(self._threads)
+
     def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
         """Has `call(*args)` done. After `stop` the future comes back cancelled."""
         future: Future[Any] = Future()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError
+from dali_stream.workers import Workers
 
 Frames = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
+_COPY_BYTES = 1 << 20  # of a batch, for which another thread is worth its wake-up
 
 
 class Slots:
@@ -48,17 +52,24 @@ class Slots:
         """Whether any slot has a frame that cannot be decoded."""
         return bool(self._errors)
 
-    def gather(self, show: Int64, out: Frames) -> dict[int, DecodeError]:
+    def gather(self, show: Int64, out: npt.NDArray[Any], helpers: Workers) -> dict[int, DecodeError]:
         """Copies the frames of a batch.
 
         Args:
             show: (B, T) slots, negative where there is no frame.
-            out: (B, T, height, width, 3).
+            out: (B, T, height, width, 3), uint8, or float32 for levels divided by 255.
+            helpers: threads that take a share each of the copying; the calling one takes its own.
 
         Returns:
             Per sample that failed, the error of its first frame that failed; `out` is undefined there.
         """
-        np.take(self._frames, show, axis=0, out=out, mode="clip")  # "raise" goes by way of another copy
+        slots, frames = show.reshape(-1), out.reshape(-1, *out.shape[2:])
+        ends = np.linspace(0, len(slots), 1 + min(1 + len(helpers), 1 + out.nbytes // _COPY_BYTES)).astype(int).tolist()
+        shares = [(slots[a:b], frames[a:b]) for a, b in itertools.pairwise(ends)]
+        others = [helpers.submit(self._copy, *share) for share in shares[1:]]
+        self._copy(*shares[0])
+        for other in others:
+            other.result()
         if not self._errors:
             return {}
         failed = {}
@@ -67,3 +78,11 @@ class Slots:
             if errors:
                 failed[sample] = errors[0]
         return failed
+
+    def _copy(self, slots: Int64, out: npt.NDArray[Any]) -> None:
+        if out.dtype == np.uint8:
+            np.take(self._frames, slots, axis=0, out=out, mode="clip")  # "raise" goes by way of another copy
+            return
+        for slot, frame in zip(np.maximum(slots, 0).tolist(), out, strict=True):
+            # A division, as LeRobot does it: x * (1 / 255) rounds otherwise.
+            np.divide(self._frames[slot], np.float32(255), out=frame, dtype=np.float32)
