@@ -10,7 +10,7 @@ DALI_EXTRA ?= cuda12
 ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python -m
-SELFTEST_NEEDS := import dali_stream.cli, dali_stream.selftest, torchcodec.decoders, torchcodec.encoders
+SELFTEST_NEEDS := import dali_stream.cli, dali_stream.tools.selftest, torchcodec.decoders, torchcodec.encoders
 
 export PYTHON DALI_EXTRA
 

@@ -20,11 +20,11 @@ import numpy as np
 from argument_types import count
 
 import dali_stream
-from dali_stream import environment
+from dali_stream.decode import torchcodec as decode
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import SampleTable, read_table
 from dali_stream.storage import LocalStore
-from dali_stream.video import decode
-from dali_stream.video.format import describe
-from dali_stream.video.table import SampleTable, read_table
+from dali_stream.tools import environment
 
 
 def all_of_it(picture: bytes, chance: random.Random) -> bytes:

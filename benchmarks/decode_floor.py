@@ -41,15 +41,16 @@ import nvdec_floor
 from argument_types import count
 
 import dali_stream
-from dali_stream import environment, process
-from dali_stream.bench.measure import endless, take, windows
+from dali_stream import process
 from dali_stream.cache.indices import IndexCache
+from dali_stream.lerobot.rows import RowReader
+from dali_stream.mp4.clip import pack
+from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.timing import find_samples
+from dali_stream.order.windows import offsets, window
 from dali_stream.process import cores
-from dali_stream.rows import RowReader
-from dali_stream.video.clip import pack
-from dali_stream.video.table import SampleTable
-from dali_stream.video.timing import find_samples
-from dali_stream.windows import offsets, window
+from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import endless, take, windows
 
 AHEAD = 20  # batches: more than the loader makes ahead
 

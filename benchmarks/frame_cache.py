@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from argument_types import count
 
-from dali_stream import Order, environment
-from dali_stream.batches import Batches
+from dali_stream import Order
+from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule
+from dali_stream.tools import environment
 
 GIB = 1 << 30
 BATCH_SIZE = 64

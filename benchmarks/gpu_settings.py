@@ -5,7 +5,7 @@
 The settings: streams (one for all operators, one per backend, one per operator) and concurrency (whether independent operators,
 such as the decoders of two cameras, run at a time). torchcodec stands beside them. For each, frames/s of the Loader while the
 GPU has nothing else to do and while it multiplies matrices; and, per setting, the frames that differ from torchcodec's where
-batches are held (`dali_stream/selftest/lockstep.py`). With `--device cpu` only the program itself is tried.
+batches are held (`dali_stream/tools/selftest/lockstep.py`). With `--device cpu` only the program itself is tried.
 
 Not run on a GPU yet. The Loader uses one stream until this shows that more are faster, with every frame right.
 """
@@ -23,10 +23,11 @@ from argument_types import count, new_file, not_negative
 from nvidia.dali.pipeline import OperatorConcurrency, StreamPolicy
 
 import dali_stream
-from dali_stream import environment, process
-from dali_stream.bench.measure import endless, take
-from dali_stream.selftest import lockstep
-from dali_stream.video import dali
+from dali_stream import process
+from dali_stream.decode import dali
+from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import endless, take
+from dali_stream.tools.selftest import lockstep
 
 SETTINGS = [  # the safest first: a crash ends the program, and the report has what came before
     (StreamPolicy.SINGLE, OperatorConcurrency.BACKEND),

@@ -26,8 +26,8 @@ from typing import Any
 from argument_types import count
 
 import dali_stream
-from dali_stream import environment
-from dali_stream.bench.measure import endless, take, windows
+from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import endless, take, windows
 
 RATE = 500  # looks a second
 LISTED = 15

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream import Order, environment
+from dali_stream import Order
 from dali_stream.order import default_pools
+from dali_stream.tools import environment
 
 Array = npt.NDArray[Any]
 LAGS = 8

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
-from dali_stream.video import dali
-from dali_stream.video.capability import capability
-from dali_stream.video.clip import pack
-from dali_stream.video.format import describe
+from dali_stream.decode import dali
+from dali_stream.decode.capability import capability
+from dali_stream.mp4.clip import pack
+from dali_stream.mp4.format import describe
 
 LONGEST = 128  # pictures of a sequential clip: 354 MB of decoded 720p
 TIMED_S = 2.0

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from argument_types import count
 
-from dali_stream import Order, environment
+from dali_stream import Order
+from dali_stream.tools import environment
 
 
 def main() -> None:

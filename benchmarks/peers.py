@@ -46,8 +46,9 @@ from peer_programs.process import Peer, PeerError
 from peer_programs.recorded import Recorded
 
 import dali_stream
-from dali_stream import environment, process
-from dali_stream.bench.measure import MODES, windows
+from dali_stream import process
+from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import MODES, windows
 
 OWN = "dali_stream"
 PROGRAMS = Path(__file__).with_name("peer_programs")

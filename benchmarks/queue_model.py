@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dali_stream.batches import Batches
-from dali_stream.bench import measure
 from dali_stream.cache.memory import FETCHERS
 from dali_stream.cache.rows import SPARE
-from dali_stream.cameras import CLIP_FRAMES
+from dali_stream.decode.cameras import CLIP_FRAMES
+from dali_stream.mp4.index import SampleTable
 from dali_stream.order import Order
+from dali_stream.order.batches import Batches
+from dali_stream.pipeline.producer import LOOK_AHEAD, look_ahead
 from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
 from dali_stream.schedule.reads import Read, Storage
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule
-from dali_stream.stage import LOOK_AHEAD, look_ahead
-from dali_stream.video.table import SampleTable
+from dali_stream.tools.bench import measure
 
 VIDEO_FILE, DATA_FILE = 200 << 20, 100 << 20  # bytes of the files that LeRobot writes
 HEAD = 4096  # bytes of a video file that are read to find its index

@@ -23,7 +23,7 @@ from typing import Any
 from argument_types import count, not_negative, positive
 
 import dali_stream
-from dali_stream import environment
+from dali_stream.tools import environment
 
 TESTS = Path(__file__).parents[1] / "tests"
 

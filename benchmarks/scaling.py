@@ -29,10 +29,11 @@ from argument_types import count, new_file
 from scaling_metadata import LENGTH, write_metadata
 
 import dali_stream
-from dali_stream import Dataset, Loader, Order, environment
-from dali_stream.bench.measure import endless, take
+from dali_stream import Dataset, Loader, Order
 from dali_stream.demo import write_demo
 from dali_stream.process import cores
+from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import endless, take
 
 DIFFERS = 0.3  # exponents on the two sides of a bend, at least
 BETTER = 0.25  # the squared error of two lines, in that of one, at most

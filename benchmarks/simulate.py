@@ -25,10 +25,10 @@ from argument_types import count, not_negative, positive
 from queue_model import MOST_EPISODES, Outcome, Recording, Training, simulate
 
 import dali_stream
-from dali_stream import environment
 from dali_stream.arguments import byte_count
-from dali_stream.bench.measure import MODES
 from dali_stream.order import default_pools
+from dali_stream.tools import environment
+from dali_stream.tools.bench.measure import MODES
 
 KEEPS_UP = 0.01  # the share of the time that training may wait
 PRECISION = 1.07  # of the smallest bandwidth

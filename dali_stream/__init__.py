@@ -12,9 +12,9 @@ from dali_stream.order import Order
 
 if TYPE_CHECKING:
     from dali_stream import augment
+    from dali_stream.decode.route import Route
     from dali_stream.loader import Loader
     from dali_stream.sampler import FrameSampler
-    from dali_stream.video.route import Route
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # What these import, torch and DALI, takes a second; orders and metadata do without.
-_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "Route": "dali_stream.video.route"}
+_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "Route": "dali_stream.decode.route"}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from dali_stream.uniforms import COUNT
-from dali_stream.video import dali  # noqa: F401  # before DALI itself: it says what to do where that is missing
+from dali_stream.decode import dali  # noqa: F401  # before DALI itself: it says what to do where that is missing
+from dali_stream.order.uniforms import COUNT
 
 # isort: split
 from nvidia.dali import fn, types

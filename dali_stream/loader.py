@@ -11,23 +11,24 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
-from dali_stream import bottleneck, process, windows
+from dali_stream import process
 from dali_stream.arguments import byte_count, known_arguments, one_of, picture_size, positive
-from dali_stream.batches import LAST_BATCH, Batches
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cameras import RouteChange, VideoFiles
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
+from dali_stream.decode.cameras import RouteChange, VideoFiles
+from dali_stream.decode.route import DECODE, Route, choose
+from dali_stream.decode.trial import trial
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
-from dali_stream.graph import Graph
 from dali_stream.normalize import Modes, Normalizer
-from dali_stream.order import Shuffle, check_order_arguments, check_world, default_pools, uneven
-from dali_stream.run import Batch, Run
+from dali_stream.order import Shuffle, check_order_arguments, check_world, default_pools, uneven, windows
+from dali_stream.order.batches import LAST_BATCH, Batches
+from dali_stream.order.state import check_resumable, check_state, noted, order_state
+from dali_stream.pipeline import bottleneck
+from dali_stream.pipeline.graph import Graph
+from dali_stream.pipeline.producer import SAMPLE, Plan, closed
+from dali_stream.pipeline.run import Batch, Run
 from dali_stream.schedule.budget import divide
-from dali_stream.stage import SAMPLE, Plan, closed
-from dali_stream.state import check_resumable, check_state, noted, order_state
-from dali_stream.video.route import DECODE, Route, choose
-from dali_stream.video.trial import trial
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1

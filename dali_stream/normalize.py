@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
-from dali_stream.metadata import STATS
+from dali_stream.lerobot.metadata import STATS
 
 if TYPE_CHECKING:
     import torch

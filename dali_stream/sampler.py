@@ -17,7 +17,7 @@ from dali_stream.arguments import known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
 from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths, default_pools, uneven
-from dali_stream.state import check_resumable, check_state, noted, order_state
+from dali_stream.order.state import check_resumable, check_state, noted, order_state
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dali_stream.doctor import Report
+from dali_stream.tools.doctor import Report
 
 TORCH = """
 class version: cuda = {cuda!r}

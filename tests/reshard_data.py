@@ -17,7 +17,7 @@ from loader_data import TOP, equal
 
 import dali_stream
 from dali_stream import Dataset
-from dali_stream.reshard import Report, reshard
+from dali_stream.tools.reshard import Report, reshard
 
 SMALL = {"data_file_size": 15_000, "video_file_size": 100_000}  # several files of each kind out of a demo
 DEPTH = "observation.images.depth"

@@ -15,7 +15,7 @@ from loader_data import SIDE, TOP, equal
 from nvidia.dali import fn
 
 from dali_stream import Dataset, Loader, augment
-from dali_stream.uniforms import COUNT, uniforms
+from dali_stream.order.uniforms import COUNT, uniforms
 
 Nodes = dict[str, Any]
 

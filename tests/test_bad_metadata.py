@@ -18,7 +18,7 @@ import video_data as data
 
 import dali_stream
 from dali_stream.dataset import Dataset
-from dali_stream.rows import RowReader
+from dali_stream.lerobot.rows import RowReader
 
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 ROWS = "data/chunk-000/file-000.parquet"

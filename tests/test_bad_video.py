@@ -17,10 +17,10 @@ import torch
 import video_data as data
 
 import dali_stream
+from dali_stream.decode import torchcodec as decode
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import read_table
 from dali_stream.storage import LocalStore
-from dali_stream.video import decode
-from dali_stream.video.format import describe
-from dali_stream.video.table import read_table
 
 FILE = data.VIDEO.format(data.CAMERA, 0)
 CODECS = {
@@ -272,7 +272,7 @@ def test_a_packet_that_is_overwritten(codec: str, kind: str, sample: int, broken
 @pytest.mark.parametrize("sample", [24, 40], ids=["first of a GOP", "in a GOP"])
 @pytest.mark.parametrize("begin", [0.0, 0.3, 0.6], ids=["from the start", "inside", "to the end"])
 def test_a_packet_with_a_hole_of_zeros(codec: str, sample: int, begin: float, broken: Callable[..., Path]) -> None:
-    """Decoders conceal these, or read on in them. See `dali_stream.video.damage` for what cannot be found."""
+    """Decoders conceal these, or read on in them. See `dali_stream.mp4.damage` for what cannot be found."""
 
     def hole(payload: bytes) -> bytes:
         first = int(len(payload) * begin)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dali_stream.batches import LAST_BATCH, Batches
+from dali_stream.order.batches import LAST_BATCH, Batches
 
 cuts = st.builds(
     Batches, st.integers(0, 300), st.integers(1, 20), st.sampled_from((1, 2, 3, 4, 8)), st.sampled_from(LAST_BATCH)

@@ -15,7 +15,7 @@ __all__ = ["fake_driver"]
 
 _ASK = """
 import json
-from dali_stream.video import capability as c
+from dali_stream.decode import capability as c
 def told(call, *arguments):
     try:
         return call(*arguments)

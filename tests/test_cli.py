@@ -18,7 +18,7 @@ from cli_data import b_frames, driver, failed, pictures, program
 import dali_stream
 from dali_stream.cli import main
 from dali_stream.demo import read_identities, write_demo
-from dali_stream.inspect import describe
+from dali_stream.tools.describe import describe
 
 SIZE, EPISODES = (120, 128), 6
 TOP, SIDE = "observation.images.top", "observation.images.side"

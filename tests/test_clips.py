@@ -12,12 +12,12 @@ import video_data as data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dali_stream.decode import torchcodec as decode
 from dali_stream.errors import DecodeError
+from dali_stream.mp4.clip import pack, span
+from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.index import SampleTable, read_table
 from dali_stream.storage import LocalStore
-from dali_stream.video import decode
-from dali_stream.video.clip import pack, span
-from dali_stream.video.format import VideoFormat, describe
-from dali_stream.video.table import SampleTable, read_table
 
 PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
 FILES = {

@@ -11,8 +11,8 @@ import torch
 import video_data as data
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
+from dali_stream.mp4.index import read_table
 from dali_stream.storage import LocalStore
-from dali_stream.video.table import read_table
 
 STEPS = (-5, 0, 2, 2, -1, 0)  # out of order, with repeats, over the edges of GOPs and of the episode
 

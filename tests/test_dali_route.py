@@ -14,13 +14,13 @@ from nvidia.dali.pipeline import Pipeline, StreamPolicy
 from servers import Server
 from torchcodec.decoders import VideoDecoder
 
-from dali_stream import Dataset, DecodeError, Loader, cameras
+from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
+from dali_stream.decode import cameras, dali
+from dali_stream.decode.dali import COLOUR_TOLERANCE
 from dali_stream.demo import read_identities, write_demo
-from dali_stream.video import dali
-from dali_stream.video.dali import COLOUR_TOLERANCE
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}

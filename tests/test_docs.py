@@ -61,7 +61,10 @@ def arguments(path: str, name: str) -> set[str]:
 
 
 def classes() -> dict[str, set[str]]:
-    return {"Dataset": arguments("dali_stream/dataset.py", "Dataset"), "Loader": arguments("dali_stream/loader.py", "Loader")}
+    return {
+        "Dataset": arguments("dali_stream/lerobot/dataset.py", "Dataset"),
+        "Loader": arguments("dali_stream/loader.py", "Loader"),
+    }
 
 
 def test_tests_that_are_named_exist() -> None:

@@ -13,9 +13,9 @@ from doctor_data import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, do
 from driver_data import FakeDriver, fake_driver
 
 from dali_stream.cli import main
-from dali_stream.doctor import Report, examine
-from dali_stream.doctor.machine import container, cpu_quota, memory_limit
-from dali_stream.doctor.machine import examine as examine_machine
+from dali_stream.tools.doctor import Report, examine
+from dali_stream.tools.doctor.machine import container, cpu_quota, memory_limit
+from dali_stream.tools.doctor.machine import examine as examine_machine
 
 __all__ = ["fake_driver"]
 

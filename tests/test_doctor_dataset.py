@@ -22,10 +22,10 @@ from driver_data import FakeDriver, fake_driver
 from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
 
 from dali_stream import Dataset
-from dali_stream.doctor import Finding, examine, frames
-from dali_stream.doctor.dataset import examine as examine_dataset
-from dali_stream.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
-from dali_stream.metadata import INFO
+from dali_stream.lerobot.metadata import INFO
+from dali_stream.tools.doctor import Finding, examine, frames
+from dali_stream.tools.doctor.dataset import examine as examine_dataset
+from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
 
 __all__ = ["fake_driver"]
 

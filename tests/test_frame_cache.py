@@ -19,7 +19,7 @@ from PIL import Image
 
 from dali_stream import Loader, MemoryBudgetError
 from dali_stream.cli import main
-from dali_stream.video.resize import resize
+from dali_stream.decode.resize import resize
 
 TOP = "observation.images.top"
 KINDS = {"av1": 2, "h264": 30, "vp9": 12}  # the codec's GOP

@@ -24,11 +24,11 @@ import pytest
 import video_data as data
 
 import dali_stream
-from dali_stream.rows import RowReader
+from dali_stream.decode import torchcodec as decode
+from dali_stream.lerobot.rows import RowReader
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import read_table
 from dali_stream.storage import LocalStore
-from dali_stream.video import decode
-from dali_stream.video.format import describe
-from dali_stream.video.table import read_table
 
 MB = 1 << 20
 MOST_MEMORY = 500 * MB

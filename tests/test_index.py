@@ -18,9 +18,9 @@ from faults import hang
 from servers import Request, Server
 
 from dali_stream import Dataset, Loader, StorageError
-from dali_stream import index as index_module
 from dali_stream.cli import main
-from dali_stream.index import build_index
+from dali_stream.tools import index as index_module
+from dali_stream.tools.index import build_index
 
 HANG = 120  # seconds; only a hang takes so long
 

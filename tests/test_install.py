@@ -102,7 +102,7 @@ def test_install_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 def test_the_gpu_is_tried_with_what_is_there_before_anything_is_installed(tmp_path: Path) -> None:
     """In a checkout whose modules are empty, and whose docker/install.sh says that it was run."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("dali_stream/cli", "dali_stream/selftest", "torchcodec/decoders", "torchcodec/encoders"):
+    for name in ("dali_stream/cli", "dali_stream/tools/selftest", "torchcodec/decoders", "torchcodec/encoders"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name).with_name("__init__.py").touch()  # regular packages, so that no other ones are found
     (tmp_path / "dali_stream/__main__.py").write_text("import sys; print('ran', *sys.argv[1:])")

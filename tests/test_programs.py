@@ -14,7 +14,8 @@ import pytest
 import torch
 from loader_data import CAMERAS, check_identities, read_lengths
 
-from dali_stream import Dataset, Loader, environment
+from dali_stream import Dataset, Loader
+from dali_stream.tools import environment
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted(path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file())

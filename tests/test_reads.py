@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dali_stream import MemoryBudgetError
-from dali_stream.batches import Batches
+from dali_stream.mp4.clip import span
+from dali_stream.mp4.index import SampleTable
 from dali_stream.order import Order
+from dali_stream.order.batches import Batches
 from dali_stream.schedule.blocks import cut
 from dali_stream.schedule.byte_cache import Drop
 from dali_stream.schedule.reads import Storage
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule, Step
-from dali_stream.video.clip import span
-from dali_stream.video.table import SampleTable
 
 CAMERA, ROW, BATCH = "top", 10, 6
 HUGE = 1 << 40

@@ -32,11 +32,11 @@ from servers import Server
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.demo import write_demo
-from dali_stream.reshard import reshard
-from dali_stream.reshard.mp4 import Track, head
+from dali_stream.mp4.boxes import UPRIGHT, box
+from dali_stream.mp4.index import read_table
 from dali_stream.storage import LocalStore
-from dali_stream.video.boxes import UPRIGHT, box
-from dali_stream.video.table import read_table
+from dali_stream.tools.reshard import reshard
+from dali_stream.tools.reshard.mp4 import Track, head
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from reshard_data import SMALL, assert_same_stream, change_info, enrich, rename_
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError
 from dali_stream.cli import main
-from dali_stream.reshard import reshard
+from dali_stream.tools.reshard import reshard
 
 OPTIONS = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -55,7 +55,7 @@ def interrupted(source: Path, out: Path, stage: str, share: float, **options: An
 _KILLED = """
 import os, signal, sys
 from dali_stream import Dataset
-from dali_stream.reshard import reshard
+from dali_stream.tools.reshard import reshard
 
 def progress(stage, done, total):
     if stage == sys.argv[3] and done >= float(sys.argv[4]) * total:

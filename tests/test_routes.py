@@ -14,19 +14,18 @@ import video_data
 from loader_data import TOP, check_identities, read_lengths
 
 import dali_stream
-from dali_stream import cameras
 from dali_stream import loader as loader_module
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
+from dali_stream.decode import cameras, dali, route
+from dali_stream.decode.capability import Capability
+from dali_stream.decode.trial import trial
 from dali_stream.demo import write_demo
+from dali_stream.mp4.boxes import box
+from dali_stream.mp4.format import PROFILES, VideoFormat, describe
+from dali_stream.mp4.index import SampleTable, read_table
 from dali_stream.storage import Store, open_store
-from dali_stream.video import dali, route
-from dali_stream.video.boxes import box
-from dali_stream.video.capability import Capability
-from dali_stream.video.format import PROFILES, VideoFormat, describe
-from dali_stream.video.table import SampleTable, read_table
-from dali_stream.video.trial import trial
 
 H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
 AV1 = VideoFormat("av1", 0, "420", 8, 480, 640)

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dali_stream.batches import Batches
 from dali_stream.order import Order
+from dali_stream.order.batches import Batches
+from dali_stream.order.windows import window
 from dali_stream.schedule.budget import horizon
 from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.schedule.samples import Samples, samples
 from dali_stream.schedule.schedule import Limits, Schedule
-from dali_stream.windows import window
 
 Frame = tuple[int, int]  # episode, frame
 CAMERA = "top"
@@ -201,7 +201,7 @@ def test_the_same_run_gives_the_same_steps() -> None:
 
 HUGE = """
 import numpy as np
-from dali_stream.batches import Batches
+from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
 from dali_stream.order import Order
 from dali_stream.schedule.samples import samples

@@ -19,9 +19,9 @@ from loader_data import TOP
 
 import dali_stream
 from dali_stream.cli import main
+from dali_stream.decode import dali
 from dali_stream.demo import write_demo
-from dali_stream.selftest import identity, lockstep, run, soak, speed, step, videos
-from dali_stream.video import dali
+from dali_stream.tools.selftest import identity, lockstep, run, soak, speed, step, videos
 
 __all__ = ["fake_driver"]
 

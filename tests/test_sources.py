@@ -18,7 +18,7 @@ from storage_data import Clock, clock, refusing
 
 from dali_stream import Dataset, DatasetError, Loader, StorageError
 from dali_stream.cli import main
-from dali_stream.reshard import reshard
+from dali_stream.tools.reshard import reshard
 
 __all__ = ["clock", "refusing"]
 

@@ -17,7 +17,7 @@ from servers import Request, Server
 
 from dali_stream import DaliStreamError, Dataset, Loader
 from dali_stream.demo import write_demo
-from dali_stream.reshard import reshard
+from dali_stream.tools.reshard import reshard
 
 DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
 

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from loader_data import TOP, equal, samples
 
-from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, graph
+from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
+from dali_stream.pipeline import graph
 from dali_stream.storage import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and handles are read from /proc")

@@ -32,9 +32,9 @@ from transcode_data import (
 
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.demo import write_demo
-from dali_stream.transcode.encoders import encoder
-from dali_stream.transcode.meta import renewed
-from dali_stream.transcode.video import Share
+from dali_stream.tools.transcode.encoders import encoder
+from dali_stream.tools.transcode.meta import renewed
+from dali_stream.tools.transcode.video import Share
 
 __all__ = ["small"]
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")

@@ -22,7 +22,7 @@ from transcode_data import FAST, small, stub, transcoded
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError
 from dali_stream.cli import main
-from dali_stream.transcode import transcode
+from dali_stream.tools.transcode import transcode
 
 __all__ = ["small"]
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
@@ -41,7 +41,7 @@ def whole(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
 _KILLED = """
 import os, signal, sys
 from dali_stream import Dataset
-from dali_stream.transcode import transcode
+from dali_stream.tools.transcode import transcode
 
 def progress(stage, done, total):
     if stage == sys.argv[3] and done >= float(sys.argv[4]) * total and os.path.exists(sys.argv[5]):

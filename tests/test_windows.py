@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dali_stream.windows import TOLERANCE_S, offsets, window
+from dali_stream.order.windows import TOLERANCE_S, offsets, window
 
 KEYS = ("action", "observation.state")
 

@@ -19,10 +19,10 @@ from loader_data import CAMERAS, pictures
 import dali_stream
 from dali_stream import Dataset
 from dali_stream.demo import read_identities, stamp
+from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.index import SampleTable, read_table
 from dali_stream.storage import LocalStore
-from dali_stream.transcode import Report, transcode
-from dali_stream.video.format import VideoFormat, describe
-from dali_stream.video.table import SampleTable, read_table
+from dali_stream.tools.transcode import Report, transcode
 
 FAST = ["--codec", "h264", "--encoder", "cpu"]
 OPTIONS: dict[str, Any] = {"batch_size": 16, "shuffle": False, "image_dtype": "uint8", "last_batch": "partial"}

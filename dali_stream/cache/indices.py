@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
-from dali_stream.once import Once
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.mp4.index import SampleTable, read_table
 from dali_stream.storage import Store
-from dali_stream.video.table import SampleTable, read_table
+from dali_stream.workers import Once
 
 
 class IndexCache:
@@ -21,7 +21,7 @@ class IndexCache:
         read_bytes: of the `moov` boxes that have been read, each counted once.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: DatasetFiles) -> None:
         self._dataset = dataset
         self._indices: dict[tuple[str, int], SampleTable | DecodeError] = {}
         self._seen: set[tuple[str, int]] = set()

@@ -14,14 +14,14 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.rows import RowCache, size_of
 from dali_stream.cache.video import BlockCache, InPlace, Video
 from dali_stream.counters import Counters
-from dali_stream.dataset import Dataset
 from dali_stream.errors import DecodeError
-from dali_stream.rows import Found, RowReader
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.rows import Found, RowReader
+from dali_stream.mp4.index import LACKING, SampleTable
+from dali_stream.mp4.timing import find_samples
 from dali_stream.schedule.byte_cache import Drop
 from dali_stream.schedule.reads import Read
 from dali_stream.storage.retry import PER_HOST
-from dali_stream.video.table import LACKING, SampleTable
-from dali_stream.video.timing import find_samples
 from dali_stream.workers import Priority, Workers
 
 Int64 = npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class Memory:
         video: the encoded video.
     """
 
-    def __init__(self, dataset: Dataset, indices: IndexCache, at_once: int, counters: Counters) -> None:
+    def __init__(self, dataset: DatasetFiles, indices: IndexCache, at_once: int, counters: Counters) -> None:
         self._dataset, self._indices, self._counters = dataset, indices, counters
         self._source = dataset.data_store.session()
         self._reader = RowReader(dataset, self._source, at_once)

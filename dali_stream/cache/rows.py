@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.rows import Columns
+from dali_stream.lerobot.rows import Columns
 
 Array = npt.NDArray[Any]
 SPARE = 5, 4  # memory that the arrays may take, as a fraction of their rows: room to move in

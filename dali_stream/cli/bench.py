@@ -62,8 +62,8 @@ def bench(
     from accelerate.utils import gather_object
 
     from dali_stream import process
-    from dali_stream.bench.measure import Settings, measure
-    from dali_stream.bench.report import node_report, write
+    from dali_stream.tools.bench.measure import Settings, measure
+    from dali_stream.tools.bench.report import node_report, write
 
     if source is not None and not re.fullmatch(r"[\w.-]{1,64}", source):
         raise ValueError(f"--source is {source!r}; it names the report's file: up to 64 letters, digits, '_', '.' and '-'")
@@ -98,7 +98,7 @@ def bench(
 
 
 def _table(report: dict[str, Any]) -> Table:
-    from dali_stream.bottleneck import STAGES
+    from dali_stream.pipeline.bottleneck import STAGES
 
     made = console.pairs()
     size = "recorded size" if report["image_size"] is None else "×".join(map(str, report["image_size"]))

@@ -80,7 +80,7 @@ def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
 
 def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
     from dali_stream import Dataset
-    from dali_stream.inspect import describe
+    from dali_stream.tools.describe import describe
 
     try:
         dataset = Dataset(root)

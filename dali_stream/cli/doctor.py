@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
-    from dali_stream.doctor import Report
+    from dali_stream.tools.doctor import Report
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -30,7 +30,7 @@ def doctor(
     With a dataset: what its videos are, the decoder each camera gets and why, and a frame of each decoded by every decoder
     that this machine has. Exit code 1 where there is a problem.
     """
-    from dali_stream.doctor import examine
+    from dali_stream.tools.doctor import examine
 
     options = arguments.json_object("--storage-options", storage_options)
     with _waiting():

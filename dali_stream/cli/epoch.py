@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import dali_stream
-from dali_stream import Dataset, Loader, environment
+from dali_stream import Dataset, Loader
 from dali_stream.cli import sheet
 from dali_stream.demo import read_identities
+from dali_stream.tools import environment
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -11,7 +11,7 @@ import typer
 from dali_stream.cli import arguments, console
 
 if TYPE_CHECKING:
-    from dali_stream.index import IndexReport
+    from dali_stream.tools.index import IndexReport
 
 _SHOWN = 20  # broken files in the text
 
@@ -32,7 +32,7 @@ def index(
 
     May be interrupted: what is in the cache is not fetched again. Exit code 1 where a file is broken.
     """
-    from dali_stream.index import build_index
+    from dali_stream.tools.index import build_index
 
     dataset = arguments.dataset(
         uri,

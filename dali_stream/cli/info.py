@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dali_stream import Dataset
-    from dali_stream.forecast import Forecast
-    from dali_stream.inspect import CameraReport, DatasetReport
+    from dali_stream.tools.describe import CameraReport, DatasetReport
+    from dali_stream.tools.forecast import Forecast
 
 _TASKS = 20  # shown in the text
 
@@ -35,7 +35,7 @@ def info(
 
     Reads metadata and the index of up to 32 video files per camera. Decodes nothing, unless --image-size is given.
     """
-    from dali_stream.inspect import describe
+    from dali_stream.tools.describe import describe
 
     dataset = arguments.dataset(
         uri,
@@ -63,7 +63,7 @@ def info(
 
 def _forecasts(dataset: Dataset, image_size: tuple[int, int]) -> list[Forecast]:
     from dali_stream import Loader
-    from dali_stream.forecast import forecast
+    from dali_stream.tools.forecast import forecast
 
     with Loader(dataset, image_size=image_size, batch_size=min(64, dataset.num_frames), device="cpu") as loader:
         return forecast(loader)

@@ -13,7 +13,7 @@ from dali_stream.cli import arguments, console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dali_stream.reshard import Report
+    from dali_stream.tools.reshard import Report
 
 _FILES = ("footers", "indices")  # stages that count files; the others count bytes
 
@@ -39,7 +39,7 @@ def reshard(
     interrupted: the same command goes on where it was. OUT is a dataset when it is done, and not before.
     """
     sizes = byte_count(data_file_size, "--data-file-size"), byte_count(video_file_size, "--video-file-size")
-    from dali_stream.reshard import reshard as write
+    from dali_stream.tools.reshard import reshard as write
 
     dataset = arguments.dataset(
         uri,

@@ -30,8 +30,8 @@ def selftest(
     was left out.
     """
     console.load_library()
-    from dali_stream import environment
-    from dali_stream.selftest import selftest as run
+    from dali_stream.tools import environment
+    from dali_stream.tools.selftest import selftest as run
 
     with console.progress() as bar:
         task = bar.add_task("", total=None)

@@ -12,7 +12,7 @@ from dali_stream.cli import arguments, console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dali_stream.transcode import Report
+    from dali_stream.tools.transcode import Report
 
 _FILES = ("sizes",)  # the stage that counts files; the others count bytes of the source
 
@@ -45,7 +45,7 @@ def transcode(
     8 bit 4:2:0 in BT.601; a few of each episode are compared with the source. May be interrupted: the same command goes on
     where it was. OUT is a dataset when it is done, and not before. Needs the program ffmpeg.
     """
-    from dali_stream.transcode import transcode as write
+    from dali_stream.tools.transcode import transcode as write
 
     dataset = arguments.dataset(
         uri,

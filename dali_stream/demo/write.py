@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dali_stream import stats
 from dali_stream.demo import identity, render, scene, tables
 from dali_stream.demo.encode import CODECS, encode_video, quiet_encoders
+from dali_stream.lerobot import stats
 
 
 def write_demo(

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.mp4.clip import is_avc
+from dali_stream.mp4.index import SampleTable
 from dali_stream.schedule.frame_table import FrameTable
 from dali_stream.schedule.uses import NEVER, Uses
-from dali_stream.video.clip import is_avc
-from dali_stream.video.table import SampleTable
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
+from dali_stream.mp4.index import SampleTable
 from dali_stream.schedule.blocks import BLOCK
-from dali_stream.video.table import SampleTable
 
 Int64 = npt.NDArray[np.int64]
 _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.batches import Batches
 from dali_stream.order import Order
+from dali_stream.order.batches import Batches
 
 Int64 = npt.NDArray[np.int64]
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.mp4.index import SampleTable
+from dali_stream.order.windows import window
 from dali_stream.schedule.advice import Advice, Advisor
 from dali_stream.schedule.blocks import cut
 from dali_stream.schedule.byte_cache import Drop
@@ -22,8 +24,6 @@ from dali_stream.schedule.frames import NONE, FrameCache, FrameStep
 from dali_stream.schedule.reads import Read, ReadSchedule, ReadStep, Storage
 from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.uses import Uses
-from dali_stream.video.table import SampleTable
-from dali_stream.windows import window
 
 Int64 = npt.NDArray[np.int64]
 _AT_ONCE = 8  # batches read of the order for each one planned, until all of the horizon is read

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import RangeCache
-from dali_stream.storage.lerobot import guessed_files
+from dali_stream.storage.file_names import guessed_files
 from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
 from dali_stream.storage.store import Store, Traffic, checked
 

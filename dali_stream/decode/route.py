@@ -1,0 +1,107 @@
+"""Which decoder a camera's frames go through, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dali_stream.decode.capability import capability
+from dali_stream.mp4.boxes import UPRIGHT
+from dali_stream.mp4.format import PROFILES, VideoFormat
+from dali_stream.mp4.hidden import hidden_frames, hidden_frames_refusal
+from dali_stream.mp4.index import SampleTable
+from dali_stream.storage import Store
+
+DECODE = ("auto", "dali", "torchcodec")
+DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
+_BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
+"""Coded sizes are whole multiples of this many pixels (HEVC: of its smallest coding block at least)."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Attributes: `decoder`, "dali" (NVDEC on a GPU) or "torchcodec" (FFmpeg on the CPU); `reason`, one sentence."""
+
+    decoder: str
+    reason: str
+
+
+def choose(decode: str, gpu: int | None, video: VideoFormat, table: SampleTable, store: Store) -> Route:
+    """The route of a camera.
+
+    Args:
+        decode: "auto", "dali" or "torchcodec".
+        gpu: index of the CUDA device; None where batches are made on the CPU.
+        video: what the camera's file says of its video.
+        table: the sample table of that file.
+        store: where it is.
+
+    Raises:
+        ValueError: `decode` is "dali" and DALI cannot decode this video here.
+    """
+    if decode == "torchcodec":
+        return Route("torchcodec", 'decode="torchcodec" asks for it')
+    refused = refusal_of_file(gpu, video, table, store)
+    if not refused:
+        where = "DALI's CPU decoder" if gpu is None else "NVDEC"
+        if decode == "dali" or gpu is not None:
+            return Route("dali", f"{where} decodes {_name(video)} of {video.height}×{video.width}")
+        refused = "batches are made on the CPU, where FFmpeg decodes every codec"
+    if decode == "dali":
+        raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
+    return Route("torchcodec", refused)
+
+
+def refusal_of_file(gpu: int | None, video: VideoFormat, table: SampleTable, store: Store) -> str:
+    """Why DALI must not decode this video, with a look at its first pictures; empty where it may."""
+    if refused := refusal(gpu, video, table):
+        return refused
+    return hidden_frames_refusal(video.codec) if gpu is not None and hidden_frames(store, table, video.codec)[0] else ""
+
+
+def refusal(gpu: int | None, video: VideoFormat, table: SampleTable) -> str:
+    """Why DALI must not decode this video, as far as its index tells; empty where it may."""
+    if gpu is None:
+        if video.codec not in DALI_ON_CPU:
+            return f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU, and this is {video.codec}"
+    elif refused := capability(gpu, video.codec, video.chroma, video.depth).refusal(video.height, video.width):
+        return refused
+    if len(table.configs) > 1:
+        return f"the file has {len(table.configs)} sample descriptions, and a clip for DALI is made of one"
+    if table.track_header[:36] != UPRIGHT:
+        return "the file says that its pictures are to be turned, which DALI does not do"
+    if table.open_gops:
+        return "open GOPs: a clip may begin with pictures that NVDEC would show and FFmpeg drops"
+    return "" if gpu is None else _unsafe_on_nvdec(video, table)
+
+
+def _unsafe_on_nvdec(video: VideoFormat, table: SampleTable) -> str:
+    """What DALI's sources say that it gets wrong on a GPU, or what nobody has seen it get right there."""
+    if video.chroma != "420" or video.depth != 8:
+        return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
+    if video.profile not in PROFILES.get(video.codec, (video.profile,)):
+        return f"NVDEC is not documented to decode {video.codec} of profile {video.profile}"
+    if not video.like_bt601:
+        return f"the colours are those of {video.matrix_name}, and DALI converts all as BT.601 on a GPU"
+    return padding_refusal(video.codec, video.height, video.width)
+
+
+def padding_refusal(codec: str, height: int, width: int) -> str:
+    """Why DALI must not decode frames of this size on a GPU; empty where they are coded at the size they are shown in.
+
+    DALI keeps NVDEC decoders by the size that is shown and looks for them by the coded one (2.4.0, `NVDECCache` in
+    frames_decoder_gpu.cc). Where these differ, each clip gets a new decoder, or one of frames with another size.
+    """
+    block = _BLOCKS.get(codec, 1)
+    coded = -(-height // block) * block, -(-width // block) * block
+    if coded == (height, width):
+        return ""
+    helps = codec != "hevc" and not padding_refusal("hevc", height, width)
+    advice = "; `dali-stream transcode --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
+    return (
+        f"{height}×{width} is coded as {coded[0]}×{coded[1]} in {codec}, which DALI's cache of NVDEC decoders confuses with "
+        f"frames of that size{advice}"
+    )
+
+
+def _name(video: VideoFormat) -> str:
+    return f"{video.codec} {video.chroma} {video.depth} bit"

@@ -1,0 +1,145 @@
+"""Statistics of the selected episodes of a dataset: rows exactly, cameras from some frames of each episode."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from dali_stream import process
+from dali_stream.decode import images as image
+from dali_stream.errors import DecodeError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.metadata import TABULAR, Stats, stats_of
+from dali_stream.lerobot.rows import Columns, RowReader
+from dali_stream.lerobot.stats import MAX_PICTURES, Histogram, picture_histogram, picture_stats, table_stats
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import LACKING, SampleTable, read_table
+from dali_stream.mp4.timing import explain, find_samples
+from dali_stream.storage import Store
+
+_MAX_FRAMES = 10_000  # of all episodes together
+_FRAMES_AT_ONCE = 16  # decoded by one thread
+_INDICES = 32  # of video files, kept in memory
+_REMOTE_THREADS = 16  # each mostly waits for answers
+_T = TypeVar("_T")
+
+
+def compute_stats(dataset: DatasetFiles, keys: Iterable[str] | None = None) -> Stats:
+    """What `Dataset.compute_stats` gives."""
+    wanted = _keys(dataset, keys)
+    tabular = [key for key in wanted if key not in dataset.cameras]
+    store = dataset.data_store.session()
+    try:
+        rows = _rows(dataset, store, tabular)
+        found = {key: table_stats(np.concatenate([each[key] for each in rows])) for key in tabular}
+        for camera in (key for key in wanted if key in dataset.cameras):
+            of_episode = (
+                _of_video(dataset, store, camera, rows) if camera in dataset.videos else _of_images(dataset, store, camera)
+            )
+            jobs = [functools.partial(of_episode, *chosen) for chosen in _sample(dataset).items()]
+            found[camera] = picture_stats([part for parts in _each(dataset, jobs) for part in parts])
+    finally:
+        store.close()
+    return stats_of({key: found[key] for key in wanted})
+
+
+def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
+    """The keys that have statistics, or those of them that are asked for."""
+    there = [key for key, feature in dataset.features.items() if feature["dtype"] in TABULAR or key in dataset.cameras]
+    if keys is None:
+        return there
+    if isinstance(keys, str):
+        raise ValueError(f"keys is the string {keys!r}; it is a list of keys")
+    asked = list(keys)
+    for key in asked:
+        if key not in there:
+            raise ValueError(f"Unknown key {key!r}, or one without numbers. Available: {', '.join(there)}")
+    return [key for key in there if key in asked]
+
+
+def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
+    """{episode: frames} to look at, evenly spread: about 100 an episode, and at most 10 000 in all."""
+    count = min(dataset.num_frames, MAX_PICTURES * dataset.num_episodes, _MAX_FRAMES)
+    places = np.linspace(0, dataset.num_frames - 1, count).round().astype(np.int64)
+    stops = np.cumsum(dataset.lengths)
+    episodes = np.searchsorted(stops, places, side="right")
+    frames = places - (stops - dataset.lengths)[episodes]
+    chosen: dict[int, list[int]] = {}
+    for episode, frame in zip(episodes.tolist(), frames.tolist(), strict=True):
+        chosen.setdefault(episode, []).append(frame)
+    return chosen
+
+
+def _each(dataset: DatasetFiles, jobs: Sequence[Callable[[], _T]]) -> list[_T]:
+    """Does all jobs in threads, and returns what they return. The first error ends those that have not begun."""
+    threads = max(process.cores(), _REMOTE_THREADS if dataset.data_store.remote else 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream stats") as pool:
+        try:
+            return [future.result() for future in [pool.submit(job) for job in jobs]]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _rows(dataset: DatasetFiles, store: Store, keys: Sequence[str]) -> list[Columns]:
+    """Per selected episode, these features of its rows, and their timestamps."""
+    reader = RowReader(dataset, store, keys={*keys, "timestamp", "frame_index"})
+    found: dict[int, Columns] = {}
+
+    def read(episode: int) -> None:
+        if episode not in found:  # else it came along in a row group
+            found.update(reader.read(episode))
+
+    _each(dataset, [functools.partial(read, episode) for episode in range(dataset.num_episodes)])
+    return [found[episode] for episode in range(dataset.num_episodes)]
+
+
+def _of_video(
+    dataset: DatasetFiles, store: Store, camera: str, rows: Sequence[Columns]
+) -> Callable[[int, list[int]], list[Histogram]]:
+    """A function that decodes frames of an episode."""
+    from dali_stream.decode import torchcodec as decode  # rows and images do without torchcodec
+
+    files = dataset.table.video[camera]
+
+    @functools.lru_cache(_INDICES)
+    def index(path: str) -> SampleTable:
+        return read_table(store, path)
+
+    def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
+        try:
+            table = index(files.paths[files.index[dataset.rows[episode]]])
+            interval, timestamp = dataset.table.interval(camera, dataset.rows[episode]), rows[episode]["timestamp"][frames]
+            samples = find_samples(table, interval, timestamp, dataset.fps)
+            for lacking in timestamp[samples == LACKING]:
+                raise DecodeError(f"{store.where(table.path)}: {explain(table, interval, lacking, dataset.fps)}")
+            found = []
+            for description, alike in itertools.groupby(samples.tolist(), key=lambda sample: table.config[sample]):
+                video, same = describe(table.configs[description]), list(alike)
+                for at in range(0, len(same), _FRAMES_AT_ONCE):
+                    part = same[at : at + _FRAMES_AT_ONCE]
+                    found.append(picture_histogram(decode.decode(store, [table] * len(part), part, video)[0]))
+            return found
+        except DecodeError as error:
+            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
+
+    return of_episode
+
+
+def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[int, list[int]], list[Histogram]]:
+    """A function that decodes images of an episode's rows."""
+    reader = RowReader(dataset, store, keys={camera})
+
+    def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
+        encoded = reader.read(episode)[episode][camera]
+        try:
+            return [picture_histogram(image.decode(encoded[f], dataset.picture_size(camera))[None]) for f in frames]
+        except DecodeError as error:
+            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
+
+    return of_episode

@@ -1,8 +1,0 @@
-"""What this machine can decode, whether its software fits together, and what is wrong with a dataset."""
-
-from __future__ import annotations
-
-from dali_stream.doctor.examination import examine
-from dali_stream.doctor.report import Finding, Report
-
-__all__ = ["Finding", "Report", "examine"]

@@ -1,0 +1,316 @@
+"""Rows of the Parquet files as NumPy columns, one episode at a time.
+
+Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every float becomes float32, every integer int64.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dali_stream.errors import DatasetError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.mp4.timing import not_rising
+from dali_stream.storage import Store
+from dali_stream.storage.store import Ranges
+from dali_stream.workers import Once
+
+_log = logging.getLogger("dali_stream")
+Columns = dict[str, npt.NDArray[Any]]
+
+
+class Found(dict[int, Columns]):
+    """{episode: {key: (L, ...) array}} of some row groups; strings and encoded images are arrays of objects.
+
+    Attributes:
+        rows: per episode index that was there, how many.
+        bytes_read: that it took.
+    """
+
+    rows: dict[int, int]
+    bytes_read: int
+
+    def take_bytes(self) -> int:
+        """`bytes_read`, to whoever asks first; 0 to others."""
+        taken, self.bytes_read = self.bytes_read, 0
+        return taken
+
+
+class RowReader:
+    """Reads the rows of episodes, and only the features that `dataset` selects. Safe to use from several threads.
+
+    Args:
+        dataset: the selected part of a dataset.
+        store: where its rows are read; None: where the dataset lies.
+        at_once: bytes of row groups that are read at the same time, unless a single one has more.
+        keys: of these features only; None: of all that `dataset` selects.
+    """
+
+    FOOTERS = 256  # Parquet footers kept, least recently used first to go
+
+    def __init__(
+        self,
+        dataset: DatasetFiles,
+        store: Store | None = None,
+        at_once: int = 1 << 62,
+        keys: Container[str] | None = None,
+    ) -> None:
+        self._dataset, self._store = dataset, store or dataset.data_store
+        self._at_once, self._reading, self._warned = at_once, 0, False
+        self._room = threading.Condition()
+        self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video" and (keys is None or k in keys)}
+        self._footers: OrderedDict[str, _Footer] = OrderedDict()
+        self._lock = threading.Lock()
+        self._once = Once()
+        self._alive: weakref.WeakValueDictionary[tuple[object, ...], Found] = weakref.WeakValueDictionary()
+
+    def read(self, episode: int) -> Found:
+        """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
+
+        Who asks for the same row groups while anyone holds them gets the same arrays, so they are not to be changed.
+
+        Raises:
+            DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
+        """
+        dataset = self._dataset
+        row = int(dataset.rows[episode])
+        number = int(dataset.table.data.index[row])
+        path = dataset.table.data.paths[number]
+        first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
+        with parquet_errors(self._store, path):
+            footer = self._footer(path, number)
+            found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
+            if episode not in found:  # the file does not hold its episodes in their order
+                found = self._read(footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index))
+        if episode not in found:
+            raise DatasetError(
+                f"{self._store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
+                f"{dataset.lengths[episode]} rows, and the file holds {found.rows.get(index, 0)}; copy the dataset again"
+            )
+        return found
+
+    def _read(self, footer: _Footer, path: str, groups: list[int]) -> Found:
+        columns = list(dict.fromkeys([*self.features, "episode_index"]))
+
+        def read() -> Found:
+            file = self._store.open(path, footer.size)
+            parquet = _parquet(file, footer)
+            runs = footer.runs(columns) if self._dataset.skips_images else [columns]
+            parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
+            table = pa.table({name: part[name] for part in parts for name in part.column_names})
+            found = self._cut(path, table)
+            episodes, rows = np.unique(table["episode_index"].to_numpy(), return_counts=True)
+            found.rows, found.bytes_read = dict(zip(episodes.tolist(), rows.tolist(), strict=True)), file.bytes_read
+            return found
+
+        def read_in_turn() -> Found:
+            with self._lock:
+                found = self._alive.get(key)
+            if found is None:
+                with self._turn(path, sum(footer.metadata.row_group(group).total_byte_size for group in groups)):
+                    found = read()
+                with self._lock:
+                    self._alive[key] = found
+            return found
+
+        key = (path, *groups)
+        return self._once(key, read_in_turn)
+
+    @contextmanager
+    def _turn(self, path: str, size: int) -> Iterator[None]:
+        """Waits until row groups of `size` bytes may be read beside those that are."""
+        if size > self._at_once and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
+                "episodes. `dali-stream reshard` writes smaller ones", self._store.where(path), size, self._at_once,
+            )  # fmt: skip
+        with self._room:
+            self._room.wait_for(lambda: not self._reading or self._reading + size <= self._at_once)
+            self._reading += size
+        try:
+            yield
+        finally:
+            with self._room:
+                self._reading -= size
+                self._room.notify_all()
+
+    def _footer(self, path: str, number: int) -> _Footer:
+        """The footer of the dataset's data file of that number."""
+        with self._lock:
+            footer = self._footers.get(path)
+        if footer is None:
+            footer = self._once(path, lambda: self._read_footer(path, number))
+        with self._lock:
+            self._footers[path] = footer
+            self._footers.move_to_end(path)
+            while len(self._footers) > self.FOOTERS:
+                self._footers.popitem(last=False)
+        return footer
+
+    def _read_footer(self, path: str, number: int) -> _Footer:
+        table, store = self._dataset.table, self._store
+        first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
+        size = store.size(path)
+        with store.open(path, size) as file:
+            # pyarrow reads 64 KiB from the end, where an image may lie that nobody asked for.
+            parquet = pq.ParquetFile(_footer_alone(file, size) if self._dataset.skips_images else file)
+            return _Footer(parquet, list(self.features), first_row, promised, store.where(path), size)
+
+    def _cut(self, path: str, table: pa.Table) -> Found:
+        """The selected episodes that are whole in `table`."""
+        dataset = self._dataset
+        index = table["episode_index"].to_numpy()
+        found = Found()
+        if not len(index):
+            return found
+        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1]))
+        stops = np.append(starts[1:], len(index))
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            episode = int(np.searchsorted(dataset.episodes, index[start]))
+            known = episode < len(dataset.episodes) and dataset.episodes[episode] == index[start]
+            if known and stop - start == dataset.lengths[episode]:
+                rows = table.slice(start, stop - start)
+                where = f"{self._store.where(path)}: episode {index[start]}"
+                found[episode] = {key: to_numpy(rows[key], self.features[key], f"{where}: {key}") for key in self.features}
+                counted = found[episode].get("frame_index")
+                if counted is not None and (np.diff(counted) != 1).any():
+                    raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
+                if "timestamp" in found[episode]:
+                    check_rising(where, found[episode]["timestamp"])
+        return found
+
+
+def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
+    """Raises DatasetError where a row's timestamp is not above that of the row before: it would get another row's frame."""
+    row = not_rising(timestamp)
+    if row is not None:
+        before = f", and that of row {row - 1} is {timestamp[row - 1]:.4f} s" if row else ""
+        raise DatasetError(
+            f"{where}: row {row}: its timestamp is {timestamp[row]:.4f} s{before}. Timestamps rise within an episode; the "
+            "file is damaged: copy or record it again"
+        )
+
+
+def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:
+    """A file that has the footer and nothing else; the file itself where it has none, for pyarrow to say so."""
+    file.seek(max(size - 8, 0))
+    end = file.read(8)
+    length = int.from_bytes(end[:4], "little")
+    if end[4:] != b"PAR1" or length > size - 12:
+        return file
+    file.seek(size - 8 - length)
+    return pa.BufferReader(b"PAR1" + file.read(length) + end)
+
+
+def _parquet(file: Ranges, footer: _Footer) -> pq.ParquetFile:
+    """A Parquet file whose neighbouring columns are read together, and whose checksums are held against it if it has any."""
+    return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True)
+
+
+class _Footer:
+    """What a Parquet file says of itself: which row groups hold which rows.
+
+    A group's statistics would tell the episodes in it, but pyarrow ends the process where a broken footer gives them
+    another type than their column has.
+    """
+
+    def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str, size: int) -> None:
+        self.metadata, self.size = parquet.metadata, size
+        self._names = parquet.schema_arrow.names
+        missing = [key for key in [*keys, "episode_index"] if key not in parquet.schema_arrow.names]
+        if missing:
+            raise DatasetError(f"{where}: lacks the column {missing[0]}, which meta/info.json has as a feature")
+        rows = np.array([self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)], np.int64)
+        most = max(promised, _FEW_ROWS)  # files keep the rows of episodes that were taken out of the metadata
+        if (wrong := (rows < 0) | (rows > most)).any():
+            raise DatasetError(f"{where}: a row group claims {rows[wrong][0]} rows, and the dataset has {promised} frames")
+        self._stop = first_row + np.cumsum(rows)
+        self._start = self._stop - rows
+        self._episodes: npt.NDArray[np.int64] | None = None
+
+    def groups_at(self, start: int, stop: int) -> list[int]:
+        """Row groups of the rows [start, stop), counted over the dataset, if the file holds its episodes in their order."""
+        return np.flatnonzero((self._start < stop) & (start < self._stop)).tolist()
+
+    def runs(self, columns: list[str]) -> list[list[str]]:
+        """These columns, split where others lie between them: pyarrow reads over small gaps."""
+        runs: list[list[str]] = []
+        before = -2
+        for place in sorted(self._names.index(name) for name in columns):
+            if place != before + 1:
+                runs.append([])
+            runs[-1].append(self._names[place])
+            before = place
+        return runs
+
+    def groups_of(self, parquet: pq.ParquetFile, episode: int) -> list[int]:
+        """Row groups that may hold rows of an episode, by its index, in a file of any order: all are looked into once."""
+        if self._episodes is None:
+            self._episodes = np.array([_range(parquet, i) for i in range(len(self._start))], np.int64).reshape(-1, 2)
+        return np.flatnonzero((self._episodes[:, 0] <= episode) & (episode <= self._episodes[:, 1])).tolist()
+
+
+_FEW_ROWS = 1 << 20
+
+
+def _range(parquet: pq.ParquetFile, group: int) -> tuple[int, int]:
+    """The lowest and the highest episode index in a row group."""
+    values = parquet.read_row_group(group, columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
+    return (int(values.min()), int(values.max())) if len(values) else (0, -1)
+
+
+def to_numpy(column: pa.ChunkedArray, feature: dict[str, Any], where: str) -> npt.NDArray[Any]:
+    """A column as (L, *shape), or (L,) where the shape is (1,). Images and strings as (L,) objects, bytes and str.
+
+    Raises:
+        DatasetError: a value is missing, or is of another shape or dtype than the feature.
+    """
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if feature["dtype"] == "image":
+        array = pc.struct_field(array, "bytes") if pa.types.is_struct(array.type) else array
+    if array.null_count:
+        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing")
+    if feature["dtype"] in ("image", "string"):
+        return _objects(array, bytes if feature["dtype"] == "image" else str, where)
+    shape = () if tuple(feature["shape"]) == (1,) else tuple(feature["shape"])
+    for size in shape:
+        if not (pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type) or pa.types.is_large_list(array.type)):
+            raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
+        if pc.any(pc.not_equal(pc.list_value_length(array), size)).as_py():
+            raise DatasetError(f"{where}: a value has another shape than {feature['shape']}, which meta/info.json says")
+        array = array.flatten()
+        if array.null_count:
+            raise DatasetError(f"{where}: {array.null_count} numbers are missing")
+    kind = feature["dtype"]
+    numeric = pa.types.is_boolean(array.type) if kind == "bool" else _is_number(array.type)
+    if not numeric:
+        raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says {kind} of shape {feature['shape']}")
+    target = np.bool_ if kind == "bool" else np.float32 if kind.startswith("float") else np.int64
+    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False).astype(target, copy=False)
+    return values.reshape(len(column), *shape)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _objects(array: pa.Array, kind: type, where: str) -> npt.NDArray[np.object_]:
+    values = array.to_pylist()
+    if not all(isinstance(value, kind) for value in values):
+        raise DatasetError(f"{where}: holds {array.type}, and {kind.__name__} is needed")
+    objects = np.empty(len(values), object)
+    objects[:] = values
+    return objects

@@ -1,0 +1,243 @@
+"""Packed clips: small MP4s in memory that hold only the pictures which some requested frames need.
+
+    file A   |I p|I p|I p|I p|I p| ...        requests: A2 (the p of the second pair), A7, B4
+    file B   |I p|I p|I p| ...
+
+    clip     |I p|I p|I|     the prefixes of the GOPs of A2, A7 and B4, packed end to end
+    frames    1   3   4      where the requests are in the clip, counted in the order of showing
+
+Decoding starts at a sync sample and goes on to the requested picture: that prefix is all that a request costs. Each run
+of samples keeps its decode order; times are made anew, one tick a picture, so that a picture's index is its time. The
+shifts of `ctts` are negative where needed (version 1): the first picture is shown at 0, and nothing is delivered late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dali_stream.counters import Timed, untimed
+from dali_stream.errors import DecodeError
+from dali_stream.mp4 import hidden
+from dali_stream.mp4.boxes import UPRIGHT, box, full_box
+from dali_stream.mp4.damage import checker
+from dali_stream.mp4.format import codec_of
+from dali_stream.mp4.index import SampleTable
+from dali_stream.storage import Store
+
+TIMESCALE, TICK = 15360, 512  # 30 pictures a second, the numbers FFmpeg writes; a clip's own time means nothing else
+
+
+@dataclass(frozen=True)
+class Clip:
+    """An MP4 in memory.
+
+    Attributes:
+        data: the file; not `bytes`, which torch takes with a warning only.
+        frames: per request, its index in the order of showing.
+        pictures: how many encoded pictures the clip holds.
+    """
+
+    data: bytearray
+    frames: list[int]
+    pictures: int
+
+
+class HiddenFrames(DecodeError):
+    """A clip for NVDEC would hold frames that are decoded and never shown."""
+
+
+class _Run:
+    """Samples of one file that are decoded one after the other, beginning with a sync sample."""
+
+    __slots__ = ("ranks", "samples", "sizes", "table")
+
+    # Python's own numbers: most runs are a few pictures long, and then the interpreter is done with them sooner.
+    def __init__(self, table: SampleTable, start: int, stop: int) -> None:
+        self.table = table
+        self.samples: Sequence[int] = range(start, stop + 1)
+        self.sizes: list[int] = table.size[start : stop + 1].tolist()
+        if table.open_gops:
+            # What leads the run's own sync sample needs pictures that are not in the clip. No other picture refers to those,
+            # and `span` begins a GOP earlier for who asks for one, so they are left out.
+            own = np.arange(start, stop + 1)
+            own = own[(table.head[own] != start) | (table.pts[own] >= table.pts[start])]
+            self.samples, self.sizes = own.tolist(), table.size[own].tolist()
+        self.ranks: Sequence[int] = range(len(self.sizes))  # per sample, its place in the order of showing within the run
+        if table.reordered:
+            self.ranks = np.argsort(np.argsort(table.pts[np.array(self.samples)], kind="stable")).tolist()
+
+    def rank(self, sample: int) -> int:
+        """The place of one sample in the order of showing."""
+        if sample not in self.samples:
+            raise DecodeError(
+                "the picture refers to others before the file's beginning: the file was cut there, in the middle of an open "
+                "GOP; record or convert it again"
+            )
+        return self.ranks[self.samples.index(sample)]
+
+    def read(self, store: Store) -> bytes:
+        """The encoded pictures end to end."""
+        table, samples = self.table, self.samples
+        first, last = samples[0], samples[-1]
+        if table.stretch[first] == table.stretch[last] and last - first == len(samples) - 1:
+            begin = int(table.offset[first])
+            parts = [(begin, begin + sum(self.sizes))]
+        else:
+            offsets = table.offset[np.array(samples)].tolist()
+            parts = [(begin, begin + size) for begin, size in zip(offsets, self.sizes, strict=True)]
+        data = [store.read(table.path, start, stop) for start, stop in parts]
+        whole = data[0] if len(data) == 1 else b"".join(data)
+        if len(whole) != sum(self.sizes):
+            raise DecodeError(
+                f"bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become shorter since its index was read"
+            )
+        return whole
+
+    def check(self, data: bytes, shown_only: bool) -> None:
+        """Decoders pass over most damage, so what can be seen of it is looked for here (see `damage`)."""
+        table, at = self.table, 0
+        config = table.configs[table.config[self.samples[0]]]
+        check, codec = checker(config), codec_of(config) if shown_only else ""
+        look = codec in hidden.CODECS
+        if check is None and not look:
+            return
+        for sample, size in zip(self.samples, self.sizes, strict=True):
+            if check and size and (wrong := check(data, at, at + size, at == 0)):
+                raise DecodeError(
+                    f"the encoded picture at bytes {table.offset[sample]} to "
+                    f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or leave its episodes out"
+                )
+            if look and hidden.hidden(codec, data[at : at + size]):
+                what = f"the {codec} picture at byte {table.offset[sample]} comes with frames that are never shown"
+                raise HiddenFrames(f"{hidden.hidden_frames_refusal(codec)} ({what})")
+            at += size
+
+
+def pack(
+    store: Store,
+    tables: Sequence[SampleTable],
+    samples: Sequence[int],
+    *,
+    from_the_start: bool = False,
+    shown_only: bool = False,
+    timed: Timed = untimed,
+) -> Clip:
+    """Packs the pictures that `samples` need into one clip.
+
+    Args:
+        store: where the files are.
+        tables: per request, the table of its file; all with the same sample description.
+        samples: per request, the sample in its file. The same request may come more than once.
+        from_the_start: decode from the file's first picture on.
+        shown_only: refuse frames that are never shown.
+        timed: counts the time that reading takes.
+
+    Raises:
+        HiddenFrames: there are some, and `shown_only` is set.
+        DecodeError: open GOPs of more than one run (`SampleTable.open_gops` tells), samples of several descriptions, or a
+            file that has changed.
+    """
+    stops: dict[tuple[int, int], int] = {}
+    by_id = {id(table): table for table in tables}
+    spans = [(0, max(sample, _stop(table, sample))) if from_the_start else span(table, sample)
+             for table, sample in zip(tables, samples, strict=True)]  # fmt: skip
+    keys = [(id(table), start) for table, (start, _) in zip(tables, spans, strict=True)]
+    for key, (_, stop) in zip(keys, spans, strict=True):
+        stops[key] = max(stops.get(key, 0), stop)
+    if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
+        raise DecodeError("pictures of open GOPs cannot share a clip with others: each run needs a clip of its own")
+    runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
+    found = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
+    mixed = [run for run in runs.values() if len(run.table.configs) > 1]
+    if len(found.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
+        raise DecodeError("pictures of different sample descriptions (stsd) cannot share a clip")
+    before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
+    frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
+    return Clip(_mux(store, list(runs.values()), shown_only, timed), frames, sum(len(run.samples) for run in runs.values()))
+
+
+def config(table: SampleTable, sample: int) -> bytes:
+    """What a clip's samples have in common: the sample description and the track's matrix."""
+    return table.configs[table.config[sample]] + table.track_header
+
+
+def span(table: SampleTable, sample: int) -> tuple[int, int]:
+    """The samples, first and last, that are decoded for `sample`.
+
+    A picture that follows an open GOP's sync sample but is shown before it refers to the GOP before that one too.
+    """
+    start = int(table.head[sample])
+    if not table.open_gops:
+        return start, sample
+    if table.pts[sample] < table.pts[start] and start > 0:
+        start = int(table.head[start - 1])
+    return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
+
+
+def is_avc(table: SampleTable) -> bool:
+    """Whether this is H.264."""
+    return table.configs[0][4:8] in (b"avc1", b"avc3")
+
+
+def _stop(table: SampleTable, sample: int) -> int:
+    """The last sample to decode for one of an open GOP of H.264.
+
+    FFmpeg does not show what it still holds back at the end of a clip that began with something else than an IDR
+    picture. So the clip goes on until as many pictures that are shown later have been decoded as push this one out.
+    """
+    later = np.flatnonzero(table.pts[sample + 1 : sample + 65] > table.pts[sample])[:_HELD_BACK]
+    return sample + 1 + int(later[-1]) if len(later) else sample
+
+
+_HELD_BACK = 4  # encoders of hierarchical B-frames delay pictures by two or three; where more are, `decode` starts earlier
+
+
+def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> bytearray:
+    lengths = [len(run.samples) for run in runs]
+    n = sum(lengths)
+    sizes = np.array([size for run in runs for size in run.sizes], ">u4")
+    table, first = runs[0].table, runs[0].samples[0]
+    # A run that goes on over an open GOP's sync sample does not name it: a decoder that seeks to it, since it is decoded
+    # before the picture that is asked for, loses the pictures that lead it.
+    sync = np.cumsum([1, *lengths[:-1]])
+    tables = [
+        full_box(b"stsd", 0, 0, struct.pack(">I", 1), table.configs[table.config[first]]),
+        full_box(b"stts", 0, 0, struct.pack(">III", 1, n, TICK)),
+        full_box(b"stss", 0, 0, struct.pack(">I", len(sync)), sync.astype(">u4").tobytes()),
+        full_box(b"stsc", 0, 0, struct.pack(">IIII", 1, 1, n, 1)),
+        full_box(b"stsz", 0, 0, struct.pack(">II", 0, n), sizes.tobytes()),
+    ]
+    if any(run.table.reordered for run in runs):
+        shift = np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
+        entries = np.stack([np.ones(n, np.int64), shift], 1).astype(">i4").tobytes()
+        tables.append(full_box(b"ctts", 1, 0, struct.pack(">I", n), entries))
+    length = _LENGTH_OF_REST + sum(map(len, tables))
+    moov = _moov(tables, table.track_header, n * TICK, len(_FTYP) + length + 8)
+    with timed("read_s"):  # once a clip: it costs as much as a read
+        body = [run.read(store) for run in runs]
+    for run, data in zip(runs, body, strict=True):
+        run.check(data, shown_only)
+    return bytearray().join((_FTYP, moov, struct.pack(">I4s", 8 + sum(map(len, body)), b"mdat"), *body))
+
+
+def _moov(tables: list[bytes], track_header: bytes, duration: int, media_offset: int) -> bytes:
+    stbl = box(b"stbl", *tables, full_box(b"stco", 0, 0, struct.pack(">II", 1, media_offset)))
+    minf = box(b"minf", _VMHD_AND_DINF, stbl)
+    mdhd = full_box(b"mdhd", 0, 0, struct.pack(">IIIIHH", 0, 0, TIMESCALE, duration, 0x55C4, 0))
+    tkhd = full_box(b"tkhd", 0, 3, struct.pack(">IIIII", 0, 0, 1, 0, duration), bytes(16), track_header)
+    mvhd = full_box(b"mvhd", 0, 0, struct.pack(">IIII", 0, 0, TIMESCALE, duration), _MVHD_REST)
+    return box(b"moov", mvhd, box(b"trak", tkhd, box(b"mdia", mdhd, _HDLR, minf)))
+
+
+_FTYP = box(b"ftyp", b"isom", struct.pack(">I", 512), b"isomiso2mp41")
+_MVHD_REST = struct.pack(">IH", 0x10000, 0x100) + bytes(10) + UPRIGHT + bytes(24) + struct.pack(">I", 2)
+_HDLR = full_box(b"hdlr", 0, 0, bytes(4), b"vide", bytes(12), b"v\0")
+_VMHD_AND_DINF = full_box(b"vmhd", 0, 1, bytes(8)) + box(
+    b"dinf", full_box(b"dref", 0, 0, struct.pack(">I", 1), full_box(b"url ", 0, 1))
+)
+_LENGTH_OF_REST = len(_moov([], bytes(44), 0, 0))  # bytes of `moov` beside the tables: stco holds an absolute offset

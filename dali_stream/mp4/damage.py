@@ -1,0 +1,258 @@
+"""Damage in encoded pictures that decoders pass over, found in the structure of the bitstream before it is decoded.
+
+FFmpeg hides damage in H.264, HEVC and MPEG-4 by painting over it, and the arithmetic decoders of AV1 and VP9 read
+something out of any bytes; either way a wrong picture comes out without an error. MP4 has no checksums. What a bitstream
+cannot contain shows damage all the same:
+
+    H.264, HEVC   NAL units that do not add up to the sample; headers that are not allowed; no slice; 00 00 00, 00 00 01 or
+                  00 00 02 inside a unit, where an encoder would have put a 03 in between
+    AV1           OBUs that do not add up, of kinds that are not; no frame
+    VP9, VP8      frame markers, sizes in the superframe index, start codes of key frames
+    MPEG-4        no start code in front, no picture, 24 zero bits in a row, start codes that are none
+    MJPEG         no start of image
+    arithmetic    more equal bytes (00 or ff) in a row than arithmetic coding writes: AV1, VP9, HEVC, H.264 with CABAC
+
+So blocks of zeros are found in all of them but VP8 and MJPEG, blocks of ff where coding is arithmetic, and in all bytes
+that were lost or inserted and other bytes in place of a sample's beginning. What is not found is damage that leaves a
+possible bitstream: flipped bits, and blocks of other bytes inside the payload. Decoders report part of that in AV1 and VP9
+and hardly any in H.264, HEVC and MPEG-4; the rest comes out as wrong pixels (`benchmarks/damage.py` counts it for a file).
+FFmpeg logs most of it for H.264 and MPEG-4, but a log callback needs the
+interpreter's lock for each of some ten messages a picture, which made decoding four times slower beside a busy main thread.
+
+Sources: ISO/IEC 14496-10 and 23008-2, 7.4.1 (emulation prevention); the AV1 bitstream, 5.3 and annex B of the ISO binding;
+the VP9 bitstream, 6.2 and annex B; RFC 6386, 9.1; ISO/IEC 14496-2, 6.2.1 (start codes).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.boxes import children
+from dali_stream.mp4.format import codec_of
+
+Check = Callable[[bytes, int, int, bool], str]
+
+_RUN = 64  # the longest seen of a healthy encoder: 32, by libvpx, for a gradient without loss; else 10
+_TOO_LONG = f"it has {_RUN} equal bytes in a row, which arithmetic coding does not write"
+_ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
+_ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
+_MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
+_NO_KEY = "decoding starts at it, and it is no key frame"
+_TRAILING = bytes(8)  # zeros that muxers leave at the end of a unit
+
+
+@functools.lru_cache(maxsize=256)
+def checker(config: bytes) -> Check | None:
+    """The check for samples of a sample description (a whole `stsd` entry); None for a codec without one.
+
+    It is called with a buffer, the sample's start and end in it, and whether decoding starts at the sample, and returns
+    what is wrong with it, or "".
+
+    Raises:
+        DecodeError: the description is broken.
+    """
+    codec = codec_of(config)
+    if codec in ("h264", "hevc"):
+        return _nal_check(codec, config)
+    if codec == "vp9":
+        return _vp9_check(config)
+    return {"av1": _av1, "vp8": _vp8, "mpeg4": _mpeg4, "mjpeg": _mjpeg}.get(codec)
+
+
+def _nal_check(codec: str, config: bytes) -> Check:
+    """H.264 and HEVC: each unit has its length in front, in as many bytes as avcC or hvcC says."""
+    kind, place = (b"avcC", 4) if codec == "h264" else (b"hvcC", 21)
+    parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
+    if len(parts.get(kind, b"")) <= place:
+        raise DecodeError(f"its {codec} decoder configuration ({kind.decode()}) is missing or cut short")
+    width, hevc = (parts[kind][place] & 3) + 1, codec == "hevc"
+    arithmetic = hevc or _is_cabac(parts[kind])
+
+    def check(data: bytes, start: int, end: int, key: bool) -> str:
+        slices = False
+        while start < end:
+            unit = start + width
+            start = unit + int.from_bytes(data[start:unit], "big")
+            if start > end or start <= unit + hevc:
+                return "its NAL units do not add up to its size"
+            header = data[unit]
+            if header & 0x80 or (hevc and not data[unit + 1] & 7):
+                return f"a NAL unit has the header {data[unit : unit + 1 + hevc].hex()}, which is not allowed"
+            if header < 64 if hevc else 1 <= header & 31 <= 5:  # a slice
+                if key and not slices and not (0x20 <= header < 0x30 if hevc else _is_intra(data, unit)):
+                    return _NO_KEY
+                slices = True
+                if arithmetic and _monotonous(data, unit, start):
+                    return _TOO_LONG
+            if at := _unprotected(data, unit, start):
+                return f"it has the bytes {data[at : at + 3].hex(' ')} inside a NAL unit, where they are not allowed"
+        return "" if slices else "it has no slice of a picture"
+
+    return check
+
+
+def _is_intra(data: bytes, unit: int) -> bool:
+    """Whether an H.264 picture's first slice is an IDR, I or SI slice (ISO/IEC 14496-10, 7.3.3).
+
+    In exponential Golomb code, the first macroblock is 1 for 0, and slice types 2, 4, 7 and 9 follow.
+    """
+    head = data[unit + 1 : unit + 2]
+    return data[unit] & 31 == 5 or head in (b"\x88", b"\x8a") or (head != b"" and (head[0] >> 4 == 11 or head[0] >> 2 == 37))
+
+
+def is_intra_refresh(config: bytes, data: bytes) -> bool:
+    """Whether the beginning of an H.264 sync sample says that decoding cannot start there.
+
+    With periodic intra refresh, x264 marks the pictures at which a refresh begins, and only the first is whole.
+    """
+    start, end = 0, len(data)
+    avcc = next((config[a:b] for kind, a, b in children(config, 86, len(config)) if kind == b"avcC"), b"")
+    width = (avcc[4] & 3) + 1 if len(avcc) > 4 else 4
+    while start + width + 2 < end:
+        unit = start + width
+        if 1 <= data[unit] & 31 <= 5:
+            return not _is_intra(data, unit)
+        start = unit + int.from_bytes(data[start:unit], "big")
+    return False
+
+
+def _is_cabac(avcc: bytes) -> bool:
+    """Whether all picture parameter sets in avcC choose arithmetic coding (ISO/IEC 14496-10, 7.3.2.2)."""
+    at = 6
+    for _ in range(avcc[5] & 31):
+        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
+    flags, at = [], at + 1
+    for _ in range(avcc[at - 1] if at <= len(avcc) else 0):
+        size = int.from_bytes(avcc[at : at + 2], "big")
+        bits = "".join(f"{byte:08b}" for byte in avcc[at + 3 : at + 2 + min(size, 9)])
+        for _number in range(2):  # its own number and that of its sequence parameter set, in exponential Golomb code
+            zeros = len(bits) - len(bits.lstrip("0"))
+            bits = bits[2 * zeros + 1 :]
+        flags.append(bits[:1] == "1")
+        at += 2 + size
+    return bool(flags) and all(flags)
+
+
+def _unprotected(data: bytes, start: int, end: int) -> int:
+    """Where 00 00 is followed by 00, 01 or 02, other than at the end; 0 where it is nowhere."""
+    found = _ILLEGAL.search(data, start, end)
+    return found.start() if found and data[found.start() : end] not in _TRAILING else 0
+
+
+def _monotonous(data: bytes, start: int, end: int) -> bool:
+    """Whether 00 or ff stands `_RUN` times in a row. Every eighth byte is looked at first, which is all that it costs."""
+    thin = data[start:end:8]
+    return (_ZEROS[::8] in thin and _ZEROS in data[start:end]) or (_ONES[::8] in thin and _ONES in data[start:end])
+
+
+def _av1(data: bytes, start: int, end: int, key: bool) -> str:
+    frames, reduced = 0, 0
+    while start < end:
+        header, start = data[start], start + 1
+        kind = header >> 3 & 15
+        if header & 0x81 or kind not in (1, 2, 3, 4, 5, 6, 7, 8, 15):
+            return f"an OBU has the header {header:02x}, which is not allowed"
+        start += header >> 2 & 1
+        stop = end
+        if header & 2:
+            size, start = leb128(data, start)
+            stop = start + size
+        if stop > end or start > end:
+            return "its OBUs do not add up to its size"
+        if kind == 1 and start < stop:
+            reduced = data[start] >> 3 & 1
+        elif kind in (3, 4, 6):
+            if key and not frames and not reduced and (start == stop or data[start] & 0xE0):
+                return _NO_KEY
+            frames += kind != 4
+            if _monotonous(data, start, stop):
+                return _TOO_LONG
+        start = stop
+    return "" if frames else "it has no frame"
+
+
+def leb128(data: bytes, start: int) -> tuple[int, int]:
+    """(value, its end)."""
+    value = 0
+    for i, byte in enumerate(data[start : start + 8]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return value, start + i + 1
+    return 1 << 62, start
+
+
+def _vp9_check(config: bytes) -> Check:
+    vpcc = next((config[a:b] for kind, a, b in children(config, 86, len(config)) if kind == b"vpcC"), b"")
+    profile = vpcc[4] if len(vpcc) > 4 else None
+
+    def check(data: bytes, start: int, end: int, key: bool) -> str:
+        frames = vp9_frames(data, start, end)
+        if not frames:
+            return "the sizes in its superframe index do not add up"
+        for first, last in frames:
+            header = data[first]
+            own = header >> 5 & 1 | header >> 3 & 2
+            if header >> 6 != 2 or own != (own if profile is None else profile):
+                return f"a frame begins with {header:02x}, which is not allowed"
+            is_key = not header & (0x06 if own == 3 else 0x0C)  # neither the repetition of another frame nor predicted
+            if is_key and own < 3 and data[first + 1 : first + 4] != b"\x49\x83\x42":
+                return "a key frame lacks its sync code"
+            if key and first == start and not is_key:
+                return _NO_KEY
+            if _monotonous(data, first, last):
+                return _TOO_LONG
+        return ""
+
+    return check
+
+
+def vp9_frames(data: bytes, start: int, end: int) -> list[tuple[int, int]]:
+    """The frames of a sample, which may be hidden ones and one that is shown; empty where they do not add up."""
+    last = data[end - 1]
+    count, width = (last & 7) + 1, (last >> 3 & 3) + 1
+    index = end - 2 - count * width
+    if last & 0xE0 != 0xC0 or index < start or data[index] != last:
+        return [(start, end)]
+    frames = []
+    for at in range(index + 1, end - 1, width):
+        stop = start + int.from_bytes(data[at : at + width], "little")
+        if stop > index:
+            return []
+        if stop > start:
+            frames.append((start, stop))
+        start = stop
+    return frames
+
+
+def _vp8(data: bytes, start: int, end: int, key: bool) -> str:
+    tag = int.from_bytes(data[start : start + 3], "little")
+    is_key = not tag & 1
+    if key and not is_key:
+        return _NO_KEY
+    if is_key and data[start + 3 : start + 6] != b"\x9d\x01\x2a":
+        return "a key frame lacks its start code"
+    if start + (10 if is_key else 3) + (tag >> 5) > end:
+        return "its first partition is larger than it is"
+    return ""
+
+
+def _mpeg4(data: bytes, start: int, end: int, key: bool) -> str:
+    if data[start : start + 3] != b"\0\0\1":
+        return "it does not begin with a start code"
+    picture = data.find(b"\0\0\1\xb6", start, end)
+    if picture < 0:
+        return "it has no picture (VOP)"
+    for found in _MPEG4_CODES.finditer(data, picture, end):
+        at = found.start()
+        if data[at + 2] == 0 and data[at:end] not in _TRAILING:
+            return "it has 24 zero bits in a row, which no encoder writes"
+        if data[at + 2] == 1 and at + 3 < end and not (data[at + 3] < 0x30 or 0xB0 <= data[at + 3] <= 0xC5):
+            return f"it has the start code {data[at + 3]:02x}, which there is not"
+    return ""
+
+
+def _mjpeg(data: bytes, start: int, end: int, key: bool) -> str:
+    return "" if data[start : start + 2] == b"\xff\xd8" else "it does not begin as a JPEG image"

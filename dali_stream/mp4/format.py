@@ -1,0 +1,119 @@
+"""What a sample description says of a video: codec, profile, chroma, bit depth, size.
+
+Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media files (av1C, vpcC).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.boxes import children
+
+CODECS = {
+    b"av01": "av1", b"avc1": "h264", b"avc3": "h264", b"hvc1": "hevc", b"hev1": "hevc",
+    b"vp08": "vp8", b"vp09": "vp9", b"mp4v": "mpeg4", b"jpeg": "mjpeg", b"mjpg": "mjpeg", b"png ": "png",
+}  # fmt: skip
+PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # those of 8 bit 4:2:0 that NVDEC documents
+_MATRICES = {0: "RGB", 1: "BT.709", 2: "not said", 5: "BT.601", 6: "BT.601", 9: "BT.2020", 10: "BT.2020"}
+_CHROMA = {0: "gray", 1: "420", 2: "422", 3: "444"}
+
+
+@dataclass(frozen=True)
+class VideoFormat:
+    """Attributes: `codec` (av1, h264, hevc, vp8, vp9, mpeg4, mjpeg, png, or the four characters of an unknown one),
+    `profile` as the codec numbers it (None where the file does not say), `chroma` (gray, 420, 422, 444), `depth` in
+    bits, `height` and `width` in pixels, `matrix` of the colours (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601; None: not said)."""
+
+    codec: str
+    profile: int | None
+    chroma: str
+    depth: int
+    height: int
+    width: int
+    matrix: int | None = None
+
+    @property
+    def pixel_format(self) -> str:
+        """FFmpeg's name of the planar format, such as yuv420p or yuv420p10le."""
+        if self.codec == "png":
+            return "rgb24"
+        deep = f"{self.depth}le" if self.depth > 8 else ""
+        return f"gray{deep}" if self.chroma == "gray" else f"yuv{self.chroma}p{deep}"
+
+    @property
+    def matrix_name(self) -> str:
+        """The matrix by its name."""
+        return "not said" if self.matrix is None else _MATRICES.get(self.matrix, f"matrix {self.matrix}")
+
+    @property
+    def like_bt601(self) -> bool:
+        """Whether decoders take the colours for BT.601, as they do where nothing is said."""
+        return self.matrix in (None, 2, 5, 6)
+
+
+def describe(config: bytes) -> VideoFormat:
+    """Reads a sample description (a whole `stsd` entry).
+
+    Raises:
+        DecodeError: it is too short to hold what its kind says, or has no size.
+    """
+    width, height = struct.unpack_from(">HH", config, 32)
+    codec = codec_of(config)
+    if not width or not height:
+        raise DecodeError(f"its sample description says {width}×{height} pixels")
+    parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
+    try:
+        profile, chroma, depth = _details(codec, parts)
+    except IndexError as error:
+        raise DecodeError(f"its {codec} decoder configuration is cut short") from error
+    colour = parts.get(b"colr", b"")
+    matrix = struct.unpack_from(">H", colour, 8)[0] if colour[:4] in (b"nclx", b"nclc") and len(colour) >= 10 else None
+    return VideoFormat(codec, profile, chroma, depth, height, width, matrix)
+
+
+def codec_of(config: bytes) -> str:
+    """The codec of a sample description; the four characters of its kind where it is unknown."""
+    kind = config[4:8]
+    if kind != b"mp4v":
+        return CODECS.get(kind, kind.decode("latin-1").strip())
+    # MPEG-4's own entry serves every codec that has a number in ISO/IEC 14496-1 (FFmpeg puts JPEG there).
+    esds = next((config[a:b] for k, a, b in children(config, 86, len(config)) if k == b"esds"), b"")
+    found = _DECODER_CONFIG.search(esds)
+    number = found[1][0] if found else 0x20
+    return _OBJECT_TYPES.get(number, f"mp4v-{number:02x}")
+
+
+_OBJECT_TYPES = {0x20: "mpeg4", 0x6C: "mjpeg", 0x6D: "png", 0xB1: "vp9"}
+# A DecoderConfigDescriptor: its tag, its length in one to four bytes, the object type, and the bits "visual stream".
+_DECODER_CONFIG = re.compile(rb"\x04(?:[\x80-\xff]{0,3}[\0-\x7f])(.)[\x10-\x13]", re.DOTALL)
+
+
+def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, int]:
+    if codec == "av1" and (av1c := parts.get(b"av1C")):
+        high, twelve, gray = av1c[2] >> 6 & 1, av1c[2] >> 5 & 1, av1c[2] >> 4 & 1
+        chroma = "gray" if gray else {(1, 1): "420", (1, 0): "422", (0, 0): "444"}.get((av1c[2] >> 3 & 1, av1c[2] >> 2 & 1))
+        return av1c[1] >> 5, chroma or "420", 12 if high and twelve else 10 if high else 8
+    if codec == "hevc" and (hvcc := parts.get(b"hvcC")):
+        return hvcc[1] & 31, _CHROMA[hvcc[16] & 3], (hvcc[17] & 7) + 8
+    if codec == "vp9" and (vpcc := parts.get(b"vpcC")):
+        return vpcc[4], {0: "420", 1: "420", 2: "422", 3: "444"}.get(vpcc[6] >> 1 & 7, "420"), vpcc[6] >> 4
+    if codec == "h264" and (avcc := parts.get(b"avcC")):
+        chroma, depth = _avc_chroma(avcc)
+        return avcc[1], chroma, depth
+    return None, "420", 8
+
+
+def _avc_chroma(avcc: bytes) -> tuple[str, int]:
+    """Profiles from High on append chroma format and bit depths to the parameter sets."""
+    at = 6
+    for _ in range(avcc[5] & 31):
+        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
+    count, at = avcc[at], at + 1
+    for _ in range(count):
+        at += 2 + int.from_bytes(avcc[at : at + 2], "big")
+    if avcc[1] not in (66, 77, 88) and len(avcc) >= at + 3:
+        return _CHROMA[avcc[at] & 3], (avcc[at + 1] & 7) + 8
+    return "420", 8

@@ -1,0 +1,299 @@
+"""The sample table of an MP4's video track (ISO/IEC 14496-12, section 8): where each picture's bytes lie, when it is shown.
+
+Files come from anywhere, so every count is held against the bytes that are there before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.boxes import box, children, find, read_moov
+from dali_stream.mp4.damage import is_intra_refresh
+from dali_stream.mp4.format import codec_of
+from dali_stream.storage import Store
+
+Int64 = npt.NDArray[np.int64]
+LACKING = -1  # in place of a sample, for a row whose frame the video lacks; see `timing`
+
+
+@dataclass(frozen=True, eq=False)
+class SampleTable:
+    """Samples (encoded pictures) of one file in decode order; n of them.
+
+    Attributes:
+        path: the file, relative to the dataset.
+        configs: sample descriptions (`stsd` entries without their bit rates). A clip holds samples of one.
+        track_header: matrix and display size out of `tkhd`.
+        timescale: ticks per second.
+        offset, size: (n,) place and bytes of each sample.
+        pts: (n,) presentation time in ticks, with the edit list applied.
+        sync: indices of the samples that decoding can start at.
+        head: (n,) the sync sample that each sample follows.
+        config: (n,) which of `configs`.
+        shown: (n,) samples in the order in which they are shown.
+        stretch: (n,) samples of one number lie end to end in the file.
+        reordered: whether pictures are shown in another order than they are decoded in (B-frames).
+        longest_gop: pictures of the longest GOP.
+        open_gops: whether pictures that follow a sync sample are shown before it, and so need the GOP before.
+        index_bytes: of the `moov` box that this was read from.
+    """
+
+    path: str
+    configs: tuple[bytes, ...]
+    track_header: bytes
+    timescale: int
+    offset: Int64
+    size: Int64
+    pts: Int64
+    sync: Int64
+    head: npt.NDArray[np.int32]
+    config: npt.NDArray[np.int8]
+    shown: npt.NDArray[np.int32]
+    stretch: npt.NDArray[np.int32]
+    reordered: bool
+    open_gops: bool
+    longest_gop: int
+    index_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the table takes."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+
+    def keyframes(self, samples: Int64) -> Int64:
+        """Per sample, the sync sample that decoding it begins with.
+
+        That is the one it follows, or, for a picture that an open GOP shows before its sync sample, the one before that.
+        """
+        head = self.head[samples].astype(np.int64)
+        if not self.open_gops:
+            return head
+        before = self.head[np.maximum(head - 1, 0)].astype(np.int64)
+        return np.where(self.pts[samples] < self.pts[head], before, head)
+
+    def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
+        """The samples shown nearest to these times, and how many seconds away each is shown."""
+        shown_at = self.pts[self.shown] / self.timescale
+        right = np.clip(np.searchsorted(shown_at, seconds), 1, max(len(shown_at) - 1, 1))
+        left = right - 1
+        right = np.minimum(right, len(shown_at) - 1)
+        place = np.where(np.abs(shown_at[right] - seconds) < np.abs(shown_at[left] - seconds), right, left)
+        return self.shown[place].astype(np.int64), np.abs(shown_at[place] - seconds)
+
+
+def read_table(store: Store, path: str) -> SampleTable:
+    """Reads a file's index: its `moov` box, and of H.264 the beginning of one picture, to see whether it is a key frame.
+
+    Raises:
+        DecodeError: no MP4, truncated, fragmented, more than one video track, an edit list that trims, or an index that
+            contradicts itself or the file's size. The message names the file.
+    """
+    try:
+        return _parse(store, path, read_moov(store, path), store.size(path))
+    except DecodeError as error:
+        raise DecodeError(f"{store.where(path)}: {error}") from error.__cause__
+    except (struct.error, ValueError, OverflowError, IndexError) as error:
+        raise DecodeError(f"{store.where(path)}: its index (moov) is broken: {error}") from error
+
+
+def _parse(store: Store, path: str, moov: bytes, file_size: int) -> SampleTable:
+    track = _video_track(moov)
+    stbl = find(moov, *track, b"mdia", b"minf", b"stbl")
+    if stbl is None:
+        raise DecodeError("its video track has no sample table (stbl)")
+    boxes = {kind: moov[start:end] for kind, start, end in children(moov, *stbl)}
+    size = _sizes(boxes)
+    n = len(size)
+    if not n:
+        fragmented = find(moov, 0, len(moov), b"mvex") is not None
+        raise DecodeError(
+            "it is a fragmented MP4, whose index is spread over the file; remux it with `ffmpeg -i IN -c copy OUT`"
+            if fragmented
+            else "its video track has no frames"
+        )
+    configs, offset, config = _places(boxes, size)
+    outside = (offset < 0) | (offset > file_size - size)
+    if outside.any():
+        first = int(np.argmax(outside))
+        raise DecodeError(
+            f"sample {first} of {n} lies at bytes {offset[first]} to {offset[first] + size[first]}, and the file has "
+            f"{file_size}: truncated, or its index is broken; fetch or record it again"
+        )
+    mdhd = _required(find(moov, *track, b"mdia", b"mdhd"), "mdhd")
+    timescale = struct.unpack_from(">I", moov, mdhd[0] + (20 if moov[mdhd[0]] == 1 else 12))[0]
+    if not timescale:
+        raise DecodeError("its timescale is 0")
+    pts = _presentation_times(boxes, n)
+    pts = _edited(moov, track, pts, timescale)
+    sync = _sync(boxes, n)
+    if len(sync) > 1 and codec_of(configs[0]) == "h264":
+        begin = int(offset[sync[1]])
+        if is_intra_refresh(configs[0], store.read(path, begin, begin + min(int(size[sync[1]]), _SLICE_HEAD))):
+            sync = sync[:1]
+    shown = np.argsort(pts, kind="stable")
+    if (np.diff(pts[shown]) == 0).any():
+        raise DecodeError("its index shows two pictures at the same time (stts, ctts): which one a timestamp means is open")
+    head = np.repeat(sync, np.diff(np.append(sync, n)))
+    if (config != config[head]).any():
+        raise DecodeError("its sample description (stsd) changes between pictures that are decoded together (stsc, stss)")
+    stretch = np.cumsum(np.append(0, offset[1:] != offset[:-1] + size[:-1]))
+    tkhd = _required(find(moov, *track, b"tkhd"), "tkhd")
+    return SampleTable(
+        path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale, offset, size, pts, sync,
+        head.astype(np.int32), config, shown.astype(np.int32), stretch.astype(np.int32),
+        index_bytes=len(moov),
+        longest_gop=int(np.diff(np.append(sync, n)).max()),
+        reordered=bool((np.diff(shown) != 1).any()),
+        open_gops=bool((np.minimum.reduceat(pts, sync) < pts[sync]).any()),
+    )  # fmt: skip
+
+
+_SLICE_HEAD = 4096  # bytes of a sample that hold what stands before its first slice
+
+
+def _video_track(moov: bytes) -> tuple[int, int]:
+    tracks = []
+    for kind, start, end in children(moov, 0, len(moov)):
+        if kind == b"trak":
+            handler = find(moov, start, end, b"mdia", b"hdlr")
+            if handler and moov[handler[0] + 8 : handler[0] + 12] == b"vide":
+                tracks.append((start, end))
+    if len(tracks) != 1:
+        raise DecodeError(
+            f"it has {len(tracks)} video tracks, and exactly one is allowed, since a frame's place would be ambiguous; "
+            "keep one with `ffmpeg -i IN -map 0:v:0 -c copy OUT`"
+        )
+    return tracks[0]
+
+
+def _sizes(boxes: dict[bytes, bytes]) -> Int64:
+    stsz = boxes.get(b"stsz")
+    if stsz is None:
+        raise DecodeError("its video track has no sample sizes (stsz)")
+    fixed, n = struct.unpack_from(">II", stsz, 4)
+    # A table of n sizes has 4 n bytes. One size for all takes none, so its n is held against what encoded video can be:
+    # pictures of equal size are rare, and a table that claims millions of them is broken.
+    if n > (len(stsz) - 12) // 4 and not (fixed and n <= 65536):
+        raise DecodeError(f"its sample table claims {n} samples and holds the sizes of {(len(stsz) - 12) // 4}")
+    return np.full(n, fixed, np.int64) if fixed else np.frombuffer(stsz, ">u4", n, 12).astype(np.int64)
+
+
+def _runs(boxes: dict[bytes, bytes], kind: bytes, columns: str) -> npt.NDArray[Any]:
+    """The entries of a table box as a structured array."""
+    body = boxes[kind]
+    count = struct.unpack_from(">I", body, 4)[0]
+    dtype = np.dtype([(name, ">" + form) for name, form in (c.split(":") for c in columns.split())])
+    if count > (len(body) - 8) // dtype.itemsize:
+        raise DecodeError(f"its {kind.decode()} table claims {count} entries in {len(body)} bytes")
+    return np.frombuffer(body, dtype, count, 8)
+
+
+def _expand(values: npt.NDArray[Any], counts: npt.NDArray[Any], n: int, kind: str) -> Int64:
+    counts = counts.astype(np.int64)
+    if counts.sum() != n:
+        raise DecodeError(f"its {kind} table describes {counts.sum()} samples, and there are {n}")
+    return np.repeat(values.astype(np.int64), counts)
+
+
+def _presentation_times(boxes: dict[bytes, bytes], n: int) -> Int64:
+    if b"stts" not in boxes:
+        raise DecodeError("its video track has no sample times (stts)")
+    stts = _runs(boxes, b"stts", "count:u4 delta:u4")
+    deltas = _expand(stts["delta"], stts["count"], n, "stts")
+    pts = np.cumsum(deltas) - deltas
+    if b"ctts" in boxes:
+        ctts = _runs(boxes, b"ctts", "count:u4 shift:i4")  # signed in version 0 too, as FFmpeg reads and writes it
+        pts = pts + _expand(ctts["shift"], ctts["count"], n, "ctts")
+    return pts
+
+
+def _sync(boxes: dict[bytes, bytes], n: int) -> Int64:
+    if b"stss" not in boxes:
+        return np.arange(n)  # without the table every sample is one
+    sync = _runs(boxes, b"stss", "sample:u4")["sample"].astype(np.int64) - 1
+    if not len(sync) or sync[0] != 0 or sync[-1] >= n or (np.diff(sync) <= 0).any():
+        raise DecodeError(f"its stss table (samples that decoding can start at) is not 1, ... up to {n} in rising order")
+    return sync
+
+
+def _places(boxes: dict[bytes, bytes], size: Int64) -> tuple[tuple[bytes, ...], Int64, npt.NDArray[np.int8]]:
+    """(sample descriptions, offset of each sample, description of each sample)."""
+    configs = _descriptions(boxes)
+    if b"stsc" not in boxes or not (b"stco" in boxes or b"co64" in boxes):
+        raise DecodeError("its video track has no chunk table (stsc with stco or co64)")
+    kind, form = (b"stco", "u4") if b"stco" in boxes else (b"co64", "u8")
+    chunk = _runs(boxes, kind, f"offset:{form}")["offset"].astype(np.int64)
+    stsc = _runs(boxes, b"stsc", "first:u4 samples:u4 description:u4")
+    first = stsc["first"].astype(np.int64) - 1
+    if not len(first) or first[0] != 0 or (np.diff(first) <= 0).any() or first[-1] >= len(chunk):
+        raise DecodeError(f"its stsc table does not cover its {len(chunk)} chunks")
+    description = stsc["description"].astype(np.int64) - 1
+    if (description < 0).any() or (description >= len(configs)).any():
+        raise DecodeError(f"its stsc table names a sample description that is not there; there are {len(configs)}")
+    chunks = np.diff(np.append(first, len(chunk)))
+    per_chunk = np.repeat(stsc["samples"].astype(np.int64), chunks)
+    if per_chunk.sum() != len(size):
+        raise DecodeError(f"its stsc table places {per_chunk.sum()} samples, and there are {len(size)}")
+    before = np.cumsum(size) - size  # bytes of all samples before this one
+    chunk_first = np.cumsum(per_chunk) - per_chunk
+    chunk_before = before[np.minimum(chunk_first, len(size) - 1)]
+    offset = before + np.repeat(chunk - chunk_before, per_chunk)
+    return configs, offset, np.repeat(np.repeat(description, chunks), per_chunk).astype(np.int8)
+
+
+def _descriptions(boxes: dict[bytes, bytes]) -> tuple[bytes, ...]:
+    stsd = boxes.get(b"stsd", b"")
+    found = []
+    for kind, start, end in children(stsd, 8, len(stsd)) if len(stsd) > 8 else ():
+        entry = stsd[start:end]
+        if len(entry) < 78:
+            raise DecodeError(f"its sample description {kind!r} has {len(entry)} bytes, and a video's has 78 or more")
+        # A bit rate differs from file to file and says nothing about decoding: without it, files share clips.
+        parts = [box(k, entry[a:b]) for k, a, b in children(entry, 78, len(entry)) if k != b"btrt"]
+        found.append(box(kind, entry[:78], *parts))
+    if not 0 < len(found) <= 127:
+        raise DecodeError(f"it has {len(found)} sample descriptions (stsd), and 1 to 127 are allowed")
+    return tuple(found)
+
+
+def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> Int64:
+    """Presentation times after the edit list: a delay and a shift are applied, one that hides frames is refused."""
+    found = find(moov, *track, b"edts", b"elst")
+    if found is None:
+        return pts
+    body = moov[found[0] : found[1]]
+    form = "duration:u8 media:i8" if body[0] == 1 else "duration:u4 media:i4"
+    edits = _runs({b"elst": body}, b"elst", f"{form} rate:i2 fraction:i2")
+    mvhd = _required(find(moov, 0, len(moov), b"mvhd"), "mvhd")
+    movie = struct.unpack_from(">I", moov, mvhd[0] + (20 if moov[mvhd[0]] == 1 else 12))[0]
+    delays = edits["media"] == -1
+    shown = edits[~delays]
+    if len(shown) == 0:
+        return pts
+    delay = sum(int(d) for d in edits["duration"][delays])
+    if len(shown) > 1 or delays[1:].any() or shown["rate"][0] != 1 or not movie:
+        raise DecodeError(f"its edit list has {len(shown)} parts; one at rate 1, perhaps delayed, is allowed. {_REMUX}")
+    start, length = int(shown["media"][0]), int(shown["duration"][0])
+    end = start + (length + 1) * timescale // movie if length else None  # a tick of the movie's clock is the rounding
+    hidden = int((pts < start).sum() + (0 if end is None else (pts >= end).sum()))
+    if hidden:
+        raise DecodeError(f"its edit list hides {hidden} of {len(pts)} frames, so frames and timestamps do not fit. {_REMUX}")
+    return pts - start + delay * timescale // max(movie, 1)
+
+
+_REMUX = "Write it without one: `ffmpeg -ignore_editlist 1 -i IN -c copy OUT`, or record it again"
+
+
+def _required(found: tuple[int, int] | None, kind: str) -> tuple[int, int]:
+    if found is None:
+        raise DecodeError(f"it has no {kind} box")
+    return found

@@ -1,0 +1,341 @@
+"""Which frame comes when: a pure function from a position of the epoch to (episode, frame). No I/O, no clock, no global RNG.
+
+With N frames, C consumers and W ranks, position g (0 <= g < N) is draw g // C of consumer g % C, and rank r serves the
+positions g with g % W == r. So the order does not know W, and any number of ranks that divides C walks the same epoch.
+
+Random numbers are the raw stream of Philox (numpy guarantees it across versions), keyed by a hash of what they are for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.arguments import known_arguments, positive
+from dali_stream.order.rng import mix, philox
+
+Shuffle = bool | str
+_CONSUMERS, _SEGMENTS = 32, 256  # what `default_pools` aims at
+_RANKS = 1 << 16  # the largest world size that an error suggests
+
+
+class Order:
+    """The order of one epoch.
+
+    Args:
+        episode_lengths: frames of each episode, in recorded order.
+        shuffle: True, every consumer draws uniformly out of a pool of episodes; "global", one permutation of all
+            frames; False, recorded order.
+        seed, epoch: what the order is a function of, beside the lengths.
+        consumers: logical consumers C, a property of the run and not of the hardware (only for `shuffle=True`).
+        episode_pool_size: segments that a consumer draws from at a time (only for `shuffle=True`).
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    @known_arguments
+    def __init__(
+        self,
+        episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]],
+        shuffle: Shuffle = True,
+        seed: int = 0,
+        epoch: int = 0,
+        consumers: int = 32,
+        episode_pool_size: int = 8,
+    ) -> None:
+        lengths = checked_lengths(episode_lengths)
+        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; it counts from 0")
+        self._consumers = consumers if shuffle is True else None
+        self._frames = int(lengths.sum())
+        key = (seed, epoch)
+        if shuffle is True:
+            self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
+            ends = np.cumsum(lengths[self._episodes])
+            self._walk: _Pools | _Permutation | _Recorded = _Pools(ends, self._frames, key, consumers, episode_pool_size)
+        else:
+            self._episodes = np.arange(len(lengths))
+            ends = np.cumsum(lengths)
+            self._walk = _Permutation(self._frames, key) if shuffle == "global" else _Recorded()
+        self._ends = ends
+        self._starts = ends - lengths[self._episodes]
+
+    def __len__(self) -> int:
+        return self._frames
+
+    def read(
+        self, start: int, count: int, rank: int = 0, world_size: int = 1
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The next `count` samples that `rank` serves at or after position `start`.
+
+        Reading on from where the last call ended is cheap; going back replays the rank's draws from the epoch's start.
+
+        Returns:
+            (episode, frame), two int64 arrays: `episode` indexes `episode_lengths`, `frame` counts within the episode.
+            Shorter than `count` at the end of the epoch.
+
+        Raises:
+            ValueError: a negative number, a rank outside the world, or a world size that does not divide `consumers`.
+        """
+        if start < 0 or count < 0:
+            raise ValueError(f"start is {start} and count is {count}; both are 0 or more")
+        check_world(rank, world_size, self._consumers)
+        first = start + (rank - start) % world_size
+        positions = np.arange(first, min(first + count * world_size, self._frames), world_size, dtype=np.int64)
+        laid = self._walk.at(positions)
+        run = np.searchsorted(self._ends, laid, side="right")
+        return self._episodes[run].astype(np.int64), laid - self._starts[run]
+
+    def served(self, episode: int, rank: int = 0, world_size: int = 1) -> npt.NDArray[np.int64]:
+        """The frames of one episode that `rank` serves in the whole epoch, rising. Costs no draw, so it tells what is to come.
+
+        With `shuffle="global"` and several ranks it is all frames of the episode: which of them are this rank's is known
+        only position by position.
+        """
+        place = self._places[episode]
+        laid = np.arange(self._starts[place], self._ends[place], dtype=np.int64)
+        return np.flatnonzero(self._walk.serves(laid, rank, world_size))
+
+    @functools.cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Per episode, where it stands among the permuted ones."""
+        places = np.empty(len(self._episodes), np.int64)
+        places[self._episodes] = np.arange(len(places))
+        return places
+
+
+def default_pools(
+    batch_size: int, world_size: int, consumers: int | None = None, episode_pool_size: int | None = None
+) -> tuple[int, int]:
+    """(consumers, episode_pool_size) of a run, chosen for its global batch of batch_size * world_size samples where not given.
+
+    `consumers` is the divisor of the global batch that is a multiple of world_size and nearest to 32 by ratio. Each global
+    batch then takes equally many samples from every consumer, so that no two batches draw from different groups of
+    episodes. `episode_pool_size` makes consumers * episode_pool_size, the segments that a batch is drawn from, the larger
+    of 256 and twice the global batch, rounded up.
+
+    Args:
+        batch_size: samples per batch and rank.
+        world_size: number of ranks.
+        consumers, episode_pool_size: what the user gave, or None.
+
+    Raises:
+        ValueError: a given value is no integer of 1 or more.
+    """
+    if consumers is None:
+        pairs = ((k, batch_size // k) for k in range(1, math.isqrt(batch_size) + 1) if batch_size % k == 0)
+        multiples = [world_size * k for pair in pairs for k in pair]
+        consumers = min(multiples, key=lambda c: abs(math.log(c / _CONSUMERS)))
+    consumers = positive("consumers", consumers)
+    if episode_pool_size is None:
+        episode_pool_size = -(-max(_SEGMENTS, 2 * batch_size * world_size) // consumers)
+    return consumers, positive("episode_pool_size", episode_pool_size)
+
+
+def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
+    """What happens where `consumers` does not divide the global batch, for a warning; None where it does."""
+    stride = batch_size * world_size
+    if stride % consumers == 0:
+        return None
+    own, _ = default_pools(batch_size, world_size)
+    return (
+        f"consumers={consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, {world_size} "
+        "ranks): consecutive batches draw from different groups of episodes, and the training loss can alternate with the "
+        f"batch number. Choose a batch size whose global batch is a multiple of {consumers}; a new run can also leave "
+        f"consumers out, which makes it {own}"
+    )
+
+
+def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
+    """Raises ValueError for what no order can be made of."""
+    if shuffle != "global" and not isinstance(shuffle, bool):
+        raise ValueError(f'shuffle is {shuffle!r}; allowed are True (episode pool), "global" and False (recorded order)')
+    if not isinstance(seed, (int, np.integer)):
+        raise ValueError(f"seed is {seed!r}; it is an integer")
+    positive("consumers", consumers)
+    positive("episode_pool_size", episode_pool_size)
+
+
+def check_world(rank: int, world_size: int, consumers: int | None) -> None:
+    """Raises ValueError where these ranks cannot share the order. `consumers` is None where the order has none."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank} and world_size is {world_size}; a rank is at least 0 and below world_size")
+    if consumers is not None and consumers % world_size:
+        raise ValueError(
+            f"world_size is {world_size}, which does not divide consumers={consumers}; allowed with these consumers are "
+            f"{allowed_worlds(consumers)}. Choose consumers as a multiple of every world size you may run on "
+            "(it is part of the order: a run that is resumed keeps it)"
+        )
+
+
+def allowed_worlds(consumers: int) -> str:
+    """The numbers of ranks that can share an order, the smallest 20 of them, for an error."""
+    return ", ".join(map(str, [w for w in range(1, min(consumers, _RANKS) + 1) if consumers % w == 0][:20]))
+
+
+class _Recorded:
+    """Position g is frame g."""
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return positions
+
+    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
+        return laid % world_size == rank
+
+
+class _Permutation:
+    """A keyed permutation of [0, n) computed per index: no memory, any position at once.
+
+    A Feistel network over the smallest power of two that holds n, walked on until the value falls below n (cycle
+    walking, Black and Rogaway 2002). The domain is below 2n, so two steps are enough on average.
+    """
+
+    ROUNDS = 8
+
+    def __init__(self, n: int, key: tuple[int, int]) -> None:
+        bits = max(n - 1, 0).bit_length()
+        self._n = n
+        self._low = np.uint64(bits // 2)
+        self._low_mask = np.uint64((1 << bits // 2) - 1)
+        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+        self._keys = philox("permutation", *key).random_raw(2 * self.ROUNDS).reshape(-1, 2)
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        value = self._step(positions.astype(np.uint64))
+        outside = np.flatnonzero(value >= self._n)
+        while len(outside):
+            value[outside] = self._step(value[outside])
+            outside = outside[value[outside] >= self._n]
+        return value.astype(np.int64)
+
+    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
+        return np.ones(len(laid), np.bool_)
+
+    def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        low, high = value & self._low_mask, value >> self._low
+        for for_low, for_high in self._keys:
+            low ^= mix(high ^ for_low) & self._low_mask
+            high ^= mix(low ^ for_high) & self._high_mask
+        return high << self._low | low
+
+
+class _Pools:
+    """Consumers that draw from pools of episode segments (see `Order`).
+
+    `ends` are the ends of the permuted episodes laid end to end. Consumer c owns a run of that line; the runs are of
+    equal length, the first N mod C one longer.
+    """
+
+    def __init__(self, ends: npt.NDArray[np.int64], frames: int, key: tuple[int, int], consumers: int, pool: int) -> None:
+        self._ends, self._frames, self._key, self._count, self._pool = ends, frames, key, consumers, pool
+        self._consumers: dict[int, _Consumer] = {}
+        self._lock = threading.Lock()
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`positions` are an arithmetic progression whose step divides the number of consumers."""
+        laid = np.empty(len(positions), np.int64)
+        with self._lock:
+            # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one.
+            turn = self._count // int(positions[1] - positions[0]) if len(positions) > 1 else 1
+            for i in range(min(turn, len(positions))):
+                first = int(positions[i])
+                count = len(laid[i::turn])
+                laid[i::turn] = self._consumer(first % self._count, first // self._count).draw(count)
+        return laid
+
+    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
+        """Which of these places on the line belong to consumers of this rank."""
+        short, longer = divmod(self._frames, self._count)
+        in_longer = laid < longer * (short + 1)
+        consumer = np.where(in_longer, laid // (short + 1), longer + (laid - longer * (short + 1)) // max(short, 1))
+        return consumer % world_size == rank
+
+    def _consumer(self, index: int, draw: int) -> _Consumer:
+        consumer = self._consumers.get(index)
+        if consumer is None or consumer.drawn > draw:
+            short, longer = divmod(self._frames, self._count)
+            start = index * short + min(index, longer)
+            run = (start, start + short + (index < longer))
+            consumer = _Consumer(self._ends, run, philox("consumer", *self._key, index), self._pool)
+            self._consumers[index] = consumer
+        consumer.skip(draw - consumer.drawn)
+        return consumer
+
+
+class _Consumer:
+    """One pool. Each draw takes a frame uniformly out of all that remain in the pool's segments.
+
+    All frames of the pool lie in one flat array, so that a draw is one random index and one swap with the end, whatever
+    the size of the pool. A frame carries the slot of its segment in its lowest digit (base `pool`), which tells when a
+    segment is drained and the run's next one takes the slot.
+    """
+
+    BLOCK = 65536
+
+    def __init__(self, ends: npt.NDArray[np.int64], run: tuple[int, int], random: np.random.Philox, pool: int) -> None:
+        self.drawn = 0
+        self._ends, self._random, self._pool = ends, random, pool
+        self._next, self._stop = run
+        self._episode = int(np.searchsorted(ends, self._next, side="right"))
+        self._frames = array("q")
+        self._left = [0] * pool
+        for slot in range(pool):
+            self._refill(slot)
+
+    def draw(self, count: int) -> list[int]:
+        """The next `count` frames as places on the line of laid out episodes."""
+        frames, left, pool, taken = self._frames, self._left, self._pool, []
+        for uniform in self._uniforms(count):
+            at = int(uniform * len(frames))
+            frame = frames[at]
+            last = frames.pop()
+            if at < len(frames):
+                frames[at] = last
+            frame, slot = divmod(frame, pool)
+            taken.append(frame)
+            left[slot] -= 1
+            if not left[slot]:
+                self._refill(slot)
+        self.drawn += count
+        return taken
+
+    def skip(self, count: int) -> None:
+        """Draws and forgets, in blocks that bound the memory."""
+        while count:
+            block = min(count, self.BLOCK)
+            self.draw(block)
+            count -= block
+
+    def _uniforms(self, count: int) -> list[float]:
+        # The upper 53 bits as a double in [0, 1), as numpy's own generators do it, but out of the guaranteed raw stream.
+        uniforms: list[float] = ((self._random.random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()
+        return uniforms
+
+    def _refill(self, slot: int) -> None:
+        while self._next < self._stop:
+            end = min(int(self._ends[self._episode]), self._stop)
+            start, self._next = self._next, end
+            self._episode += 1
+            if end > start:  # an episode without frames is no segment
+                self._frames.frombytes((np.arange(start, end, dtype=np.int64) * self._pool + slot).tobytes())
+                self._left[slot] = end - start
+                return
+
+
+def checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    lengths = np.asarray(episode_lengths)
+    if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
+        raise ValueError(f"episode_lengths has shape {lengths.shape} and dtype {lengths.dtype}; it is a list of integers")
+    lengths = lengths.astype(np.int64)
+    if (lengths < 0).any():
+        raise ValueError(f"episode {int(np.argmax(lengths < 0))} has length {lengths.min()}; a length is 0 or more")
+    return lengths

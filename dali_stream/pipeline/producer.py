@@ -1,0 +1,531 @@
+"""The external source of the DALI pipeline: batches of rows, masks, clips and frames, made ahead by a planner and a pool.
+
+planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
+decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
+DALI's caller:   `Stage.source()` and `pictures()` take the next batch in order, wait for its frames and copy them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.memory import Memory
+from dali_stream.cache.rows import SPARE, size_of
+from dali_stream.cache.slots import Slots
+from dali_stream.counters import Counters
+from dali_stream.decode.cameras import CLIP_FRAMES, Clips, DecodedImages, DecodedVideo, Packed, PackedVideo
+from dali_stream.decode.route import Route
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.order import Order, Shuffle, windows
+from dali_stream.order.batches import Batches
+from dali_stream.order.uniforms import uniforms
+from dali_stream.pipeline.buffers import Buffers
+from dali_stream.schedule.advice import Advice
+from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
+from dali_stream.schedule.frames import NONE, FrameStep
+from dali_stream.schedule.reads import Storage
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule, Step
+from dali_stream.storage import Store
+from dali_stream.workers import Workers
+
+Array = npt.NDArray[Any]
+_log = logging.getLogger("dali_stream")
+SAMPLE = "sample"  # the key of what a sample brings for augmentation
+_COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
+_LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
+_MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
+LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a stage is to make: all that does not change from epoch to epoch."""
+
+    dataset: DatasetFiles
+    batches: Batches
+    windows: dict[str, npt.NDArray[np.int64]]
+    shuffle: Shuffle
+    seed: int
+    consumers: int
+    episode_pool_size: int
+    rank: int
+    threads: int
+    prefetch: int | None
+    memory_budget: int
+    image_size: tuple[int, int] | None
+    image_dtype: str
+    indices: IndexCache
+    substitute: bool
+    gpu: int | None
+    augments: bool
+
+    def order(self, epoch: int) -> Order:
+        """The order of one epoch."""
+        return Order(self.dataset.lengths, self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size)
+
+    def frame_size(self, camera: str) -> tuple[int, int]:
+        """(height, width) of a camera's frames when the CPU has decoded and resized them."""
+        return self.image_size or self.dataset.picture_size(camera)
+
+    @property
+    def past_dali(self) -> bool:
+        """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
+        return self.gpu is None and not self.augments
+
+    def steps(self, camera: str) -> int:
+        """Frames of a camera's window."""
+        return len(self.windows.get(camera, (0,)))
+
+    def squeezed(self, camera: str) -> bool:
+        """Whether a sample has one picture without a time axis. LeRobot drops the axis of one step for videos only."""
+        return self.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
+
+    def window(self, camera: str) -> npt.NDArray[np.int64]:
+        """(T,) frame offsets of a camera."""
+        return self.windows.get(camera, np.zeros(1, np.int64))
+
+    def sizes(self, on_cpu: Sequence[str]) -> Sizes:
+        """What batches need of memory_budget. Reads the indices of the first video files."""
+        dataset, indices = self.dataset, {}
+        for camera in dataset.videos:
+            with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
+                indices[camera] = self.indices.of(camera, 0, dataset.data_store)
+        return Sizes(
+            lengths=dataset.lengths,
+            batch_size=self.batches.batch_size,
+            episodes=min(self._episodes(), dataset.num_episodes),
+            row_bytes=dataset.row_bytes,
+            least_row_bytes=dataset.row_bytes_without_objects,
+            files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows])) for camera in dataset.videos},
+            indices=indices,
+            windows={camera: self.window(camera) for camera in dataset.videos},
+            fetched=dataset.data_store.remote,
+            frame_bytes=sum(math.prod(self.frame_size(camera)) * 3 for camera in on_cpu),
+        )
+
+    def _episodes(self) -> int:
+        """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
+        batches, lengths = self.batches, self.dataset.lengths
+        if self.shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
+            return self.consumers // batches.world_size * (self.episode_pool_size + 1)
+        if self.shuffle is False:
+            ends = np.cumsum(lengths)
+            return int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
+        return batches.batch_size
+
+    def columns(self) -> list[str]:
+        """Keys that go through DALI as plain arrays."""
+        features = self.dataset.features.items()
+        keys = [key for key, f in features if f["dtype"] not in ("video", "image", "string")]
+        return keys + [f"{key}_is_pad" for key in self.windows] + [SAMPLE] * self.augments
+
+
+class Decoded(NamedTuple):
+    """The frames of one camera for one batch, on their way into slots."""
+
+    step: FrameStep
+    tasks: list[Future[None]]
+    failed: dict[int, DecodeError]  # samples with a frame that the video does not have
+
+
+@dataclass
+class Batch:
+    """One rank's share of a global batch, under way."""
+
+    columns: dict[str, Array]
+    strings: dict[str, list[str]]
+    clips: dict[str, Clips]
+    decoded: dict[str, Decoded]
+    padded: int
+
+
+class Stage:
+    """Makes batches from a position on, without end: one epoch follows another.
+
+    Args:
+        plan: what to make.
+        routes: the decoder of each camera.
+        epoch, position: where to begin.
+        counters: what to add to.
+    """
+
+    def __init__(self, plan: Plan, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
+        self._plan, self._counters = plan, counters
+        dataset = plan.dataset
+        self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
+        on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
+        sizes = plan.sizes(on_cpu)
+        self._shares, depth = divide(plan.memory_budget, sizes), self._depth()
+        self._memory = Memory(dataset, plan.indices, self._shares.encoded, counters)
+        self._schedule = Schedule(
+            dataset.lengths,
+            samples(plan.order, plan.batches, plan.rank, epoch, position),
+            plan.batches.largest,
+            {key: plan.window(key) for key in on_cpu},
+            self._limits(depth, sizes),
+            self._storage(sizes),
+            {key: plan.window(key) for key in self._on_dali},
+        )
+        for (key, file), index_bytes in plan.indices.held().items():
+            self._schedule.reads.there(key, file, index_bytes)
+        self._packed = {key: PackedVideo(dataset, key, plan.gpu, counters) for key in self._on_dali}
+        self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
+        for key in on_cpu:
+            size = plan.frame_size(key)
+            slots = Slots(self._schedule.frames[key].slots, size)
+            decoder = DecodedVideo if key in dataset.videos else DecodedImages
+            self._decoded[key] = decoder(dataset, key, counters, slots, size)
+        self._advised = False
+        self._first: list[Future[None]] = []  # what is fetched for the first batch
+        self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
+        self._buffers = Buffers()
+        self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `pictures`
+        self._current: tuple[Batch, dict[str, Any]]
+        self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that DALI may be at
+        self._made: deque[Batch | BaseException] = deque()
+        self._more = threading.Condition()
+        self._room = threading.Semaphore(depth)
+        self._stopping = False
+        self._pid = os.getpid()
+        self.delivered: deque[dict[str, Any]] = deque()  # what goes past DALI, of the batches that DALI has taken
+        self._pool = Workers("dali_stream decode", plan.threads)
+        self._copiers = Workers("dali_stream copy", min(plan.threads, _COPY_THREADS) - 1)
+        self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
+        self._planner.start()
+
+    def source(self) -> tuple[Any, ...]:
+        """The next batch for DALI: the arrays of `Plan.columns`, then per camera on the DALI route lists: clips, frames in
+        them and, for a window, order of its steps.
+
+        Raises:
+            DaliStreamError: whatever kept the batch from being made. The stage is of no use then.
+        """
+        batch, frames = self._turn(0)
+        arrays: list[Any] = [batch.columns[key] for key in self._plan.columns()]
+        for key in self._on_dali:
+            clips, places, orders = (list(part) for part in zip(*frames[key], strict=True))
+            arrays += [clips, places] if self._plan.squeezed(key) else [clips, places, orders]
+        return tuple(arrays)
+
+    def pictures(self) -> tuple[Array, ...]:
+        """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, 3) or (B, T, H, W, 3) uint8.
+
+        They are overwritten some time after nobody refers to them any more. Errors as in `source`.
+        """
+        _, frames = self._turn(1)
+        return tuple(self._shown(key, frames[key]) for key in self._plan.dataset.cameras if key not in self._on_dali)
+
+    def _shown(self, key: str, frames: Array) -> Array:
+        """Frames (B, T, ...) as a batch has them: without T where a sample has one picture."""
+        return frames[:, 0] if self._plan.squeezed(key) else frames
+
+    def _turn(self, which: int) -> tuple[Batch, dict[str, Any]]:
+        """The batch whose turn it is for one of the two sources; DALI asks for one, the other or both, as the graph is."""
+        self._given[which] += 1
+        if self._given[which] > self._taken:
+            self._current = self._take()
+            self._taken += 1
+        return self._current
+
+    def _take(self) -> tuple[Batch, dict[str, Any]]:
+        """The next batch, with the frames of its cameras."""
+        with self._counters.timed("starved_s"), self._more:
+            self._more.wait_for(lambda: self._made)
+            batch = self._made.popleft()
+        if isinstance(batch, BaseException):
+            raise batch
+        try:
+            frames = self._finish(batch)
+        except (CancelledError, StorageError) as error:
+            if isinstance(error, StorageError) and not self._stopping:
+                raise
+            raise closed() from error
+        self._room.release()
+        self._clips.append({key: frames[key] for key in self._on_dali})
+        self._counters.padded += batch.padded
+        past: dict[str, Any] = dict(batch.strings)
+        if self._plan.past_dali:
+            past |= {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in batch.decoded}
+        self.delivered.append(past)
+        return batch, frames
+
+    def ready(self) -> bool:
+        """Whether `source` would return at once, and without an error."""
+        with self._more:
+            batch = self._made[0] if self._made else None
+        if not isinstance(batch, Batch) or any(self._decoded[key].slots.broken for key in batch.decoded):
+            return False
+        works: list[Clips | Decoded] = [*batch.clips.values(), *batch.decoded.values()]
+        return all(not work.failed and all(map(_succeeded, work.tasks)) for work in works)
+
+    def clips(self) -> dict[str, list[Packed]]:
+        """Per camera on the DALI route, the clips of the batches that DALI may be at."""
+        return {key: [clip for batch in self._clips for clip in batch[key]] for key in self._on_dali}
+
+    def resident_bytes(self) -> int:
+        """Memory of rows, indices, encoded video and decoded frames that are kept."""
+        return self._schedule.reads.cache.taken + self.frame_cache_bytes()
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Of that, the memory of rows, of indices and of encoded video."""
+        return {f"{name}_bytes": self._schedule.reads.bytes_of(name) for name in ("row", "index", "encoded")}
+
+    def frame_cache_bytes(self) -> int:
+        """Memory of decoded frames that are kept for later batches."""
+        return sum(cache.cached * self._decoded[key].slots.frame_bytes for key, cache in self._schedule.frames.items())
+
+    def close(self) -> None:
+        """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
+        if os.getpid() != self._pid:
+            return
+        self._stopping = True
+        self._memory.stop()
+        self._pool.stop()
+        self._copiers.stop()
+        self._room.release()
+        # A loader that nobody holds is closed by the garbage collector, which may run in a thread of its own.
+        own = threading.current_thread().name.startswith("dali_stream ")
+        if own:
+            threading.Thread(target=self._join, name="dali_stream close", daemon=True).start()
+        else:
+            self._join()
+
+    def _join(self) -> None:
+        self._planner.join()
+        self._pool.join()
+        self._copiers.join()
+        self._memory.join()
+        for camera in self._decoded.values():  # DALI may hold this stage for a while
+            camera.slots.free()
+        self._put(closed())  # for a thread that waits in `source`
+
+    def _depth(self) -> int:
+        """Batches under way: as asked for, else enough for all threads to have work while the oldest batch is waited for."""
+        if self._plan.prefetch is not None:
+            return self._plan.prefetch
+        frames = self._plan.batches.batch_size * sum(self._plan.steps(camera) for camera in self._plan.dataset.cameras)
+        return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
+
+    def _limits(self, depth: int, sizes: Sizes) -> Limits:
+        kept, frames = self._shares.frames, self._plan.dataset.num_frames
+        larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
+        ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), LOOK_AHEAD)
+        return Limits(kept, depth, ahead, larger)
+
+    def _storage(self, sizes: Sizes) -> Storage:
+        dataset, remote = self._plan.dataset, self._plan.dataset.data_store.remote
+        return Storage(
+            files={camera: dataset.table.video[camera].index[dataset.rows] for camera in dataset.videos},
+            row_bytes=dataset.row_bytes * SPARE[0] // SPARE[1],
+            index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
+            fetched=dataset.videos if remote else (),
+            room=self._shares.encoded,
+            block=self._shares.block,
+            look_ahead=look_ahead(self._plan.batches.batch_size) if remote else 0,
+        )
+
+    # ---- planner thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                reads, drop = self._schedule.request()
+                self._memory.drop(drop)
+                self._memory.begin(reads)
+                wait(self._first)  # of the first batch: it has storage for itself
+                self._first = []
+                self._room.acquire()
+                if self._stopping:
+                    return
+                with self._counters.timed("plan_s"):
+                    batch = self._prepare()
+                self._put(batch)
+        except BaseException as error:
+            self._put(closed() if self._stopping else error)
+
+    def _put(self, made: Batch | BaseException) -> None:
+        with self._more:
+            self._made.append(made)
+            self._more.notify()
+
+    def _learn(self) -> None:
+        """Waits for the rows and indices that the next batch needs, and those of some batches ahead of it."""
+        reads, now = self._schedule.reads, self._schedule.next().number
+        for read in reads.due():
+            try:
+                size, found = self._memory.finish(read)
+            except (DaliStreamError, CancelledError):
+                if read.batch == now:
+                    raise
+                reads.failed(read)  # it gets another chance
+            else:
+                others = {episode: size_of(rows) for episode, rows in found.items() if episode != read.number}
+                self._memory.keep(found, reads.arrived(read, size, others))
+        self._count_indices()
+        episodes, remote = reads.ready(), self._plan.dataset.data_store.remote
+        for key, camera in (*self._decoded.items(), *self._packed.items()):
+            for episode in self._schedule.unknown(key, episodes):
+                packets, keyframes = camera.learn(self._memory, episode)
+                fetched = remote and key in self._plan.dataset.videos and (packets != NONE).any()
+                index = self._memory.index(key, episode) if fetched else None
+                self._schedule.learn(key, episode, packets, keyframes, index)
+
+    def _prepare(self) -> Batch:
+        plan, dataset, memory = self._plan, self._plan.dataset, self._memory
+        with self._counters.timed("rows_s"):
+            self._learn()
+        step = self._schedule.plan()
+        batch, stores = step.samples, self._read(step)
+        columns: dict[str, Array] = {}
+        shown, pads = {}, {}
+        for key, offset in plan.windows.items():
+            shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
+        for key in dataset.features:
+            if key not in dataset.cameras:
+                with self._counters.timed("gather_s"):
+                    columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
+        if plan.augments:
+            columns[SAMPLE] = uniforms(plan.seed, batch.epoch, batch.position)
+        strings = self._strings(columns, batch.episode, batch.frame)
+        frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
+        clips = {
+            key: camera.submit(self._pool, step.packets[key], memory, stores[key], batch.episode, frames[key])
+            for key, camera in self._packed.items()
+        }
+        return Batch(columns | pads, strings, clips, self._decode(step, frames, stores), batch.padded)
+
+    def _read(self, step: Step) -> Mapping[str, Store]:
+        """Fetches and drops what the step says. Returns where each camera's video is read."""
+        reads, video = step.reads, self._memory.video
+        self._memory.drop(reads.drop)
+        fetched = video.fetch(reads.fetch)
+        if not step.samples.number:
+            self._first = fetched
+        self._counters.add(needed_bytes=reads.needed_bytes)
+        self._count_evicted()
+        return video.view(step.samples.number, reads.needed)
+
+    def _decode(self, step: Step, frames: dict[str, Array], stores: Mapping[str, Store]) -> dict[str, Decoded]:
+        """Starts decoding what the schedule plans for the cameras that the CPU decodes."""
+        if self._schedule.advice and not self._advised:
+            self._advised = True
+            self._advise(self._schedule.advice)
+        found, batch = {}, step.samples
+        for key, planned in step.frames.items():
+            camera = self._decoded[key]
+            self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
+            failed: dict[int, DecodeError] = {}
+            if (planned.show == NONE).any():
+                for row, t in np.argwhere(planned.show == NONE).tolist():
+                    if row not in failed:
+                        failed[row] = camera.missing(self._memory, int(batch.episode[row]), int(frames[key][row, t]))
+            found[key] = Decoded(
+                planned,
+                camera.submit(self._pool, planned, self._memory, stores.get(key, self._plan.dataset.data_store)),
+                failed,
+            )
+        return found
+
+    def _count_indices(self) -> None:
+        """Counts indices that were dropped and are read again."""
+        if self._schedule.reads.indices_read_again and not self._counters.indices_read_again:
+            _log.warning(
+                "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
+                "the episodes in use take: indices are read more than once. %s", self._shares.encoded, _MORE_MEMORY,
+            )  # fmt: skip
+        self._counters.indices_read_again = self._before[0] + self._schedule.reads.indices_read_again
+
+    def _count_evicted(self) -> None:
+        """Counts blocks that there was no room for until their next use."""
+        if self._schedule.reads.cache.evicted_early and not self._counters.evicted_early:
+            _log.warning(
+                "memory_budget leaves %d bytes for encoded video, rows and indices, which is less than those of the episodes "
+                "in use take: bytes are fetched more than once. %s", self._shares.encoded, _MORE_MEMORY,
+            )  # fmt: skip
+        self._counters.evicted_early = self._before[1] + self._schedule.reads.cache.evicted_early
+
+    def _advise(self, advice: Advice) -> None:
+        budget = self._plan.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
+        _log.info(
+            "memory_budget=%.1fGiB would lower decoded frames per delivered frame from %.2f to %.2f",
+            *(-(-budget * 10 // (1 << 30)) / 10, advice.now, advice.then),
+        )
+
+    def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:
+        """Text goes past DALI: string features, and the name of the current frame's task."""
+        dataset = self._plan.dataset
+        texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f["dtype"] == "string"}
+        for key, index, names in (("task", "task_index", dataset.tasks), ("subtask", "subtask_index", dataset.subtasks)):
+            if index in columns and (names or key == "task"):
+                numbers = self._memory.gather(index, episode, frame).tolist()
+                try:
+                    texts[key] = [names[n] for n in numbers]
+                except KeyError as error:
+                    raise DatasetError(
+                        f"{dataset.store.where(f'meta/{key}s.parquet')}: has no {index} {error}, which rows of the dataset "
+                        f"name; it has {len(names)}. Copy the dataset again"
+                    ) from error
+        return texts
+
+    # ---- the thread that runs DALI
+
+    def _finish(self, batch: Batch) -> dict[str, Any]:
+        """Waits for the frames of a batch: per camera clips, or (B, T, H, W, 3). Replaces samples that failed, if allowed."""
+        frames: dict[str, Any] = {}
+        failed: dict[int, DecodeError] = {}
+        with self._counters.timed("starved_s"):
+            tasks = [work.tasks for work in batch.clips.values()] + [work.tasks for work in batch.decoded.values()]
+            for task in itertools.chain.from_iterable(tasks):
+                task.result()
+        for key, clips in batch.clips.items():
+            frames[key] = clips.packed
+            failed |= clips.failed
+        as_float = self._plan.past_dali and self._plan.image_dtype == "float32"
+        for key, decoded in batch.decoded.items():
+            shape = (*decoded.step.show.shape, *self._plan.frame_size(key), 3)
+            frames[key] = self._buffers.take(shape, np.float32 if as_float else np.uint8)
+            failed |= decoded.failed | self._decoded[key].slots.gather(decoded.step.show, frames[key], self._copiers)
+        rows = len(next(iter(batch.columns.values())))
+        self._counters.samples += rows
+        self._counters.frames += rows * sum(map(self._plan.steps, frames))
+        if failed:
+            good = [row for row in range(rows) if row not in failed]
+            if not self._plan.substitute or not good:
+                raise failed[min(failed)]
+            for row, error in sorted(failed.items()):
+                _log.warning("a sample was substituted by another of its batch: %s", error)
+                for values in (*batch.columns.values(), *batch.strings.values(), *frames.values()):
+                    values[row] = values[good[row % len(good)]]
+            self._counters.substituted += len(failed)
+        return frames
+
+
+def look_ahead(batch_size: int) -> int:
+    """Batches of remote data that are read ahead, at most."""
+    return int(np.clip(LOOK_AHEAD // batch_size, 16, 256))
+
+
+def _succeeded(task: Future[None]) -> bool:
+    return task.done() and not task.cancelled() and not task.exception()
+
+
+def closed() -> DaliStreamError:
+    """The error for a thread that waits for a batch while another one closes the loader."""
+    return DaliStreamError("the loader was closed while a batch was waited for")

@@ -1,0 +1,1 @@
+"""Programs on top of the library: doctor, selftest, bench, reshard, transcode, index. Nothing else imports them."""

@@ -1,0 +1,167 @@
+"""What one rank sees: batches of a Loader, moved to the device and dropped."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dali_stream import Dataset, Loader
+from dali_stream.errors import DaliStreamError
+from dali_stream.pipeline.bottleneck import STAGES
+from dali_stream.tools import environment
+
+MODES = ("single", "sarm", "action_chunk")
+CHUNK = 50  # actions
+SARM_STEPS, SARM_SPACING_S = 8, 1.0
+POINTS = 200  # of the time line
+# Sums of `Loader.stats()` that a measurement takes the growth of.
+SUMS = ("frames", "clips", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
+        "needed_bytes", "requests", "retries", "evicted_early", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        mode: "single", the current frame of all cameras; "sarm", 8 steps of all cameras, 1 s apart; "action_chunk", the
+            current frame of all cameras and 50 actions from it on.
+        num_batches: that are timed, after `warmup` that are not.
+        loader: further arguments of the Loader.
+    """
+
+    mode: str
+    num_batches: int
+    warmup: int
+    loader: dict[str, Any]
+
+
+def windows(mode: str, dataset: Dataset) -> dict[str, list[float]]:
+    """`delta_timestamps` of a mode.
+
+    Raises:
+        ValueError: the mode does not exist, or the dataset has not what it takes.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; it is one of {', '.join(MODES)}")
+    if mode == "sarm":
+        frames = max(round(SARM_SPACING_S * dataset.fps), 1)
+        return {key: [-frames * step / dataset.fps for step in reversed(range(SARM_STEPS))] for key in dataset.cameras}
+    if mode == "single":
+        return {}
+    if "action" not in dataset.features:
+        raise ValueError(f"mode action_chunk needs a feature 'action', and {dataset.uri} has {', '.join(dataset.features)}")
+    return {"action": [step / dataset.fps for step in range(CHUNK)]}
+
+
+def measure(dataset: Dataset, settings: Settings, device: str, together: Callable[[], None]) -> dict[str, Any]:
+    """Times this rank's batches.
+
+    Args:
+        dataset: what is streamed, epoch after epoch.
+        settings: what is measured.
+        device: of the Loader, and where the consumer wants the batches.
+        together: returns when all ranks have called it, so that all are measured over the same time.
+
+    Returns:
+        What this rank has seen in the time that was measured; see `report.node_report` for the fields.
+
+    Raises:
+        DaliStreamError: there are no frames to measure, or one cannot be read.
+    """
+    if not dataset.cameras:
+        raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset that has some")
+    environment.forget_peak()
+    deltas = windows(settings.mode, dataset)
+    steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
+    with Loader(dataset, delta_timestamps=deltas, device=device, **settings.loader) as loader:
+        stream = endless(loader)
+        for _ in range(max(settings.warmup, 1)):
+            where = _consume(next(stream))
+        first_batch_s = loader.stats()["first_batch_s"]
+        together()
+        watch = _Watch(loader)
+        for _ in range(settings.num_batches):
+            asked = time.perf_counter()
+            batch = next(stream)
+            _consume(batch)
+            watch.note(asked, batch)
+        together()
+        found = watch.end()
+        routes = {key: asdict(route) for key, route in loader.routes.items()}
+        order = loader.state_dict()["order"]
+    frames = found["samples"] * sum(steps.values())
+    return found | {
+        "host": platform.node(),
+        "device": where,
+        "frames": frames,
+        "first_batch_latency_s": first_batch_s,
+        "routes": routes,
+        "order": order,
+        "peak_rss_bytes": environment.peak_rss(),
+    }
+
+
+class _Watch:
+    """Notes what comes between its making and its end."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self._stats = loader, loader.stats()
+        self._cpu, self._started = time.process_time(), time.perf_counter()
+        self._latencies: list[float] = []
+        self._samples = 0
+        self._episodes: list[int] = []
+        self._line: list[tuple[float, ...]] = []
+        self._gpu_bytes = 0
+
+    def note(self, asked: float, batch: dict[str, Any]) -> None:
+        now, stats = time.perf_counter(), self._loader.stats()
+        self._latencies.append(now - asked)
+        self._samples += len(batch["index"])
+        self._episodes.append(len(batch["episode_index"].unique()))
+        self._line.append((now - self._started, *(stats[key] - self._stats[key] for key in ("wait_s", "decode_s", "fetch_s"))))
+        self._gpu_bytes = max(self._gpu_bytes, environment.gpu_bytes_used(batch["index"].device.index) or 0)
+
+    def end(self) -> dict[str, Any]:
+        wall, cpu, stats = time.perf_counter() - self._started, time.process_time() - self._cpu, self._loader.stats()
+        thinned = self._line[:: -(-len(self._line) // POINTS) or 1]
+        return {
+            "wallclock_s": wall,
+            "cpu_s": cpu,
+            "samples": self._samples,
+            "batches": len(self._latencies),
+            "latencies_s": self._latencies,
+            "unique_episodes_per_batch": float(np.mean(self._episodes)),
+            "timeline": [dict(zip(("s", "wait_s", "decode_s", "fetch_s"), point, strict=True)) for point in thinned],
+            "peak_gpu_bytes": self._gpu_bytes or None,
+            "sums": {key: stats[key] - self._stats[key] for key in SUMS},
+            "bottleneck": asdict(found) if (found := self._loader.bottleneck(self._stats)) else None,
+        }
+
+
+def endless(loader: Loader) -> Iterator[dict[str, Any]]:
+    """Batches of one epoch after another."""
+    while True:
+        yield from loader
+
+
+def take(stream: Iterator[Any], batches: int) -> None:
+    """Takes so many batches and drops each before the next."""
+    deque(itertools.islice(stream, batches), maxlen=0)
+
+
+def _consume(batch: dict[str, Any]) -> str:
+    """Waits until the batch is on its device, which the Loader brings it to; returns the device."""
+    device = batch["index"].device
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+    return str(device)

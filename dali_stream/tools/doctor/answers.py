@@ -1,0 +1,172 @@
+"""The answers to the doctor's questions (see `asking`), given in a process that may die of them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+CODECS = {  # by FFmpeg's name of the codec: its decoders that need no hardware
+    "h264": ("h264",),
+    "hevc": ("hevc",),
+    "av1": ("libdav1d", "libaom-av1", "libgav1"),
+    "vp9": ("vp9", "libvpx-vp9"),
+    "mpeg4": ("mpeg4",),
+}
+
+
+def main(questions: str) -> None:
+    """Answers on stdout, a line each. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    for name, arguments in json.loads(questions):
+        said: dict[str, Any] = {"value": {}, "error": "", "kind": ""}
+        try:
+            said["value"] = _QUESTIONS[name](**arguments)
+        except (Exception, SystemExit) as error:
+            said["error"] = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            said["kind"] = type(error).__name__
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
+    answers.flush()
+    os._exit(0)  # libraries that crash when they are unloaded have answered all the same
+
+
+def driver() -> dict[str, Any]:
+    """The driver's CUDA and its GPUs; or what failed, the remedy, and the driver's error (0: it could not be loaded)."""
+    from dali_stream.decode import capability
+
+    try:
+        return {"cuda": capability.cuda_version(), "gpus": [dataclasses.asdict(gpu) for gpu in capability.gpus()]}
+    except capability.DriverError as error:
+        return {"failed": str(error), "remedy": error.remedy, "code": error.code}
+
+
+def nvdec() -> dict[str, Any]:
+    """Per GPU, what the driver says of each format, or why it says nothing."""
+    from dali_stream.decode import capability
+
+    found: list[dict[str, Any]] = []
+    for gpu in capability.gpus():
+        try:
+            caps = capability.capabilities(gpu.index)
+            keys = ("codec", "chroma", "depth")
+            found.append({"decoders": [dict(zip(keys, key, strict=True)) | vars(cap) for key, cap in caps.items()]})
+        except capability.DriverError as error:
+            found.append({"failed": str(error), "remedy": error.remedy})
+    return {"gpus": found}
+
+
+def dali() -> dict[str, Any]:
+    """DALI's version."""
+    import nvidia.dali
+
+    return {"version": str(nvidia.dali.__version__)}
+
+
+def torch() -> dict[str, Any]:
+    """torch's version, the CUDA that it is built for (None: none), and whether it finds a GPU."""
+    import torch
+
+    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "finds_gpu": bool(torch.cuda.is_available())}
+
+
+def torchcodec() -> dict[str, Any]:
+    """torchcodec's version, and FFmpeg's libraries as it has loaded them: their folder, version and decoders."""
+    import torchcodec
+    import torchcodec.decoders
+
+    return {"version": str(torchcodec.__version__), "ffmpeg": _mapped_ffmpeg()}
+
+
+def ffmpeg() -> dict[str, Any]:
+    """The same of FFmpeg where torchcodec has not loaded it: the newest that it could have."""
+    for version in (62, 61, 60, 59, 58):  # FFmpeg 8 to 4. libavdevice needs all others; players bring libavcodec alone
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(f"libavdevice.so.{version}")
+            break
+    return {"ffmpeg": _mapped_ffmpeg()}
+
+
+def _mapped_ffmpeg() -> dict[str, Any] | None:
+    # Out of this process's own map: the program ffmpeg, or another folder, may have another FFmpeg than the one in use.
+    mapped = _mapped("libavcodec")
+    return _ffmpeg(ctypes.CDLL(mapped[0]), mapped[0]) if mapped else None
+
+
+def _mapped(library: str) -> list[str]:
+    return re.findall(rf"/\S*/{library}[^/\s]*\.so[.\d]*", Path("/proc/self/maps").read_text())
+
+
+def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
+    """Version and decoders of a libavcodec (avcodec.h, codec.h, codec_desc.h): what is looked at has not changed since 4."""
+
+    class Descriptor(ctypes.Structure):  # the beginning of AVCodecDescriptor
+        _fields_ = [("id", ctypes.c_int)]
+
+    class Codec(ctypes.Structure):  # the beginning of AVCodec
+        _fields_ = [("name", ctypes.c_char_p)]
+
+    avcodec.avcodec_descriptor_get_by_name.restype = ctypes.POINTER(Descriptor)
+    avcodec.avcodec_find_decoder.restype = ctypes.POINTER(Codec)
+    avcodec.avcodec_find_decoder_by_name.restype = ctypes.c_void_p
+    decoders = {}
+    for codec, names in CODECS.items():
+        known = avcodec.avcodec_descriptor_get_by_name(codec.encode())
+        chosen = avcodec.avcodec_find_decoder(known.contents.id) if known else None
+        decoders[codec] = {
+            "default": chosen.contents.name.decode() if chosen else None,
+            "software": [name for name in names if avcodec.avcodec_find_decoder_by_name(name.encode())],
+        }
+    version = avcodec.avcodec_version() >> 16
+    return {
+        "version": _release(path) or f"with libavcodec {version}",
+        "libavcodec": version,
+        "path": path,
+        "decoders": decoders,
+    }
+
+
+def _release(libavcodec: str) -> str:
+    """FFmpeg's own version, which libavutil knows; empty where that cannot be found beside libavcodec."""
+    for path in _mapped("libavutil"):
+        if Path(path).parent == Path(libavcodec).parent:
+            told = ctypes.CDLL(path).av_version_info
+            told.restype = ctypes.c_char_p
+            return str(told().decode(errors="replace"))
+    return ""
+
+
+def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | None, out: str) -> dict[str, Any]:
+    """Decodes one frame of a packed clip, by torchcodec or by DALI, and saves it as NumPy array (H, W, 3) in `out`."""
+    import numpy as np
+
+    from dali_stream.mp4.clip import Clip
+
+    packed = Clip(bytearray(Path(clip).read_bytes()), [frame], 0)
+    if dali:
+        from dali_stream.decode import dali as by_dali
+
+        [frames] = by_dali.decode([by_dali.encoded(packed)], gpu, 1)
+    else:
+        from dali_stream.decode.torchcodec import decode_clip
+        from dali_stream.mp4.format import VideoFormat
+
+        frames = decode_clip(packed, VideoFormat(**video))
+    np.save(out, frames[0])
+    return {"shape": frames[0].shape}
+
+
+_QUESTIONS = {call.__name__: call for call in (driver, nvdec, dali, torch, torchcodec, ffmpeg, decode)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,192 @@
+"""Findings on one camera: what its videos are, what makes them hard to decode, the decoder they get, and a frame of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from dali_stream.dataset import Dataset
+from dali_stream.decode.capability import capability
+from dali_stream.decode.route import padding_refusal, refusal
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
+from dali_stream.mp4.clip import is_avc, pack
+from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.hidden import hidden_frames
+from dali_stream.mp4.index import LACKING, SampleTable, read_table
+from dali_stream.mp4.timing import explain, find_samples
+from dali_stream.tools.describe import CameraReport, describe_video, video_files
+from dali_stream.tools.doctor import timing
+from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
+from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
+from dali_stream.tools.doctor.looks import look
+from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.doctor.stream import edit_list
+from dali_stream.tools.doctor.timing import Timestamps
+
+_SHOWN = 3  # broken files of a camera, each with what it looks like
+
+
+class Camera:
+    """A video camera of a dataset.
+
+    Args:
+        dataset: where it is.
+        key: the camera.
+        timestamps: of its rows.
+        decoders: what loads on this machine.
+
+    Attributes:
+        findings: all but those on the frame, which is decoded together with those of other cameras.
+        facts: for the report.
+        task: the frame; None where there is none to decode.
+    """
+
+    def __init__(self, dataset: Dataset, key: str, timestamps: Timestamps, decoders: Decoders) -> None:
+        self.key, self._dataset, self._decoders = key, dataset, decoders
+        self.findings: list[Finding] = []
+        self.facts: dict[str, Any] = {"kind": "video"}
+        self.task: Task | None = None
+        self._path = ""
+        try:
+            self._look(timestamps)
+        except DaliStreamError as error:
+            self.findings.append(self._broken(self._path, error, "file"))
+
+    def decoded(self, found: Mapping[str, Decoded]) -> Iterator[Finding]:
+        """The findings on the frame."""
+        for route, each in found.items():
+            others = [name for name, other in found.items() if not other.error]
+            if each.error and others:  # so it is not the file
+                remedy = f"the loader goes on with {others[0]}; look at this decoder's version and driver, and please report it"
+                text = f"{each.error}; {others[0]} decodes it"
+                yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
+            elif each.error:
+                yield self._broken(self._path, DecodeError(f"{route}: {each.error}"), f"frame, {route}")
+            elif each.psnr_db is None:
+                yield Finding("dataset", f"{self.key} frame, {route}", OK, "decoded")
+            else:
+                text = f"decoded; {each.psnr_db:g} dB PSNR against {next(iter(found))}"
+                if each.psnr_db >= LEAST_PSNR_DB:
+                    yield Finding("dataset", f"{self.key} frame, {route}", OK, text)
+                    continue
+                text += f", and {LEAST_PSNR_DB:g} or more is what two right decoders have"
+                remedy = 'give Loader(decode="torchcodec"), and please report it with the file'
+                yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
+
+    def _look(self, timestamps: Timestamps) -> None:
+        paths, chosen = video_files(self._dataset, self.key)
+        tables = self._tables(chosen)
+        if not tables:
+            return
+        table = tables[0]
+        self._path = table.path
+        video = describe(table.configs[0])
+        places: dict[str, int | None] = {"CPU": None, **self._decoders.gpus}
+        reports = {where: describe_video(tables, self._dataset.data_store, gpu, len(paths), 0) for where, gpu in places.items()}
+        self._describe(reports["CPU"], video, table)
+        self.findings += itertools.starmap(self._route, reports.items())
+        self.facts["routes"] = {
+            where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in reports.items()
+        }
+        self.findings.append(timing.examine(self._dataset, self.key, tables, timestamps))
+        self._choose_frame(table, video, timestamps, list(self._routes(video, table, reports)))
+
+    def _tables(self, chosen: list[str]) -> list[SampleTable]:
+        """The sample tables of those files that have one; the others are findings."""
+        tables, broken = [], 0
+        for path in chosen:
+            try:
+                tables.append(read_table(self._dataset.data_store, path))
+            except DaliStreamError as error:
+                broken += 1
+                if broken <= _SHOWN:
+                    self.findings.append(self._broken(path, error, f"file {broken}"))
+        if broken > _SHOWN:
+            text = f"{broken} of {len(chosen)} files that were looked at are broken"
+            self.findings.append(Finding("dataset", f"{self.key} files", PROBLEM, text, "copy the dataset again"))
+        return tables
+
+    def _broken(self, path: str, error: DaliStreamError, name: str) -> Finding:
+        store = self._dataset.data_store
+        said, remedy = look(store, path) if path else ("", "")
+        where = store.where(path)
+        text = f"{'' if str(error).startswith(where) else f'{where}: '}{error}{'; ' if said else ''}{said}"
+        return Finding("dataset", f"{self.key} {name}", PROBLEM, text, remedy or "copy or fetch the dataset again")
+
+    def _describe(self, report: CameraReport, video: VideoFormat, table: SampleTable) -> None:
+        gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
+        kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
+        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {report.files_looked_at} of {report.files} files looked at"
+        self.findings.append(
+            Finding("dataset", self.key, OK, text + "".join(f"; other files: {f}" for f in report.other_formats))
+        )
+        edits = edit_list(self._dataset.data_store, table.path)
+        hidden, of = hidden_frames(self._dataset.data_store, table, video.codec)
+        has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"edit list ({edits})": bool(edits),
+               f"{hidden} hidden frames in {of} pictures": bool(hidden)}  # fmt: skip
+        traits = [name for name, there in has.items() if there]
+        text = f"{', '.join(traits) or 'no open GOPs, B-frames, edit list or hidden frames'}; colours {video.matrix_name}"
+        self.findings.append(Finding("dataset", f"{self.key} structure", OK, text))
+        own = dataclasses.asdict(report)
+        for key in ("route", "route_change", "bytes"):  # of this machine as a whole; here, routes are per GPU
+            del own[key]
+        self.facts |= own | {"colour_matrix": video.matrix, "edit_list": edits, "hidden_frames": hidden, "hidden_of": of}
+
+    def _route(self, where: str, report: CameraReport) -> Finding:
+        name, on_nvdec = f"{self.key} on {where}", where != "CPU" and report.route.decoder == "dali"
+        text = report.route.reason if on_nvdec else f"{report.route.decoder}: {report.route.reason}"
+        if report.route_change:
+            text += f"; torchcodec from a later file on: {report.route_change}"
+        if where == "CPU" or (on_nvdec and not report.route_change):
+            return Finding("dataset", name, OK, text)
+        gpu = self._decoders.gpus[where]
+        size = report.height, report.width
+        helps = [
+            codec
+            for codec in ("hevc", "h264")
+            if not (capability(gpu, codec, "420", 8).refusal(*size) or padding_refusal(codec, *size))
+        ]
+        remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
+        return Finding("dataset", name, WARNING, text, remedy)
+
+    def _choose_frame(
+        self, table: SampleTable, video: VideoFormat, timestamps: Timestamps, routes: list[tuple[str, bool, int | None]]
+    ) -> None:
+        """The middle of the first selected episode in this file, so that pictures before it are needed."""
+        dataset = self._dataset
+        files = dataset.table.video[self.key]
+        episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(table.path)))
+        frame = int(dataset.lengths[episode]) // 2
+        self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
+        found = timestamps.of(episode)
+        timestamp = frame / dataset.fps if found is None else float(found[frame])
+        interval = dataset.table.interval(self.key, dataset.rows[episode])
+        sample = int(find_samples(table, interval, np.array([timestamp]), dataset.fps)[0])
+        if sample == LACKING:
+            why = explain(table, interval, timestamp, dataset.fps)
+            raise DecodeError(f"episode {dataset.episodes[episode]}, frame {frame}: {why}")
+        size = dataset.picture_size(self.key)
+        if (video.height, video.width) != size:
+            promised = f"meta/info.json promises {size[0]}×{size[1]}"
+            raise DatasetError(f"has pictures of {video.height}×{video.width}, and {promised}")
+        # FFmpeg shows all pictures of an H.264 file with open GOPs only where it begins with the first (see `decode`).
+        clip = pack(dataset.data_store, [table], [sample], from_the_start=table.open_gops and is_avc(table))
+        if routes:
+            self.task = Task(self.key, clip, video, routes)
+
+    def _routes(
+        self, video: VideoFormat, table: SampleTable, reports: Mapping[str, CameraReport]
+    ) -> Iterator[tuple[str, bool, int | None]]:
+        """The decoders that a Loader could choose for this video."""
+        if self._decoders.torchcodec:
+            yield "torchcodec", False, None
+        if self._decoders.dali:
+            if not refusal(None, video, table):
+                yield "DALI on the CPU", True, None
+            for name, gpu in self._decoders.gpus.items():  # not run on a GPU yet
+                if reports[name].route.decoder == "dali":
+                    yield f"NVDEC of {name}", True, gpu

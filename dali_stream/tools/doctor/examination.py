@@ -1,0 +1,56 @@
+"""The examination: libraries are asked in processes of their own, and what they answer is made into findings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from dali_stream.dataset import Dataset
+from dali_stream.tools.doctor import dataset, gpu, machine, software
+from dali_stream.tools.doctor.asking import LIMIT_S, Answer, Group, ask
+from dali_stream.tools.doctor.frames import Decoders
+from dali_stream.tools.doctor.report import Finding, Report
+
+
+def examine(
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    limit_s: float = LIMIT_S,
+    **options: Any,
+) -> Report:
+    """Examines this machine, and a dataset on it. Raises nothing for what is wrong with either: that becomes a finding.
+
+    Args:
+        uri: a dataset, as `Dataset` takes it; None: the machine alone.
+        cache_dir: as of `Dataset`; its disk is looked at.
+        limit_s: seconds that a library may take to load, or to decode, before it counts as hanging.
+        options: further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`.
+
+    Raises:
+        ValueError: an argument that does not fit the address.
+    """
+    opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)  # first: arguments may be wrong
+    with contextlib.ExitStack() as stack:
+        if isinstance(opened, Dataset):
+            stack.callback(opened.close)
+        groups = [
+            stack.enter_context(Group([(name, {}) for name in names], limit_s))
+            for names in (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
+        ]
+        driver, nvdec, dali, torch, torchcodec = (answer for group in groups for answer in group.answers())
+        ffmpeg = ask([("ffmpeg", {})], limit_s)[0] if torchcodec.error else Answer({})
+        findings, gpus = gpu.examine(driver, nvdec)
+        cuda = tuple(driver.value["cuda"]) if gpus else None
+        found, versions = software.examine(software.Asked(dali, torch, torchcodec, ffmpeg, cuda, len(gpus)))
+        findings += found
+        found, facts = machine.examine(cache_dir, len(gpus))
+        findings += found
+        seen = None
+        if isinstance(opened, Dataset):
+            usable = {name: first["index"] for name, first in gpu.alike(gpus).items() if not first["error"]}
+            found, seen = dataset.examine(opened, Decoders(not torchcodec.error, not dali.error, usable), limit_s)
+            findings += found
+    findings += [opened] if isinstance(opened, Finding) else []
+    return Report(tuple(findings), tuple(gpus), versions, facts, seen)

@@ -1,0 +1,91 @@
+"""One frame of a camera, decoded by every decoder of this machine that a Loader could choose for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.mp4.clip import Clip
+from dali_stream.mp4.format import VideoFormat
+from dali_stream.tools.doctor.asking import ask
+
+# Of luma, since decoders upsample chroma each in its own way: in RGB, DALI is at 31 dB from FFmpeg where colours are loud.
+# Measured in luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn pictures and on the G1 recording. The next frame
+# of a drawn scene that moves: up to 22. BT.601 taken for BT.709: 32 with loud colours; with muted ones it is not told, nor is
+# a neighbouring frame of a scene that stands still.
+LEAST_PSNR_DB = 35.0
+_LUMA = (0.299, 0.587, 0.114)  # of RGB, BT.601
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """What loads on this machine. `gpus` are those that can be asked what NVDEC decodes, {name: index}, one of each kind."""
+
+    torchcodec: bool
+    dali: bool
+    gpus: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A frame to decode: `frame` of the one in `clip`. `routes` are (name, whether DALI decodes, on which GPU)."""
+
+    camera: str
+    clip: Clip
+    video: VideoFormat
+    routes: Sequence[tuple[str, bool, int | None]]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Attributes: `error`, empty where there is a picture; `psnr_db` against the first decoder that had one (None: this)."""
+
+    error: str = ""
+    psnr_db: float | None = None
+
+
+def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded]]:
+    """{camera: {route: what came of it}}. A process per route decodes all cameras; where it dies, the next goes on."""
+    found: dict[str, dict[str, Decoded]] = {task.camera: {} for task in tasks}
+    pictures: dict[str, npt.NDArray[np.uint8]] = {}
+    with tempfile.TemporaryDirectory(prefix="dali-stream-doctor-") as folder:
+        for number, task in enumerate(tasks):
+            Path(folder, f"{number}.mp4").write_bytes(task.clip.data)
+        for route in dict.fromkeys(route for task in tasks for route in task.routes):
+            own = [number for number, task in enumerate(tasks) if route in task.routes]
+            answers = ask([_question(tasks[number], number, route, folder) for number in own], limit_s)
+            for number, answer in zip(own, answers, strict=True):
+                camera = tasks[number].camera
+                if answer.error:
+                    found[camera][route[0]] = Decoded(answer.error)
+                    continue
+                picture = np.load(_out(folder, number))
+                first = pictures.setdefault(camera, picture)
+                found[camera][route[0]] = Decoded("", None if first is picture else psnr(first, picture))
+    return found
+
+
+def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
+    """Peak signal to noise ratio in dB of two pictures' luma; 0 where their shapes differ, 99 where they are equal."""
+    if one.shape != other.shape:
+        return 0.0
+    error = float(np.mean(((one.astype(np.float64) - other) @ _LUMA) ** 2))
+    return round(10 * math.log10(255**2 / error), 1) if error else 99.0
+
+
+def _out(folder: str, number: int) -> str:
+    return str(Path(folder, f"{number}.npy"))
+
+
+def _question(task: Task, number: int, route: tuple[str, bool, int | None], folder: str) -> tuple[str, dict[str, Any]]:
+    clip, video = str(Path(folder, f"{number}.mp4")), dataclasses.asdict(task.video)
+    arguments = {"clip": clip, "frame": task.clip.frames[0], "video": video, "dali": route[1], "gpu": route[2]}
+    return "decode", arguments | {"out": _out(folder, number)}

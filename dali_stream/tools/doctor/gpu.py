@@ -1,0 +1,123 @@
+"""Findings on the driver, the GPUs and what NVDEC decodes on each. No GPU is fine; one that cannot be used is a problem."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dali_stream.tools.doctor.asking import Answer
+from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+
+NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "MPEG-4"}
+FORMATS = {("420", 8): "4:2:0 8 bit", ("420", 10): "4:2:0 10 bit", ("422", 8): "4:2:2", ("444", 8): "4:4:4"}
+_NO_GPU = "frames are decoded on the CPU, which works for every codec"
+NOTHING_TO_DO = "nothing to do: the CPU decodes every codec"
+_BROKEN = "look at nvidia-smi and the kernel's log (dmesg) of this machine; restart it if they fail too"
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+
+
+def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Findings, and the GPUs for the report.
+
+    Args:
+        driver, nvdec: the answers of `answers.driver` and `answers.nvdec`.
+        root: where `dev`, `proc` and `sys` lie.
+    """
+    if driver.error:
+        return [Finding("gpu", "driver", PROBLEM, f"NVIDIA's driver was asked for its GPUs: {driver.error}", _BROKEN)], []
+    if "failed" in driver.value:
+        return [_no_driver(driver.value, root)], []
+    version = ".".join(map(str, driver.value["cuda"]))
+    findings = [Finding("gpu", "driver", OK, f"serves CUDA {version} and older, {len(driver.value['gpus'])} GPUs")]
+    gpus = [dict(gpu) for gpu in driver.value["gpus"]]
+    for gpu, found in zip(gpus, nvdec.value.get("gpus") or [{}] * len(gpus), strict=True):
+        decoders = found.get("decoders", [])
+        gpu["engines"] = max((d["engines"] for d in decoders if d["supported"]), default=0)
+        gpu["decoders"] = decoders
+        gpu["error"] = found.get("failed", nvdec.error)
+        gpu["remedy"] = found.get("remedy", _BROKEN if nvdec.error else "")
+    for name, same in alike(gpus).items():
+        findings += _gpu(name, same)
+    return findings, gpus
+
+
+def _no_driver(failed: Mapping[str, Any], root: Path) -> Finding:
+    """The driver is not there, or fails: fine where there is no GPU either."""
+    said, remedy = failed["failed"], failed["remedy"]
+    missing = failed["code"] == 0 and "libcuda.so.1: cannot open shared object file" in said
+    if not missing and failed["code"] != _NO_DEVICE:
+        return Finding("gpu", "driver", PROBLEM, said, remedy)
+    devices = any(root.glob("dev/nvidia[0-9]*"))
+    if devices and not missing and "CUDA_VISIBLE_DEVICES" in os.environ:
+        remedy = "unset CUDA_VISIBLE_DEVICES if this process is to use a GPU"
+        return Finding("gpu", "driver", WARNING, f"CUDA_VISIBLE_DEVICES hides all GPUs: {_NO_GPU}", remedy)
+    if devices:
+        return Finding("gpu", "driver", PROBLEM, f"this machine has an NVIDIA GPU (/dev/nvidia0), but {said}", remedy)
+    if missing and _on_pci(root):
+        text = f"this machine has an NVIDIA GPU, and this process cannot reach it, since there is no driver: {_NO_GPU}"
+        return Finding("gpu", "driver", WARNING, text, remedy)
+    if missing:
+        return Finding("gpu", "driver", OK, f"no NVIDIA driver and no GPU: {_NO_GPU}")
+    return Finding("gpu", "driver", WARNING, f"NVIDIA's driver is here and finds no GPU: {_NO_GPU}", remedy)
+
+
+def _on_pci(root: Path) -> bool:
+    """Whether a display or 3D controller of NVIDIA's is plugged in."""
+    for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
+        try:
+            if vendor.read_text().strip() == "0x10de" and vendor.with_name("class").read_text().startswith("0x03"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def alike(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """{"GPU 0, 1": the first of them}: GPUs that differ in nothing but their number together, since machines have eight."""
+    groups: list[list[dict[str, Any]]] = []
+    for gpu in gpus:
+        for group in groups:
+            if {**group[0], "index": None} == {**gpu, "index": None}:
+                group.append(gpu)
+                break
+        else:
+            groups.append([gpu])
+    return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups}
+
+
+def _gpu(name: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
+    text = f"{gpu['name']}, {gpu['memory'] >> 30} GiB, compute {'.'.join(map(str, gpu['compute']))}"
+    if gpu["error"]:
+        yield Finding("gpu", name, PROBLEM, f"{text}: {gpu['error']}", gpu["remedy"])
+        return
+    caps = {(d["codec"], d["chroma"], d["depth"]): d for d in gpu["decoders"]}
+    if not gpu["engines"]:
+        reason = caps["h264", "420", 8]["reason"]
+        if "no NVDEC engine" in reason:
+            remedy = "take a GPU, or a MIG profile with media engines (+me), for decoding on it; without, the CPU decodes"
+            yield Finding("gpu", name, WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)
+        else:
+            yield Finding("gpu", name, PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)
+        return
+    yield Finding("gpu", name, OK, f"{text}, {gpu['engines']} NVDEC engines")
+    for codec in NAMES:
+        yield _codec(name, codec, caps)
+
+
+def _codec(name: str, codec: str, caps: Mapping[tuple[str, str, int], Any]) -> Finding:
+    has: dict[str, list[str]] = {}
+    for (chroma, depth), shown in FORMATS.items():
+        cap = caps[codec, chroma, depth]
+        height, width = cap["max_size"]
+        has.setdefault(f"up to {width}×{height}" if cap["supported"] else "no", []).append(shown)
+    lacking = ", ".join(has.pop("no", []))
+    formats = "; ".join(f"{', '.join(shown)} {size}" for size, shown in has.items()) + (f"; no {lacking}" if lacking else "")
+    plain = caps[codec, "420", 8]
+    if plain["supported"]:
+        return Finding("gpu", f"{name} {NAMES[codec]}", OK, formats)
+    better = [NAMES[c] for c in ("hevc", "h264") if caps[c, "420", 8]["supported"]]
+    remedy = f"`dali-stream transcode` re-encodes a dataset to {better[0]}" if better else ""
+    text = f"{plain['reason']}: frames are decoded on the CPU"
+    return Finding("gpu", f"{name} {NAMES[codec]}", WARNING, text, remedy or NOTHING_TO_DO)

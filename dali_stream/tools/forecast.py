@@ -1,0 +1,117 @@
+"""What `memory_budget` brings for a dataset: frames decoded per delivered frame, computed on the loader's own schedule."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.decode import torchcodec as decode
+from dali_stream.decode.resize import resize
+from dali_stream.mp4.format import describe
+from dali_stream.schedule.budget import divide, horizon
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule
+
+if TYPE_CHECKING:
+    from dali_stream.loader import Loader
+    from dali_stream.mp4.index import SampleTable
+
+BUDGETS = tuple(1 << 28 + i for i in range(8))  # 256 MiB to 32 GiB
+_BATCHES = 400  # that are counted, once the cache is full
+_TIMED = 32  # frames that are decoded and resized for the time of one
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a `memory_budget` brings.
+
+    Attributes:
+        memory_budget: bytes.
+        kept: decoded frames of each camera that it keeps.
+        decodes: frames decoded per delivered frame, in an epoch after the first; 0 where all frames are kept.
+        first_decodes: the same in the first epoch.
+        frames_per_s: about how many frames of all cameras this machine's decode threads deliver at most, in an epoch after the
+            first; None where nothing is decoded then.
+    """
+
+    memory_budget: int
+    kept: int
+    decodes: float
+    first_decodes: float
+    frames_per_s: float | None
+
+
+def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]:
+    """Forecasts for a loader with other budgets; those beyond what keeps all frames are left out.
+
+    The GOPs of all files are taken for those of the first file of a camera. Decodes some frames to measure the time.
+
+    Args:
+        loader: dataset, image_size, batch_size, order and threads are taken from it.
+        budgets: bytes.
+
+    Returns:
+        By rising budget; empty where the CPU decodes no video.
+    """
+    plan = loader._plan
+    cameras = [key for key in plan.dataset.videos if loader.routes[key].decoder == "torchcodec"]
+    if not cameras:
+        return []
+    tables = {key: plan.indices.of(key, 0, plan.dataset.data_store) for key in cameras}
+    seconds = float(np.mean([_seconds_per_frame(loader, key, table) for key, table in tables.items()]))
+    found: list[Forecast] = []
+    for budget in sorted(budgets):
+        shares = divide(budget, plan.sizes(cameras))
+        first, later = _decodes(loader, tables[cameras[0]], cameras[0], shares.frames)
+        rate = plan.threads / (seconds * later) if later else None
+        found.append(Forecast(budget, shares.frames, later, first, rate))
+        if not later:
+            break
+    return found
+
+
+def _decodes(loader: Loader, table: SampleTable, camera: str, kept: int) -> tuple[float, float]:
+    """Frames decoded per delivered frame, in the first epoch and later."""
+    plan = loader._plan
+    gop = max(int(np.median(np.diff(np.append(table.sync, len(table))))), 1)
+    offsets = plan.windows.get(camera, np.zeros(1, np.int64))
+    frames = plan.dataset.num_frames
+    batches = plan.batches.count(0)
+    fill = 0 if kept >= frames else kept // (plan.batches.batch_size * min(gop, 8)) + 1
+    count = batches if kept >= frames else min(fill + _BATCHES, 4 * batches)
+    read = samples(plan.order, plan.batches, plan.rank, 0, 0)
+    limits = Limits(kept, 2, horizon(kept, frames))
+    schedule = Schedule(plan.dataset.lengths, read, plan.batches.largest, {camera: offsets}, limits)
+    decoded = shown = 0
+    for number in range(count):
+        schedule.next()
+        for episode in schedule.unknown(camera):
+            frame = np.arange(plan.dataset.lengths[episode])
+            schedule.learn(camera, episode, frame, frame // gop * gop)
+        step = schedule.step()[camera]
+        if number >= min(fill, count // 2):
+            decoded, shown = decoded + step.decodes, shown + step.show.size
+    return (decoded / shown, 0.0) if kept >= frames else (decoded / shown, decoded / shown)
+
+
+def _seconds_per_frame(loader: Loader, camera: str, table: SampleTable) -> float:
+    """Seconds that one thread takes to decode and resize a frame of the camera's first file."""
+    plan = loader._plan
+    packets = list(range(min(_TIMED, len(table))))
+    video = describe(table.configs[table.config[0]])
+    taken: list[float] = []
+    for _ in range(3):
+        started = time.perf_counter()
+        frames: npt.NDArray[np.uint8]
+        for _, frames, _ in decode.decode_in_parts(
+            plan.dataset.data_store, list(itertools.repeat(table, len(packets))), packets, video, len(packets)
+        ):
+            resize(frames, plan.frame_size(camera))
+        taken.append(time.perf_counter() - started)
+    return min(taken) / len(packets)

@@ -1,0 +1,114 @@
+"""Reading every file's index ahead of time, so that it is in the cache when a Loader asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.lerobot.metadata import Files, parquet_errors
+from dali_stream.mp4.index import read_table
+from dali_stream.storage import Store
+
+THREADS = 16  # nearly all of the time is spent waiting for answers
+
+
+@dataclass(frozen=True)
+class IndexReport:
+    """What was read.
+
+    Attributes:
+        files: video and Parquet files of the selected cameras and episodes.
+        fetched_bytes: that came over the network. Where the cache has everything, at most a byte of each file, to see whether
+            it has changed.
+        cached_bytes: that came out of the cache.
+        broken: the files that have no readable index, and why.
+    """
+
+    files: int
+    fetched_bytes: int
+    cached_bytes: int
+    broken: dict[str, str]
+
+
+def build_index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
+    """Reads the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache.
+
+    What the cache has is not fetched again, so a run that was interrupted goes on where it was.
+
+    Args:
+        dataset: a remote dataset with a `cache_dir`.
+        progress: called with the files that are done and the files that there are, in the caller's thread.
+
+    Raises:
+        ValueError: the dataset is local.
+        StorageError: the source cannot be reached.
+    """
+    if not dataset.data_store.remote:
+        raise ValueError(f"{dataset.data_store.address} is local: its files are read in place, and need no index in a cache")
+    jobs, traffic = _jobs(dataset), dataset.data_store.traffic
+    fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
+    progress(0, len(jobs))
+    broken: dict[str, str] = {}
+    futures: dict[Future[str | None], str] = {}
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream index") as pool:
+        try:
+            for path, read in jobs.items():
+                futures[pool.submit(read, dataset.data_store, path)] = path
+            for done, future in enumerate(as_completed(futures), start=1):
+                if why := future.result():
+                    broken[futures[future]] = why
+                progress(done, len(jobs))
+        except BaseException:
+            _end(pool, futures, dataset)
+            raise
+    return IndexReport(
+        files=len(jobs),
+        fetched_bytes=traffic.fetched_bytes - fetched,
+        cached_bytes=traffic.cached_bytes - cached,
+        broken=dict(sorted(broken.items())),
+    )
+
+
+def _end(pool: ThreadPoolExecutor, futures: Iterable[Future[str | None]], dataset: Dataset) -> None:
+    """Ends what is being read and all that has not begun."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    dataset.close()
+    begun = [future for future in futures if not future.cancelled()]  # `wait` waits for the others for ever
+    while wait(begun, timeout=0.5).not_done:
+        dataset.close()  # a thread was between two reads
+
+
+def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], str | None]]:
+    """The files that the selected cameras and episodes lie in, each with what reads its index."""
+    jobs: dict[str, Callable[[Store, str], str | None]] = dict.fromkeys(_used(dataset, dataset.table.data), _read_footer)
+    for camera in dataset.videos:
+        jobs |= dict.fromkeys(_used(dataset, dataset.table.video[camera]), _read_moov)
+    return jobs
+
+
+def _used(dataset: Dataset, files: Files) -> list[str]:
+    return [files.paths[number] for number in np.unique(files.index[dataset.rows])]
+
+
+def _read_moov(store: Store, path: str) -> str | None:
+    """Reads it; returns why that cannot be done, if so."""
+    try:
+        read_table(store, path)
+    except (DatasetError, DecodeError) as error:  # DatasetError: there is no such file
+        return str(error)
+    return None
+
+
+def _read_footer(store: Store, path: str) -> str | None:
+    try:
+        with parquet_errors(store, path), store.open(path) as file:
+            pq.ParquetFile(file)
+    except DatasetError as error:
+        return str(error)
+    return None

@@ -1,0 +1,112 @@
+"""What has to hold before anything is written, and what makes a run the same as an earlier one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.lerobot import metadata
+from dali_stream.lerobot.rows import check_rising
+from dali_stream.mp4.boxes import children, find, read_moov
+from dali_stream.mp4.index import LACKING, Int64, SampleTable
+from dali_stream.mp4.timing import Interval, explain, find_samples
+from dali_stream.storage import LocalStore, Store
+from dali_stream.storage.store import checked
+
+
+def check_whole(dataset: Dataset, info: dict[str, Any]) -> None:
+    there = {key for key, feature in info["features"].items() if feature.get("dtype") == "image"}
+    if dataset.num_episodes != len(dataset.table.index) or not there <= set(dataset.cameras):
+        raise ValueError("a part of the dataset is selected, and only a whole one is written anew; leave out the selection")
+
+
+def check_outside(dataset: Dataset, out: str | os.PathLike[str]) -> None:
+    """Raises ValueError where OUT lies in the source, or the source in OUT."""
+    place = Path(os.path.realpath(os.path.expanduser(os.fspath(out))))
+    for store in dataset.stores:
+        if isinstance(store, LocalStore):
+            source = Path(os.path.realpath(store.address))
+            if source in place.parents or place in source.parents:
+                raise ValueError(f"one of {place} and the dataset's {source} lies in the other; name a folder elsewhere")
+
+
+def check_apart(places: Iterable[tuple[str, str]]) -> None:
+    """Names come out of metadata that others wrote, and become paths in OUT.
+
+    Args:
+        places: (what it is, path) of files. None may be the same as another, above or below it.
+    """
+    files: dict[PurePosixPath, str] = {}
+    folders: dict[PurePosixPath, str] = {}
+    for name, path in places:
+        place = PurePosixPath(inside(name, path))
+        above = [parent for parent in place.parents if parent.name]
+        other = next((files[p] for p in (place, *above) if p in files), folders.get(place))
+        if other is not None:
+            raise DatasetError(
+                f"{other[:80]!r} and {name[:80]!r} would be written to the same place; nothing was written. Rename one in "
+                "meta/info.json and meta/episodes"
+            )
+        files[place] = name
+        folders |= dict.fromkeys(above, name)
+
+
+def inside(name: str, path: str) -> str:
+    """The path itself, unless it leads out of OUT."""
+    try:
+        return checked(path)
+    except DatasetError:
+        raise DatasetError(
+            f"{name[:80]!r} has a name that leads out of its folder; nothing was written. Rename it in meta/info.json and "
+            "meta/episodes"
+        ) from None
+
+
+def refuse_sound(store: Store, path: str) -> None:
+    """Raises DecodeError where an MP4 has a sound track, which would be lost."""
+    moov = read_moov(store, path)
+    for kind, start, end in children(moov, 0, len(moov)):
+        handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
+        if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
+            raise DecodeError(
+                f"{store.where(path)}: has sound, which is not copied; leave it out with `ffmpeg -i IN -c copy -an OUT`"
+            )
+
+
+def shown(where: str, table: SampleTable, interval: Interval, timestamp: npt.NDArray[np.float32], fps: float) -> Int64:
+    """The samples that show an episode's rows, as `find_samples` has them.
+
+    Args:
+        where: file, camera and episode, for the message.
+        table, interval, timestamp, fps: as of `find_samples`.
+
+    Raises:
+        DecodeError: for one of them there is none.
+        DatasetError: the timestamps do not rise.
+    """
+    check_rising(where, timestamp)
+    samples = find_samples(table, interval, timestamp, fps)
+    if (samples == LACKING).any():
+        frame = int(np.argmax(samples == LACKING))
+        raise DecodeError(f"{where}, frame {frame}: {explain(table, interval, float(timestamp[frame]), fps)}")
+    return samples
+
+
+def identity(dataset: Dataset, info: dict[str, Any], table: metadata.Episodes) -> str:
+    videos = [
+        [camera, files.paths, files.index.tolist(), table.start[camera].tolist()] for camera, files in table.video.items()
+    ]
+    return content_hash(json.dumps([dataset.fingerprint, info, videos], sort_keys=True).encode())
+
+
+def content_hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

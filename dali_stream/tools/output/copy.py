@@ -1,0 +1,66 @@
+"""Files that stay as they are, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, StorageError
+from dali_stream.lerobot import metadata
+from dali_stream.storage import Store
+from dali_stream.tools.output.folder import AGAIN, Folder
+
+RANGE = 8 << 20  # bytes of one request: large for the server, and little to fetch again when it fails
+AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+_ALWAYS = ("meta/stats.json", "meta/tasks.parquet", "meta/subtasks.parquet")  # where a source cannot list its files
+
+
+def copy(
+    store: Store,
+    name: str,
+    folder: Folder,
+    target: str,
+    note: dict[str, Any] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Copies a file into a folder. `note` is that of `Folder.writing`; `advance` is told of bytes as they come.
+
+    Raises:
+        StorageError: it has become shorter meanwhile.
+    """
+    size = store.size(name)
+    with folder.writing(target, note) as file:
+        for at in range(0, size, RANGE):
+            data = store.read(name, at, min(at + RANGE, size))
+            file.write(data)
+            advance(len(data))
+        if file.tell() != size:
+            raise StorageError(f"{store.where(name)}: {file.tell()} bytes came, and it had {size}; it has changed, so {AGAIN}")
+
+
+def copy_small_files(dataset: Dataset, folder: Folder) -> None:
+    """Copies `small_files` into the folder's stage, and what stands at the root of a dataset for people."""
+    for name in small_files(dataset.store):
+        copy(dataset.store, name, folder, f"{folder.stage.name}/{name}")
+    for name in AT_THE_ROOT:
+        if dataset.store.exists(name):
+            copy(dataset.store, name, folder, name)
+
+
+def small_files(store: Store) -> list[str]:
+    """Files below `meta/` beside info.json and the episode table."""
+    names = {*store.files("meta"), *(name for name in _ALWAYS if store.exists(name))}
+    return sorted(names - {metadata.INFO, *episode_files(store)})
+
+
+def episode_files(store: Store) -> list[str]:
+    """Files of the episode table."""
+    return [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
+
+
+def check_same(source: Store, out: Store, names: list[str]) -> None:
+    """Raises DaliStreamError where one of these files differs."""
+    for name in names:
+        if out.read_all(name) != source.read_all(name):
+            raise DaliStreamError(f"{out.where(name)}: differs from the source's; {AGAIN}")

@@ -1,0 +1,35 @@
+"""Encoded pictures out of a video file, as many at a time as one request brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.index import SampleTable
+from dali_stream.storage import Store
+from dali_stream.tools.output.copy import RANGE
+
+HOLE = 256 << 10  # bytes between samples that are rather fetched than left out
+
+
+def read_samples(store: Store, table: SampleTable, start: int, stop: int) -> Iterator[list[memoryview]]:
+    """The samples [start, stop) in decode order, as many at a time as one range of a few megabytes holds.
+
+    Raises:
+        DecodeError: the file has become shorter.
+    """
+    offset, end = table.offset, table.offset + table.size
+    while start < stop:
+        last, after = start, int(end[start])
+        while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:
+            last += 1
+            after = int(end[last])
+        begin = int(offset[start])
+        data = memoryview(store.read(table.path, begin, after))
+        if len(data) != after - begin:
+            raise DecodeError(
+                f"{store.where(table.path)}: bytes {begin} to {after} are not all there: the file has become shorter since its "
+                "index was read"
+            )
+        yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
+        start = last + 1

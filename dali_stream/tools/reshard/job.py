@@ -1,0 +1,278 @@
+"""Resharding from the beginning to the end: rows, then video, then metadata, then reading all of it back."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.lerobot import metadata
+from dali_stream.lerobot.rows import RowReader
+from dali_stream.mp4.index import Int64, SampleTable, read_table
+from dali_stream.mp4.timing import Interval
+from dali_stream.storage import LocalStore
+from dali_stream.tools.output.checks import check_outside, check_whole, content_hash, identity, shown
+from dali_stream.tools.output.folder import AGAIN, Folder
+from dali_stream.tools.output.samples import read_samples
+from dali_stream.tools.output.work import Progress, Work
+from dali_stream.tools.reshard import mp4, rows, video
+from dali_stream.tools.reshard.checks import check_columns, check_names, chunks_size
+from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
+from dali_stream.tools.reshard.report import Reads, Report, side
+from dali_stream.tools.reshard.rows import DataFile, SourceRows
+from dali_stream.tools.reshard.stores import Recorder, Window
+from dali_stream.tools.reshard.video import Source, VideoFile
+
+STAGE = ".reshard"
+_LAYOUT = 1  # counts up when the same dataset and options come to be written in another way
+_TABLES = 16  # indices of source files that are kept
+
+
+def reshard(
+    dataset: Dataset,
+    out: str | os.PathLike[str],
+    *,
+    data_file_size: int = 100 << 20,
+    video_file_size: int = 200 << 20,
+    progress: Progress | None = None,
+) -> Report:
+    """Writes the same dataset, laid out for streaming, into a local folder, and verifies it.
+
+    A run that was cut short goes on where it was when the same is asked for again. Until all is verified, the folder is
+    no dataset. Up to 4 files are written at a time; each takes the memory of one row group of the source, encoded and
+    decoded, and of one that is written, or of 8 MiB of video and 16 indices together.
+
+    Args:
+        dataset: a whole one, wherever it lies.
+        out: a folder that is empty, not there, or the unfinished one of an earlier run.
+        data_file_size, video_file_size: bytes of a file at most, unless one episode is larger.
+        progress: called as (stage, done, total).
+
+    Raises:
+        ValueError: `out` holds something else, or lies in the source, or only a part of the dataset is selected.
+        DatasetError, DecodeError: the source is broken. The message names what.
+        StorageError: the source cannot be read.
+        DaliStreamError: what was written is not what was read. The message names episode and camera.
+    """
+    check_outside(dataset, out)
+    job = Job(dataset, data_file_size, video_file_size, progress)
+    job.folder = Folder(out, STAGE, job.identity)
+    try:
+        return job.run()
+    finally:
+        job.folder.close()
+
+
+class Job:
+    """One run.
+
+    Attributes:
+        store: where its rows and videos are.
+        table: the source's episodes, with all cameras, also those that a Loader does not read.
+        videos: the keys of the cameras whose frames are in MP4s.
+        layout: where everything lies in the new dataset; complete when `copy_videos` is done.
+        identity: what an earlier run has to have in common with this one.
+    """
+
+    folder: Folder
+
+    def __init__(self, dataset: Dataset, data_file_size: int, video_file_size: int, progress: Progress | None) -> None:
+        info = metadata.read_json(dataset.store, metadata.INFO)
+        self.dataset, self.store = dataset, dataset.data_store.session()
+        self.work = Work(progress, self.store.close)
+        self.videos = [key for key, feature in info["features"].items() if feature.get("dtype") == "video"]
+        if self.videos and not info.get("video_path"):
+            raise DatasetError(f"{dataset.store.where(metadata.INFO)}: has video features, and video_path is null")
+        self._sizes = data_file_size, video_file_size
+        check_whole(dataset, info)
+        self.layout = Layout(chunks_size(info))
+        check_names(self.layout, self.videos)
+        read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
+        self.table = metadata.read_episodes(dataset.store, read, self.videos)
+        self.table_of = functools.lru_cache(_TABLES)(lambda path: read_table(self.store, path))
+        self.order: Int64 = np.lexsort((self.table.index, self.table.first_row))
+        self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
+        self.identity = {
+            "dataset": identity(dataset, info, self.table),
+            "data file size": data_file_size,
+            "video file size": video_file_size,
+            "version of dali_stream": _LAYOUT,
+        }
+
+    def run(self) -> Report:
+        """All of it."""
+        from dali_stream.tools.reshard.verify import verify
+
+        data_files, row_reads = self.copy_rows()
+        video_files, index_reads = self.copy_videos()
+        self._describe(data_files, video_files)
+        write_meta(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
+        out = verify(self, data_files, video_files)
+        table, dataset = self.table, self.dataset
+        paths = [path for camera in self.videos for path in table.video[camera].paths]
+        nbytes = sum(map(dataset.store.size, dataset.store.files("meta")))
+        nbytes += sum(map(self.store.size, [*table.data.paths, *paths]))
+        source = side(dataset.store.address, (len(table.data.paths), len(paths)), nbytes, index_reads, row_reads)
+        self.folder.finish()
+        return Report(len(table.index), int(table.length.sum()), tuple(self.videos), source, out)
+
+    # ---- rows
+
+    def copy_rows(self) -> tuple[list[DataFile], Reads]:
+        """Writes the Parquet files; returns them, and what a Loader reads of the source's."""
+        store, table = self.store, self.table
+        sources = self.work.each("footers", table.data.paths, functools.partial(rows.read_footer, store))
+        check_columns(self.dataset, self.videos, sources)
+        files = rows.plan(table, sources, self.order, self._sizes[0], functools.partial(self.layout.path, DATA_PATH))
+        copied = functools.partial(self._write_rows, sources)
+        reads = self.work.each("rows", files, copied, sum(file.nbytes for file in files))
+        for file in files:
+            times = self._read_back(file)
+            parts = np.split(times, np.cumsum(table.length[file.episodes])[:-1])
+            self.timestamps |= dict(zip(file.episodes, parts, strict=True))
+        return files, set().union(*reads)
+
+    def _read_back(self, file: DataFile) -> npt.NDArray[np.float32]:
+        """The times of a file's rows, in which the video will be looked for."""
+        try:
+            times = rows.timestamps(LocalStore(str(self.folder.root)), file.path)
+        except DatasetError:
+            times = np.empty(0, np.float32)
+        if content_hash(times.tobytes()) != self.folder.finished(file.path)["times"]:
+            self.folder.discard(file.path)
+            raise DaliStreamError(f"{self.folder.root / file.path}: has changed since it was written. It is removed; {AGAIN}")
+        return times
+
+    def _write_rows(self, sources: list[rows.Parquet], file: DataFile) -> Reads:
+        note = self.folder.finished(file.path)
+        if note is None:
+            note = {}
+            with self.folder.writing(file.path, note) as out:
+                recorder = Recorder(window := Window(self.store))
+                read = _Reader(self, sources, file, window, recorder)
+                digests = rows.write(out, file, read)
+                note |= {"rows": {str(e): digest for e, digest in digests.items()}, "reads": sorted(recorder.reads)}
+                note["times"] = content_hash(b"".join(read.times))
+        else:
+            self.work.advance(file.nbytes)
+        return {(path, start, stop) for path, start, stop in note["reads"]}
+
+    # ---- video
+
+    def copy_videos(self) -> tuple[dict[str, list[VideoFile]], Reads]:
+        """Writes the MP4 files; returns them per camera, and what a Loader reads of the source's indices."""
+        recorder = Recorder(self.store)
+        todo = [(camera, n) for camera in self.videos for n in range(len(self.table.video[camera].paths))]
+        found = self.work.each("indices", todo, lambda item: self._read_source(recorder, *item))
+        sources = dict(zip(todo, found, strict=True))
+        files = {camera: self._plan_videos(camera, sources) for camera in self.videos}
+        every = [(camera, file) for camera in self.videos for file in files[camera]]
+        total = sum(file.nbytes for _, file in every)
+        self.work.each("video", every, lambda item: self._write_video(*item), total)
+        return files, recorder.reads
+
+    def shown(self, camera: str, episode: int, interval: Interval, table: SampleTable) -> Int64:
+        """The samples that show an episode's rows, in a file where it has this interval."""
+        where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
+        return shown(where, table, interval, self.timestamps[episode], self.dataset.fps)
+
+    def _read_source(self, recorder: Recorder, camera: str, number: int) -> Source:
+        files = self.table.video[camera]
+
+        def of_rows(table: SampleTable) -> dict[int, Int64]:
+            return {e: self.shown(camera, e, self.table.interval(camera, e), table) for e in files.rows(number).tolist()}
+
+        return video.read_source(recorder, files.paths[number], self.dataset.fps, of_rows)
+
+    def _plan_videos(self, camera: str, sources: dict[tuple[str, int], Source]) -> list[VideoFile]:
+        index = self.table.video[camera].index
+        episodes = [(episode, sources[camera, int(index[episode])]) for episode in self.order.tolist()]
+        return video.plan(episodes, self._sizes[1], lambda n: self.layout.path(VIDEO_PATH, n, camera))
+
+    def _write_video(self, camera: str, file: VideoFile) -> None:
+        if self.folder.finished(file.path) is not None:
+            self.work.advance(file.nbytes)
+            return
+        note: dict[str, Any] = {}
+        with self.folder.writing(file.path, note) as out:
+            out.write(mp4.head(video.track(file, self.table_of)))
+            marks = []
+            for run in file.runs:
+                found: list[bytes] = []
+                for samples in read_samples(self.store, self.table_of(run.source.path), run.start, run.stop):
+                    out.writelines(samples)
+                    found += map(video.mark, samples)
+                    self.work.advance(sum(map(len, samples)))
+                marks.append(np.frombuffer(b"".join(found), np.uint8).reshape(-1, 16))
+            note["video"] = {str(e): self.digest(camera, e, file.runs[n], marks[n]) for e, n in file.episodes.items()}
+
+    def digest(self, camera: str, episode: int, run: video.Run, marks: npt.NDArray[np.uint8]) -> str:
+        """Of an episode's samples in the source."""
+        table = self.table_of(run.source.path)
+        shown = self.shown(camera, episode, self.table.interval(camera, episode), table)
+        return video.digest(table, shown, marks, run.start)
+
+    # ---- metadata
+
+    def _describe(self, data_files: list[DataFile], video_files: dict[str, list[VideoFile]]) -> None:
+        """Completes the layout."""
+        table, layout, count = self.table, self.layout, len(self.table.index)
+        number, first = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for n, file in enumerate(data_files):
+            number[file.episodes] = n
+        first[self.order] = np.cumsum(table.length[self.order]) - table.length[self.order]
+        layout.put("data/", number)
+        layout.columns |= {"dataset_from_index": first, "dataset_to_index": first + table.length}
+        for camera, files in video_files.items():
+            number, clock, shift = np.zeros((3, count), np.int64)
+            for n, of_video in enumerate(files):
+                for episode, run in of_video.episodes.items():
+                    at = of_video.runs[run]
+                    number[episode], clock[episode], shift[episode] = n, at.source.timescale, at.shift
+            layout.put(f"videos/{camera}/", number)
+            layout.moved |= {f"videos/{camera}/{end}_timestamp": (clock, shift) for end in ("from", "to")}
+        layout.info = {
+            "total_episodes": count,
+            "total_frames": int(table.length.sum()),
+            "chunks_size": layout.chunks_size,
+            "data_files_size_in_mb": max(1, round(self._sizes[0] / (1 << 20))),
+            "video_files_size_in_mb": max(1, round(self._sizes[1] / (1 << 20))),
+            "data_path": DATA_PATH,
+        } | ({"video_path": VIDEO_PATH} if self.videos else {})
+
+
+class _Reader:
+    """Reads the episodes of a file to be written, both as they are and as a Loader does, which is recorded.
+
+    Attributes:
+        times: of the rows, per episode.
+    """
+
+    def __init__(self, job: Job, sources: list[rows.Parquet], file: DataFile, window: Window, recorder: Recorder) -> None:
+        self._job, self._sources, self._window = job, sources, window
+        self._loader = RowReader(job.dataset, recorder)
+        self._seen: set[int] = set()
+        self.times: list[bytes] = []
+        self._first = rows.places(job.table)
+        self._source: tuple[int, SourceRows] | None = None
+        self._until: dict[int, int] = {}
+        for episode in file.episodes:
+            number = int(job.table.data.index[episode])
+            self._until[number] = max(self._until.get(number, 0), int(self._first[episode] + job.table.length[episode]))
+        self._weight = file.nbytes // max(len(file.episodes), 1)
+
+    def __call__(self, episode: int) -> Any:
+        table, number = self._job.table, int(self._job.table.data.index[episode])
+        if self._source is None or self._source[0] != number:
+            self._source = number, SourceRows(self._window, self._sources[number], self._until[number])
+        found = self._source[1].read(int(table.index[episode]), int(self._first[episode]), int(table.length[episode]))
+        self.times.append(found["timestamp"].to_numpy().astype(np.float32).tobytes())
+        if episode not in self._seen:
+            self._seen.update(self._loader.read(episode))
+        self._job.work.advance(self._weight)
+        return found

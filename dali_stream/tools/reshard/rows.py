@@ -1,0 +1,213 @@
+"""Parquet files: which episodes go into which file and row group, and writing them.
+
+Row groups hold whole episodes, about `ROW_GROUP` bytes of them as they are encoded in the source. An episode that is
+larger has row groups of its own. Schema, metadata, columns and compression stay what they are in the source; where
+a file's schema differs from that of the one before, a new file begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dali_stream.errors import DatasetError
+from dali_stream.lerobot.metadata import Episodes, parquet_errors, read_parquet
+from dali_stream.storage import Store
+from dali_stream.tools.output.folder import Written
+from dali_stream.tools.reshard.digest import Rows
+from dali_stream.tools.reshard.stores import Window
+
+ROW_GROUP = 32 << 20
+WINDOW = 16 << 20  # bytes of row groups that are fetched together; a single one may be larger
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Parquet:
+    """What a file's footer says.
+
+    Attributes:
+        first_row: (groups + 1,) first row of each row group, and the rows of the file.
+        start, stop: (groups,) bytes of each row group in the file.
+    """
+
+    path: str
+    schema: pa.Schema
+    codec: str
+    first_row: Int64
+    start: Int64
+    stop: Int64
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """About how many encoded bytes the rows [start, stop) take."""
+        rows = np.diff(self.first_row)
+        taken = np.clip(np.minimum(self.first_row[1:], stop) - np.maximum(self.first_row[:-1], start), 0, None)
+        return int((taken * (self.stop - self.start) / np.maximum(rows, 1)).sum())
+
+    def groups(self, start: int, stop: int) -> list[int]:
+        """The row groups of the rows [start, stop)."""
+        return np.flatnonzero((self.first_row[:-1] < stop) & (start < self.first_row[1:])).tolist()
+
+
+@dataclass
+class Group:
+    """Episodes, as places in the episode table, that are written together, and about how many bytes that is."""
+
+    episodes: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass
+class DataFile:
+    """A file to be written."""
+
+    path: str
+    schema: pa.Schema
+    codec: str
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def episodes(self) -> list[int]:
+        return [episode for group in self.groups for episode in group.episodes]
+
+    @property
+    def nbytes(self) -> int:
+        """About, and 1 for an empty file."""
+        return 1 + sum(group.nbytes for group in self.groups)
+
+
+def read_footer(store: Store, path: str) -> Parquet:
+    """Reads a file's footer. Raises DatasetError where it has none."""
+    with parquet_errors(store, path), store.open(path) as file:
+        parquet = pq.ParquetFile(file)
+        groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+        end = store.size(path)
+        columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
+        start = [min(min(c.data_page_offset, c.dictionary_page_offset or c.data_page_offset) for c in of) for of in columns]
+        size = [sum(c.total_compressed_size for c in of) for of in columns]
+        rows = np.array([0, *(group.num_rows for group in groups)], np.int64)
+        codec = columns[0][0].compression.lower() if columns and columns[0] else "snappy"
+        begin = np.clip(np.array(start, np.int64), 0, end)
+        stop = np.clip(begin + np.array(size, np.int64), begin, end)
+        return Parquet(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, np.cumsum(rows), begin, stop)
+
+
+def places(table: Episodes) -> Int64:
+    """Per episode, its first row in its file, if that holds its episodes in their order and no other rows."""
+    lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
+    np.minimum.at(lowest, table.data.index, table.first_row)
+    return table.first_row - lowest[table.data.index]
+
+
+def plan(table: Episodes, sources: list[Parquet], order: Int64, file_size: int, name: Callable[[int], str]) -> list[DataFile]:
+    """Deals the episodes, in this order, into files and row groups.
+
+    Args:
+        table: the source's episodes.
+        sources: its data files, as `table.data.paths` names them.
+        order: places of the episodes in the table.
+        file_size: bytes that a file holds unless it is one episode.
+        name: the path of the n-th file.
+    """
+    files: list[DataFile] = []
+    first = places(table)
+    for episode in order.tolist():
+        source = sources[table.data.index[episode]]
+        size = source.nbytes(int(first[episode]), int(first[episode] + table.length[episode]))
+        if not files or files[-1].nbytes + size > file_size or not files[-1].schema.equals(source.schema, check_metadata=True):
+            files.append(DataFile(name(len(files)), source.schema, source.codec))
+        groups = files[-1].groups
+        if not groups or groups[-1].nbytes + size > ROW_GROUP:
+            groups.append(Group())
+        groups[-1].episodes.append(episode)
+        groups[-1].nbytes += size
+    return files
+
+
+class SourceRows:
+    """Rows of one source file by episode, with all columns. For one thread.
+
+    Args:
+        window: where the file is.
+        file: its footer.
+        until: the row before which all that is wanted lies, if the file is in order.
+    """
+
+    def __init__(self, window: Window, file: Parquet, until: int) -> None:
+        self._window, self._file, self._until = window, file, until
+        self._group: tuple[int, pa.Table] | None = None
+        self._index: Int64 | None = None
+
+    def read(self, index: int, first: int, length: int) -> pa.Table:
+        """The rows of the episode of that index, which should begin at row `first`."""
+        path = self._file.path
+        with parquet_errors(self._window, path), self._window.open(path) as file:
+            parquet = pq.ParquetFile(file, pre_buffer=True)
+            table = self._rows(parquet, first, first + length) if first + length <= self._file.first_row[-1] else None
+            if table is None or (table["episode_index"].to_numpy() != index).any():
+                first = self._search(parquet, index, length)
+                table = self._rows(parquet, first, first + length)
+        return table
+
+    def _rows(self, parquet: pq.ParquetFile, start: int, stop: int) -> pa.Table:
+        parts = []
+        for group in self._file.groups(start, stop):
+            begin = int(self._file.first_row[group])
+            rows = self._read_group(parquet, group)
+            parts.append(rows.slice(max(start - begin, 0), stop - max(start, begin)))
+        return pa.concat_tables(parts)
+
+    def _read_group(self, parquet: pq.ParquetFile, group: int) -> pa.Table:
+        if self._group is None or self._group[0] != group:
+            self._group = None
+            last = group
+            while last + 1 < len(self._file.start) and self._joins(group, last + 1):
+                last += 1
+            self._window.load(self._file.path, int(self._file.start[group]), int(self._file.stop[last]))
+            self._group = group, parquet.read_row_group(group, use_threads=False)
+        return self._group[1]
+
+    def _joins(self, first: int, group: int) -> bool:
+        """Whether a row group is worth fetching with those from `first` on."""
+        file = self._file
+        return bool(
+            file.first_row[group] < self._until
+            and file.start[group] == file.stop[group - 1]
+            and file.stop[group] - file.start[first] <= WINDOW
+        )
+
+    def _search(self, parquet: pq.ParquetFile, index: int, length: int) -> int:
+        """The first row of an episode, in a file of any order."""
+        if self._index is None:
+            self._index = parquet.read(columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
+        rows = np.flatnonzero(self._index == index)
+        if len(rows) != length or rows[-1] - rows[0] != length - 1:
+            raise DatasetError(
+                f"{self._window.where(self._file.path)}: episode {index}: the metadata promises {length} rows end to end, and "
+                f"the file holds {len(rows)}; copy the dataset again"
+            )
+        return int(rows[0])
+
+
+def write(out: Written, file: DataFile, read: Callable[[int], pa.Table]) -> dict[int, str]:
+    """Writes a file; `read` gives the rows of the episode at a place of the table. Returns a digest of each."""
+    digests: dict[int, str] = {}
+    layout = {"write_page_index": True, "write_page_checksum": True}
+    with pq.ParquetWriter(out, file.schema, compression=file.codec, **layout) as writer:
+        for group in file.groups:
+            tables = [read(episode) for episode in group.episodes]
+            digests |= {e: Rows().add(table).hexdigest() for e, table in zip(group.episodes, tables, strict=True)}
+            rows = sum(map(len, tables))
+            writer.write_table(pa.concat_tables(tables), row_group_size=-(-rows // max(1, group.nbytes // ROW_GROUP)))
+    return digests
+
+
+def timestamps(store: Store, path: str) -> npt.NDArray[np.float32]:
+    """The times of all rows of a file."""
+    column = read_parquet(store, path, ["timestamp"])["timestamp"]
+    return column.to_numpy().astype(np.float32)

@@ -1,0 +1,127 @@
+"""Reading back what was written, with the code that a Loader reads with, and holding it against what was read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError
+from dali_stream.lerobot import metadata
+from dali_stream.lerobot.metadata import Episodes
+from dali_stream.lerobot.rows import RowReader
+from dali_stream.mp4.index import read_table
+from dali_stream.tools.output.copy import check_same, episode_files, small_files
+from dali_stream.tools.output.folder import AGAIN
+from dali_stream.tools.output.samples import read_samples
+from dali_stream.tools.reshard import rows, video
+from dali_stream.tools.reshard.digest import Rows
+from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, renewed
+from dali_stream.tools.reshard.report import Side, side
+from dali_stream.tools.reshard.rows import DataFile, SourceRows
+from dali_stream.tools.reshard.stores import Recorder, Window
+from dali_stream.tools.reshard.video import VideoFile
+
+if TYPE_CHECKING:
+    from dali_stream.tools.reshard.job import Job
+
+
+def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[VideoFile]]) -> Side:
+    """Raises DaliStreamError where anything differs; else says what reading the new dataset takes."""
+    out = Dataset(job.folder.stage, data_files_root=job.folder.root)
+    try:
+        check = _Check(job, out)
+        check.meta()
+        todo: list[Callable[[], None]] = [functools.partial(check.rows, file) for file in data_files]
+        every = [(camera, file) for camera in job.videos for file in video_files[camera]]
+        todo += [functools.partial(check.video, camera, file) for camera, file in every]
+        total = sum(file.nbytes for file in data_files) + sum(file.nbytes for _, file in every)
+        job.work.each("verifying", todo, _call, total)
+        paths = [*(file.path for file in data_files), *(file.path for _, file in every)]
+        nbytes = sum(map(out.data_store.size, paths)) + sum(map(out.store.size, out.store.files("meta")))
+        files = len(data_files), len(every)
+        return side(str(job.folder.root), files, nbytes, check.indices.reads, check.row_reads.reads)
+    finally:
+        out.close()
+
+
+_REST = "a part of it that belongs to no episode has changed since it was written"  # its head or footer, shared pictures
+
+
+def _call(check: Callable[[], None]) -> None:
+    check()
+
+
+class _Check:
+    def __init__(self, job: Job, out: Dataset) -> None:
+        self._job, self._out = job, out
+        info = metadata.Info(out.fps, out.features, DATA_PATH, VIDEO_PATH, None, None)
+        self._table: Episodes = metadata.read_episodes(out.store, info, job.videos)
+        self.indices, self.row_reads = Recorder(out.data_store), Recorder(out.data_store)
+        self._reader = RowReader(out, self.row_reads)
+
+    def meta(self) -> None:
+        """Counts, tasks, statistics, and of the episode table all that is not about places."""
+        job, out, source = self._job, self._out, self._job.dataset
+        for what, same in (
+            ("the episodes", np.array_equal(self._table.index, job.table.index)),
+            ("the lengths", np.array_equal(self._table.length, job.table.length)),
+            ("the features", out.features == source.features and out.fps == source.fps),
+            ("the tasks", out.tasks == source.tasks and out.subtasks == source.subtasks),
+        ):
+            if not same:
+                raise DaliStreamError(f"{out.store.address}: {what} differ from the source's; {AGAIN}")
+        check_same(source.store, out.store, small_files(source.store))
+        if self._episode_table(source) != self._episode_table(out):
+            raise DaliStreamError(f"{out.store.where('meta/episodes')}: a column differs from the source's; {AGAIN}")
+
+    def _episode_table(self, dataset: Dataset) -> str:
+        """A digest of what stays, and of what is new as it should be."""
+        digest, layout = Rows(), self._job.layout
+        for name in episode_files(dataset.store):
+            found = metadata.read_parquet(dataset.store, name)
+            digest.add(renewed(found, self._table, layout) if dataset is not self._out else found)
+        return digest.hexdigest()
+
+    def rows(self, file: DataFile) -> None:
+        """Every row of a data file."""
+        job, out, at, seen = self._job, self._out, 0, set[int]()
+        note = job.folder.finished(file.path)
+        with job.folder.blaming(file.path, "it cannot be read: "):
+            footer = rows.read_footer(out.data_store, file.path)
+        found = SourceRows(Window(out.data_store), footer, int(footer.first_row[-1]))
+        if not footer.schema.equals(file.schema, check_metadata=True):
+            job.folder.refuse(file.path, "its schema differs from the source's")
+        for episode in file.episodes:
+            index, length = int(self._table.index[episode]), int(self._table.length[episode])
+            with job.folder.blaming(file.path, f"episode {index}: its rows cannot be read: "):
+                if episode not in seen:
+                    seen.update(self._reader.read(episode))
+                digest = Rows().add(found.read(index, at, length)).hexdigest()
+            if digest != note["rows"][str(episode)]:
+                job.folder.refuse(file.path, f"episode {index}: its rows differ from the source's")
+            at += length
+            job.work.advance(file.nbytes // len(file.episodes))
+        job.folder.check(file.path, _REST)
+
+    def video(self, camera: str, file: VideoFile) -> None:
+        """Every sample of a video file."""
+        job, out, marks = self._job, self._out, list[bytes]()
+        note, files = job.folder.finished(file.path), self._table.video[camera]
+        with job.folder.blaming(file.path, f"{camera}: its index cannot be read: "):
+            table = read_table(self.indices, file.path)
+        for samples in read_samples(out.data_store, table, 0, len(table)):
+            marks += map(video.mark, samples)
+            job.work.advance(sum(map(len, samples)))
+        whole = np.frombuffer(b"".join(marks), np.uint8).reshape(-1, 16)
+        for episode in file.episodes:
+            what = f"{camera}, episode {self._table.index[episode]}: "
+            with job.folder.blaming(file.path, what):
+                shown = job.shown(camera, episode, self._table.interval(camera, episode), table)
+            there = files.paths[files.index[episode]] == file.path
+            if not there or video.digest(table, shown, whole) != note["video"][str(episode)]:
+                job.folder.refuse(file.path, f"{what}its encoded pictures or their times differ from the source's")
+        job.folder.check(file.path, _REST)

@@ -1,0 +1,240 @@
+"""MP4 files: which samples go into which file and when they are shown there, and copying them.
+
+Nothing is encoded anew. What is copied of a source file is cut at sync samples, so each file begins with one and its
+pictures follow each other without holes. A source file with open GOPs is copied whole, since what may be left out of it
+without changing what is decoded depends on the decoder. Files of one output share clock, track matrix, display size
+and codec; their sample descriptions may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.mp4.clip import span
+from dali_stream.mp4.index import Int64, SampleTable, read_table
+from dali_stream.storage import Store
+from dali_stream.tools.output.checks import refuse_sound
+from dali_stream.tools.reshard.mp4 import Track
+
+_MOST_CONFIGS = 127  # sample descriptions of a file that are read
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What planning needs of a source file. Between `cuts`, samples at which something is cut, it has per piece:
+
+    Attributes:
+        cuts: (pieces + 1,) rising samples.
+        nbytes, low, high: (pieces,) bytes, and the first and the last time of a picture.
+        picture: ticks from one picture to the next.
+        kind: what the files of one output have in common.
+        spans: per place of an episode in the episode table, its samples, from one cut to another.
+    """
+
+    path: str
+    timescale: int
+    configs: tuple[bytes, ...]
+    kind: tuple[Any, ...]
+    picture: int
+    cuts: Int64
+    nbytes: Int64
+    low: Int64
+    high: Int64
+    spans: dict[int, tuple[int, int]]
+
+    def size(self, start: int, stop: int) -> int:
+        """Bytes of the samples from one cut to another."""
+        return int(self.nbytes[self._pieces(start, stop)].sum())
+
+    def times(self, start: int, stop: int) -> tuple[int, int]:
+        """(first, last) time of a picture from one cut to another."""
+        pieces = self._pieces(start, stop)
+        return int(self.low[pieces].min()), int(self.high[pieces].max())
+
+    def _pieces(self, start: int, stop: int) -> slice:
+        first, last = np.searchsorted(self.cuts, [start, stop]).tolist()
+        return slice(first, last)
+
+
+@dataclass
+class Run:
+    """Samples [start, stop) of a source file. `shift` is added to their times."""
+
+    source: Source
+    start: int
+    stop: int
+    shift: int = 0
+
+
+@dataclass
+class VideoFile:
+    """A file to be written. `episodes` has per place of an episode in the table the run that it lies in."""
+
+    path: str
+    runs: list[Run] = field(default_factory=list)
+    episodes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.source.size(run.start, run.stop) for run in self.runs)
+
+    @property
+    def configs(self) -> tuple[bytes, ...]:
+        return tuple(dict.fromkeys(config for run in self.runs for config in run.source.configs))
+
+    def missing(self, source: Source, start: int, stop: int) -> int:
+        """Bytes of samples that are not in it yet."""
+        for run in self.runs:
+            if run.source is source and run.start <= start and stop <= run.stop:
+                return 0
+        last = self.runs[-1]
+        return source.size(last.stop if self._goes_on(last, source, start) else start, stop)
+
+    def add(self, episode: int, source: Source, start: int, stop: int) -> None:
+        """Takes in an episode that needs these samples."""
+        for number, run in enumerate(self.runs):
+            if run.source is source and run.start <= start and stop <= run.stop:
+                self.episodes[episode] = number
+                return
+        if self.runs and self._goes_on(self.runs[-1], source, start):
+            self.runs[-1].stop = stop
+        else:
+            self.runs.append(Run(source, start, stop))
+        self.episodes[episode] = len(self.runs) - 1
+
+    def _goes_on(self, run: Run, source: Source, start: int) -> bool:
+        return run.source is source and run.start <= start <= run.stop
+
+    def place(self) -> None:
+        """Puts the runs one after the other in time."""
+        at = 0
+        for run in self.runs:
+            low, high = run.source.times(run.start, run.stop)
+            run.shift = at - low
+            at += high - low + run.source.picture
+
+
+def read_source(store: Store, path: str, fps: float, shown: Callable[[SampleTable], dict[int, Int64]]) -> Source:
+    """Reads the index of a source file.
+
+    Args:
+        store: where it is.
+        path: the file.
+        fps: pictures per second of the dataset.
+        shown: gives, per place of an episode of it, the samples that show its rows.
+
+    Raises:
+        DecodeError: it cannot be read, or there is sound in it.
+    """
+    table = read_table(store, path)
+    refuse_sound(store, path)
+    spans = {episode: _span(table, samples) for episode, samples in shown(table).items()}
+    cuts = np.unique(np.array([end for ends in spans.values() for end in ends], np.int64))
+    times = np.diff(table.pts[table.shown])
+    picture = int(np.median(times)) if len(times) else max(1, round(table.timescale / fps))
+    kinds = frozenset(config[4:8] for config in table.configs)
+    kind: tuple[Any, ...] = (table.timescale, table.track_header, kinds)
+    if table.open_gops:
+        leads = (table.pts[: table.sync[1] if len(table.sync) > 1 else None] < table.pts[0]).any()
+        kind += (table.configs, path if leads else "")
+    return Source(
+        path, table.timescale, table.configs, kind, picture, cuts,
+        nbytes=_between(cuts, np.add, table.size),
+        low=_between(cuts, np.minimum, table.pts),
+        high=_between(cuts, np.maximum, table.pts),
+        spans=spans,
+    )  # fmt: skip
+
+
+def _between(cuts: Int64, of: np.ufunc, values: Int64) -> Int64:
+    """The sum, or whatever `of` makes, of the values between neighbouring cuts."""
+    return of.reduceat(values, cuts[cuts < len(values)])[: len(cuts) - 1]
+
+
+def plan(episodes: list[tuple[int, Source]], file_size: int, name: Callable[[int], str]) -> list[VideoFile]:
+    """Deals the episodes of a camera, in this order, into files. `name` gives the path of the n-th."""
+    files: list[VideoFile] = []
+    for episode, source in episodes:
+        start, stop = source.spans[episode]
+        if not files or not _fits(files[-1], source, start, stop, file_size):
+            files.append(VideoFile(name(len(files))))
+        files[-1].add(episode, source, start, stop)
+    for file in files:
+        file.place()
+    return files
+
+
+def _fits(file: VideoFile, source: Source, start: int, stop: int, file_size: int) -> bool:
+    missing = file.missing(source, start, stop)
+    same = file.runs[0].source.kind == source.kind and len({*file.configs, *source.configs}) <= _MOST_CONFIGS
+    return same and (not missing or file.nbytes + missing <= file_size)
+
+
+def _first_needed(table: SampleTable, shown: Int64) -> int:
+    """The sample that decoding of these has to start at."""
+    earliest = shown[table.head[shown] == table.head[shown].min()]
+    return min(span(table, sample)[0] for sample in earliest.tolist())
+
+
+def _span(table: SampleTable, shown: Int64) -> tuple[int, int]:
+    if table.open_gops:
+        return 0, len(table)
+    after = np.searchsorted(table.sync, shown.max(), side="right")
+    return _first_needed(table, shown), int(table.sync[after]) if after < len(table.sync) else len(table)
+
+
+def track(file: VideoFile, tables: Callable[[str], SampleTable]) -> Track:
+    """The track of a file to be written, out of the tables of its sources."""
+    parts, configs = [(run, tables(run.source.path)) for run in file.runs], list(file.configs)
+    numbers = [np.array([configs.index(config) for config in table.configs]) for _, table in parts]
+    return Track(
+        timescale=file.runs[0].source.timescale,
+        header=parts[0][1].track_header,
+        configs=tuple(configs),
+        size=np.concatenate([table.size[run.start : run.stop] for run, table in parts]),
+        pts=np.concatenate([table.pts[run.start : run.stop] + run.shift for run, table in parts]),
+        sync=np.concatenate([_is_sync(table, run.start, run.stop) for run, table in parts]),
+        config=np.concatenate(
+            [number[table.config[run.start : run.stop]] for number, (run, table) in zip(numbers, parts, strict=True)]
+        ),
+        last=file.runs[-1].source.picture,
+    )
+
+
+def _is_sync(table: SampleTable, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    found = np.zeros(stop - start, np.bool_)
+    first, last = np.searchsorted(table.sync, [start, stop])
+    found[table.sync[first:last] - start] = True
+    return found
+
+
+def mark(sample: memoryview) -> bytes:
+    """A digest of an encoded picture."""
+    return hashlib.blake2b(sample, digest_size=16).digest()
+
+
+def digest(table: SampleTable, shown: Int64, marks: npt.NDArray[np.uint8], start: int = 0) -> str:
+    """A digest of what an episode's pictures are decoded from: samples, times, sync flags, descriptions.
+
+    Args:
+        table: of the file it lies in.
+        shown: the samples that show its rows.
+        marks: (n, 16) of samples from `start` on, see `mark`.
+        start: the sample of the first of them.
+    """
+    first, last = _first_needed(table, shown), int(shown.max()) + 1
+    configs = [hashlib.blake2b(config, digest_size=16).digest() for config in table.configs]
+    found = hashlib.blake2b(table.track_header + table.timescale.to_bytes(4, "big"), digest_size=16)
+    for values in (shown - first, table.pts[first:last] - table.pts[shown[0]], table.size[first:last]):
+        found.update(values.astype("<i8").tobytes())
+    found.update(_is_sync(table, first, last).tobytes())
+    for config in table.config[first:last].tolist():
+        found.update(configs[config])
+    found.update(marks[first - start : last - start].tobytes())
+    return found.hexdigest()

@@ -1,0 +1,306 @@
+"""The whole self-test: what is tried on this machine, and whether it passed."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dali_stream import process
+from dali_stream.decode.capability import DriverError, capability, gpus
+from dali_stream.decode.dali import COLOUR_TOLERANCE
+from dali_stream.decode.route import DALI_ON_CPU
+from dali_stream.demo.encode import CODECS
+from dali_stream.tools import environment
+from dali_stream.tools.selftest import step
+
+IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, the most important one first; so are GOPs
+GOPS = (2, 12, 30, 1)
+SIZE, FAST = (240, 320), (480, 640)  # of most videos, and of those for speed
+SIZES = ((368, 640), SIZE, FAST)  # on the same decoders
+# Each is coded as large as the one before it, in blocks of 16 and of 8: what a decoder of that one makes of it.
+PADDED = ((368, 640), (360, 640), (248, 328), (242, 326))
+RESIZED = 224, 224
+SHORT = 2  # the GOP of videos of many sizes: LeRobot's own
+LIMIT_S = 460.0
+_GROWTH = 1.1, 64 << 20  # of memory while soaking: a tenth, and what allocators keep
+_STEP_S = 90.0  # the limit of a step that takes seconds
+_START_S = 15.0  # what a step needs at most before it measures
+_SHARES = {"identity": 0.4, "lockstep": 0.45, "soak": 0.5, "speed": 1.0}  # of the time that is left; the last gets all of it
+Progress = Callable[[str, int, int], None]
+Report = dict[str, Any]
+
+
+def selftest(
+    device: str = "auto",
+    *,
+    gops: Sequence[int] = GOPS,
+    soak_s: float = 30.0,
+    speed_s: float = 1.0,
+    limit_s: float = LIMIT_S,
+    progress: Progress | None = None,
+    keep: Callable[[Report], None] | None = None,
+) -> Report:
+    """Tries DALI's video decoder on this machine, what matters most first.
+
+    Args:
+        device: "auto", the GPU if there is one; "cuda:1"; "cpu": the test itself, on the codecs that DALI decodes there.
+        gops: distances of key frames, the most important one first.
+        soak_s: seconds of streaming; a third of it for each comparison of loaders in lockstep.
+        speed_s: seconds per measurement of speed.
+        limit_s: seconds for everything. What they do not suffice for is left out, and named.
+        progress: called as (what, done, total).
+        keep: gets the report after each stage, with the status "unfinished" until it is whole.
+
+    Returns:
+        What JSON can hold. `status` is "passed", "failed", "unfinished" where nothing failed and time was short, or, without a
+        GPU, "not run"; `problems` say what failed, `left_out` what there was no time for. `codecs` {codec: why it is not tried,
+        or empty}; `engines` of NVDEC per codec; `identity`, a row per codec, GOP and shape of request: where `refused` says why
+        the loader would not give NVDEC such a video, the row is for information and fails nothing; `lockstep`, `soak`, `speed`:
+        see the modules.
+
+    Raises:
+        ValueError: a GPU is asked for that is not there.
+    """
+    gpu, started = process.gpu(device), time.perf_counter()
+    if gpu is None and device != "cpu":
+        return _without_gpu()
+    named = "cpu" if gpu is None else f"cuda:{gpu}"
+    with tempfile.TemporaryDirectory(prefix="dali_stream-selftest-") as folder:
+        run = _Run(Path(folder), gpu, named, tuple(gops), progress)
+        report: Report = {
+            "status": "unfinished",
+            "problems": [],
+            "left_out": run.left_out,
+            "device": named,
+            "gpu": None if gpu is None else dataclasses.asdict(gpus()[gpu]),
+            "codecs": run.codecs,
+            "engines": {} if gpu is None else {codec: capability(gpu, codec, "420", 8).engines for codec in run.codecs},
+            "tolerance": COLOUR_TOLERANCE,
+            **environment.ran_on(named),
+        }
+        stages: dict[str, Callable[[], Any]] = {
+            "identity": run.identity,
+            "lockstep": lambda: run.lockstep(soak_s / 3),
+            "soak": lambda: run.soak(soak_s),
+            "speed": lambda: run.speed(speed_s),
+        }
+        for name, stage in stages.items():
+            now = time.perf_counter()
+            run.until = now + _SHARES[name] * (started + limit_s - now)
+            report |= {name: stage(), "seconds": time.perf_counter() - started}
+            report["problems"] = run.problems(report)
+            if name == list(stages)[-1]:
+                report["status"] = "failed" if report["problems"] else "unfinished" if run.left_out else "passed"
+            if keep is not None:
+                keep(report)
+    return report
+
+
+def _without_gpu() -> Report:
+    reason = "no GPU that torch can use was found, so NVDEC was not tried; `dali-stream doctor` says what is missing"
+    try:
+        there = gpus()
+    except DriverError:
+        there = ()
+    if there:  # a GPU that cannot be used is no machine without one
+        return {"status": "failed", "problems": [f"the driver has {there[0].name}, and {reason}"], "reason": reason}
+    return {"status": "not run", "problems": [], "reason": reason}
+
+
+class _Run:
+    """The stages, and the folders of videos that they share.
+
+    Attributes: `codecs` {codec: why it is not tried, or empty}; `left_out`, steps that there was no time for; `until`, the
+    `perf_counter` at which the present stage is over.
+    """
+
+    def __init__(self, root: Path, gpu: int | None, device: str, gops: tuple[int, ...], progress: Progress | None) -> None:
+        self._root, self._gpu, self._device, self._progress = root, gpu, device, progress
+        self.codecs = {codec: _why_not(gpu, codec) for codec in sorted(CODECS, key=IMPORTANT.index)}
+        self._gops, self.until, self.left_out = gops, 0.0, list[str]()
+        self._written: set[str] = set()
+        self._unwritten: dict[str, str] = {}
+        self._exits: list[str] = []  # of steps whose processes crashed after they had an answer
+        self._longest: dict[str, int] = {}  # the longest GOP of each codec that the loader gives to DALI
+
+    def identity(self) -> list[Report]:
+        """A row per codec, GOP (or set of sizes) and shape of request; the same of all codecs, then the next."""
+        rounds = {f"GOP {gop}": [(gop, SIZE)] for gop in self._gops}
+        rounds |= {name: [(SHORT, size) for size in sizes] for name, sizes in (("sizes", SIZES), ("padded sizes", PADDED))}
+        rows = []
+        for name, videos in rounds.items():
+            codecs = [codec for codec in self._tried() if videos[0][0] >= CODECS[codec].min_gop]
+            self._write([(codec, *video) for codec in codecs for video in videos])
+            jobs = {
+                f"{codec}, {name}": {"folders": folders, "gpu": self._gpu}
+                for codec in codecs
+                if self._written.issuperset(folders := [self._folder(codec, *video) for video in videos])
+            }
+            for label, result in self._each("identity", jobs).items():
+                codec, refused = label.partition(",")[0], result.get("refused", "")
+                failed = {"": {"pictures": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed")}}
+                shapes = result.get("shapes", failed)
+                rows += [{"codec": codec, "videos": name, "shape": s, "refused": refused, **row} for s, row in shapes.items()]
+                if len(videos) == 1 and not refused:
+                    self._longest[codec] = max(self._longest.get(codec, 0), videos[0][0])
+        return rows
+
+    def lockstep(self, seconds: float) -> list[Report]:
+        """The Loader on DALI beside the Loader on torchcodec, at the recorded size of each codec and then resized."""
+        jobs = {
+            f"{codec}, {'recorded size' if size is None else 'resized'}": {
+                "folder": self._folder(codec, gop, SIZE), "device": self._device, "seconds": seconds, "image_size": size,
+            }
+            for size in (None, RESIZED)
+            for codec, gop in self._longest.items()
+        }  # fmt: skip
+        return [{"loader": label, **row} for label, row in self._each("lockstep", jobs, seconds).items()]
+
+    def soak(self, seconds: float) -> Report:
+        """The Loader for a while; empty if there was no time.
+
+        On a GPU the second camera is AV1, on the route that "auto" gives it there.
+        """
+        if not self._longest:
+            return {} if self.left_out else {"failed": "there is no codec that the loader gives to DALI here"}
+        codec, gop = next(iter(self._longest.items()))
+        folder, decode = self._folder(codec, gop, SIZE), "dali"
+        av1 = ("av1", SHORT, SIZE)
+        if self._gpu is not None:
+            self._write([av1])
+        if self._gpu is not None and self._folder(*av1) in self._written:
+            mixed, decode = str(self._root / "mixed"), "auto"
+            self._each("mix", {"two datasets": {"folder": mixed, "top": folder, "side": self._folder(*av1)}})
+            folder = mixed
+        seconds = max(0.0, min(seconds, self.until - time.perf_counter() - _START_S))
+        job = {"folder": folder, "device": self._device, "decode": decode, "seconds": seconds}
+        return self._each("soak", {"the Loader": job}, 2 * seconds).get("the Loader", {})
+
+    def speed(self, seconds: float) -> list[Report]:
+        """Per codec and size a row per setting, and one of torchcodec."""
+        cores = process.cores()
+        settings = [(1, cores, 1), (4, cores, 1), (16, cores, 1), (1, cores, 2), (16, cores, 2), (1, max(cores // 2, 1), 1)]
+        rows = []
+        for size, tried in ((FAST, settings), (PADDED[1], settings[:1])):
+            for codec in self._tried():
+                video = codec, SHORT, size
+                self._write([video])
+                if self._folder(*video) not in self._written:
+                    continue
+                folder, label = self._folder(*video), f"{codec}, {size[0]}×{size[1]}"
+                head = {"codec": codec, "size": list(size)}
+                job = {"folder": folder, "gpu": self._gpu, "settings": tried, "seconds": seconds}
+                for dali in self._each("speed", {label: job}, 4 * seconds * len(tried)).values():
+                    rows += [{**head, "decoder": "dali", **row} for row in dali.get("rows", [dali])]
+                    rows[-1]["gpu_bytes"] = dali.get("gpu_bytes")
+                job = {"folder": folder, "threads": cores, "seconds": seconds}
+                for cpu in self._each("torchcodec", {label: job}, 4 * seconds).values():
+                    rows.append({**head, "decoder": "torchcodec", "threads": cores, **cpu})
+        return rows
+
+    def problems(self, report: Report) -> list[str]:
+        """What failed so far, a sentence each."""
+        found = [f"{codec}: {reason}" for codec, reason in self._unwritten.items() if self.codecs[codec] == reason]
+        for row in report["identity"]:
+            if wrong := "" if row["refused"] else _wrong(row):
+                found.append(f"{row['codec']}, {row['videos']}, {row['shape']}: {wrong}")
+        for row in report.get("lockstep", []):
+            if wrong := _wrong_epochs(row, cameras=2):
+                found.append(f"{row['loader']}, in lockstep with torchcodec: {wrong}")
+        if report.get("soak") and (wrong := _wrong_epochs(report["soak"], cameras=1) or _growth(report["soak"])):
+            found.append(f"soak: {wrong}")
+        found += [f"speed of {row['codec']}: {row['failed']}" for row in report.get("speed", []) if row.get("failed")]
+        return found + self._exits
+
+    def _tried(self) -> list[str]:
+        return [codec for codec, reason in self.codecs.items() if not reason]
+
+    def _folder(self, codec: str, gop: int, size: tuple[int, int]) -> str:
+        return str(self._root / f"{codec}-{gop}-{size[0]}x{size[1]}")
+
+    def _write(self, wanted: list[tuple[str, int, tuple[int, int]]]) -> None:
+        """Writes these videos, unless they are there. A codec that FFmpeg cannot encode here is left out from then on."""
+        folders = {self._folder(*w): w for w in wanted}
+        jobs = {
+            f"{codec}, GOP {gop}, {size[0]}×{size[1]}": {"folder": folder, "codec": codec, "gop": gop, "size": size}
+            for folder, (codec, gop, size) in folders.items()
+            if folder not in self._written
+        }
+        for label, made in self._each("write", jobs).items():
+            codec = label.partition(",")[0]
+            if made.get("failed"):
+                self._unwritten.setdefault(codec, f"its videos cannot be written: {made['failed']}")
+                self.codecs[codec] = self.codecs[codec] or self._unwritten[codec]
+            else:
+                self._written.add(str(jobs[label]["folder"]))
+
+    def _each(self, name: str, jobs: Mapping[str, dict[str, Any]], seconds: float = 0.0) -> dict[str, Report]:
+        """Runs a step per job: videos and identity some at a time, what measures by itself.
+
+        Args:
+            name: of the step.
+            jobs: arguments of each, by what it is called in `left_out`.
+            seconds: that it measures for.
+
+        Returns:
+            Their results, without those that the stage had no time for.
+        """
+        results = {}
+        limit = _STEP_S + seconds
+
+        def run(job: dict[str, Any]) -> Report | None:
+            left = self.until - time.perf_counter()
+            found = step.run(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
+            return None if found.pop("out_of_time", False) and left < limit else found
+
+        at_a_time = max(1, min(8, process.cores() // 2)) if name in ("write", "identity") else 1
+        with ThreadPoolExecutor(at_a_time) as pool:
+            for number, (label, result) in enumerate(zip(jobs, pool.map(run, jobs.values()), strict=True), 1):
+                if result is None:
+                    self.left_out.append(f"{name} of {label}")
+                else:
+                    self._exits += [f"{name} of {label}: {result.pop('exit')}"] if "exit" in result else []
+                    results[label] = result
+                if self._progress is not None:
+                    self._progress(name, number, len(jobs))
+        return results
+
+
+def _why_not(gpu: int | None, codec: str) -> str:
+    if gpu is not None:
+        return capability(gpu, codec, "420", 8).refusal(*SIZE)
+    return "" if codec in DALI_ON_CPU else f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU"
+
+
+def _wrong(row: Report) -> str:
+    if row["failed"]:
+        return str(row["failed"])
+    if row["wrong"]:
+        return f"{row['wrong']} of {row['pictures']} pictures are of another frame"
+    if row["mean_error"] is None or row["mean_error"] > COLOUR_TOLERANCE:
+        return f"the pictures differ from FFmpeg's by {row['mean_error']} on average, and {COLOUR_TOLERANCE} is tolerated"
+    return ""
+
+
+def _wrong_epochs(row: Report, cameras: int) -> str:
+    """What is wrong with epochs whose first `cameras` have to be on the DALI route."""
+    if row.get("failed"):
+        return str(row["failed"])
+    if row["wrong"]:
+        return f"{row['wrong']} of {row['pictures']} pictures are of another frame"
+    if row["route_changes"] or set(list(row["routes"].values())[:cameras]) != {"dali"}:
+        return f"a camera is not on the DALI route: {row['routes']}"
+    return ""
+
+
+def _growth(row: Report) -> str:
+    for kind in ("memory", "gpu_memory"):
+        used = row[kind]
+        if used and used["first"] and used["last"] > used["first"] * _GROWTH[0] + _GROWTH[1]:
+            return f"{kind} grew from {used['first']} to {used['last']} bytes in {row['epochs']} epochs"
+    return ""

@@ -1,0 +1,80 @@
+"""Videos whose pictures say which frame they are, and requests for pictures of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream import Dataset
+from dali_stream.demo import write_demo
+from dali_stream.mp4.clip import Clip, pack
+from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.storage import LocalStore
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Video:
+    """One MP4 of a demo dataset. `identity` is (n, 3), (episode, frame, camera) of its pictures in the order of showing."""
+
+    store: LocalStore
+    table: SampleTable
+    format: VideoFormat
+    identity: Int64
+
+    def clip(self, shown: Sequence[int]) -> Clip:
+        """A packed clip with some of its pictures, counted in the order of showing."""
+        return pack(self.store, [self.table] * len(shown), self.table.shown[list(shown)].tolist())
+
+
+def write(folder: str, codec: str, gop: int, size: tuple[int, int]) -> None:
+    """Writes two episodes, seen by two cameras, into a folder that is not there yet."""
+    write_demo(folder, episodes=2, codec=codec, gop=gop, size=size)
+
+
+def read(folder: str) -> list[Video]:
+    """The videos of a folder."""
+    dataset, store = Dataset(folder), LocalStore(folder)
+    found = []
+    for number, camera in enumerate(dataset.videos):
+        files = dataset.table.video[camera]
+        for i, path in enumerate(files.paths):
+            table = read_table(store, path)
+            identity = [
+                (episode, frame, number)
+                for episode in np.flatnonzero(files.index == i).tolist()
+                for frame in range(int(dataset.lengths[episode]))
+            ]
+            found.append(Video(store, table, describe(table.configs[0]), np.array(identity)))
+    return found
+
+
+SHAPES = ("one frame", "window of 4", "8 frames a second apart", "16 anywhere")
+_SECOND = 20  # frames of a demo dataset
+
+
+def request(shape: str, pictures: int, rng: np.random.Generator) -> list[int]:
+    """A request of a shape for some of so many pictures, rising and each once."""
+    first = int(rng.integers(pictures))
+    if shape == "one frame":
+        return [first]
+    if shape == "window of 4":
+        return list(range(first, min(first + 4, pictures)))
+    if shape == "8 frames a second apart":
+        return list(range(first % _SECOND, pictures, _SECOND))[:8]
+    return sorted(rng.choice(pictures, min(16, pictures), replace=False).tolist())
+
+
+def mix(folder: str, top: str, side: str) -> None:
+    """Writes a dataset whose second camera is that of another one, of another codec maybe."""
+    shutil.copytree(top, folder)
+    camera = Dataset(top).cameras[1]
+    shutil.rmtree(Path(folder, "videos", camera))
+    shutil.copytree(Path(side, "videos", camera), Path(folder, "videos", camera))

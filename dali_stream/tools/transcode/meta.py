@@ -1,0 +1,46 @@
+"""The files below `meta/` of the dataset that is written: all as they are but for what info.json says of the encoding."""
+
+from __future__ import annotations
+
+import copy as copies
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from dali_stream.dataset import Dataset
+from dali_stream.lerobot import metadata
+from dali_stream.tools.output.copy import copy, copy_small_files, episode_files
+from dali_stream.tools.output.folder import Folder
+from dali_stream.tools.transcode.encoders import Encoder
+
+# What newer versions of LeRobot note of how they have encoded, beside codec, pix_fmt, g, crf and preset.
+_UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
+
+
+def write_meta(folder: Folder, dataset: Dataset, info: dict[str, Any]) -> None:
+    """Writes all of it into the folder's stage."""
+    folder.fresh_meta()
+    copy_small_files(dataset, folder)
+    for name in episode_files(dataset.store):
+        copy(dataset.store, name, folder, f"{folder.stage.name}/{name}")
+    with folder.writing(f"{folder.stage.name}/{metadata.INFO}") as file:
+        file.write(json.dumps(info, indent=4, ensure_ascii=False).encode())
+
+
+def renewed(info: dict[str, Any], cameras: Iterable[str], encoder: Encoder, gop: int) -> dict[str, Any]:
+    """info.json after these cameras have been encoded. Unknown keys stay.
+
+    What says nothing of the encoding gets nothing that does: entries are changed or removed, and but for codec and pixel
+    format none is added.
+    """
+    info = copies.deepcopy(info)
+    new: dict[str, Any] = {"video.g": gop, "video.crf": encoder.quality, "video.preset": encoder.preset or None}
+    for camera in cameras:
+        for place in metadata.ENCODING:
+            said = info["features"][camera].get(place)
+            if isinstance(said, dict):
+                for key in _UNTRUE:
+                    said.pop(key, None)
+                said |= {key: value for key, value in new.items() if key in said}
+                said |= {"video.codec": encoder.codec, "video.pix_fmt": "yuv420p"}
+    return info

@@ -1,0 +1,190 @@
+"""One video file: fetched where it is remote, encoded or copied, and held against its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import Int64, SampleTable, read_table
+from dali_stream.mp4.timing import Interval
+from dali_stream.storage import LocalStore, Store
+from dali_stream.tools.output.checks import refuse_sound, shown
+from dali_stream.tools.output.copy import copy
+from dali_stream.tools.output.folder import Folder
+from dali_stream.tools.transcode.check import Video, check_times, compare, refusal, scan
+from dali_stream.tools.transcode.encoders import Encoder
+from dali_stream.tools.transcode.ffmpeg import Program
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """What is to be written.
+
+    Attributes:
+        path: in the source and in what is written.
+        camera: whose it is.
+        episodes: per episode index, its interval in the file and the timestamps of its rows.
+        depth: whether it is a depth map, whose values must not change.
+    """
+
+    path: str
+    camera: str
+    episodes: Mapping[int, tuple[Interval, npt.NDArray[np.float32]]]
+    depth: bool
+
+
+class Copies(LocalStore):
+    """Local copies of a store's files, which go by the names of those."""
+
+    def __init__(self, folder: str, source: Store) -> None:
+        super().__init__(folder)
+        self._source = source
+
+    def where(self, path: str) -> str:
+        return self._source.where(path)
+
+
+class Share:
+    """A file's share of the progress: `weight` of what `advance` counts, however large its parts turn out to be."""
+
+    def __init__(self, advance: Callable[[int], None], weight: int) -> None:
+        self._advance, self._left = advance, float(weight)
+
+    def __call__(self, by: float) -> None:
+        by = min(by, self._left)
+        before, self._left = int(self._left), self._left - by
+        self._advance(before - int(self._left))
+
+    def pictures(self, count: int) -> Callable[[int], None]:
+        """Counts pictures, of which so many make up what is left."""
+        each = self._left / count
+        return lambda number: self(number * each)
+
+    def finish(self) -> None:
+        """Counts what is left."""
+        self(self._left)
+
+
+class Writer:
+    """Writes files into a folder.
+
+    Args:
+        program: to encode with.
+        encoder: the encoder of it.
+        gop: pictures of a GOP at most.
+        fps: of the dataset.
+        store: where the source is.
+        folder: where to.
+    """
+
+    def __init__(self, program: Program, encoder: Encoder, gop: int, fps: float, store: Store, folder: Folder) -> None:
+        self._program, self._encoder, self._gop, self._fps = program, encoder, gop, fps
+        self._store, self._folder = store, folder
+
+    def write(self, file: VideoFile, share: Share) -> dict[str, Any]:
+        """Writes a file, and returns what the folder's note says of it.
+
+        Raises:
+            DecodeError: the source is broken, or cannot be encoded. The message names file and camera.
+            DaliStreamError: what was written does not show what the source shows.
+        """
+        with _naming(self._store.where(file.path), file.camera), self._fetched(file.path, share) as store:
+            source = Video(store, read_table(store, file.path))
+            episodes = self._shown(source, file)
+            place = Path(store.address) / file.path
+            size, codec = store.size(file.path), describe(source.table.configs[0]).codec
+            note: dict[str, Any] = {"pictures": len(source.table), "bytes_before": size, "codec_before": codec}
+            note |= {"bytes_after": size, "codec_after": codec, "encoder": "", "psnr": {}}
+            if file.depth or not self._refusal(source, place):
+                copy(store, file.path, self._folder, file.path, note, share)
+            else:
+                refuse_sound(store, file.path)
+                self._encode(file, source, episodes, note, share)
+        return note
+
+    def _refusal(self, video: Video, place: Path) -> str:
+        """Why a file, which lies at `place`, is not as asked; empty where it is. All of it is read."""
+        if hidden := scan(video):
+            return f"{hidden} of its encoded pictures are never shown"
+        return refusal(video.table, self._encoder.codec, self._gop) or self._program.look(place).refusal()
+
+    def _shown(self, video: Video, file: VideoFile) -> dict[int, Int64]:
+        """Per episode, the samples that show its rows."""
+        where = self._store.where(file.path)
+        return {
+            episode: shown(f"{where}: {file.camera}, episode {episode}", video.table, *times, self._fps)
+            for episode, times in file.episodes.items()
+        }
+
+    def _encode(self, file: VideoFile, source: Video, episodes: dict[int, Int64], note: dict[str, Any], share: Share) -> None:
+        incoming = self._folder.incoming(file.path)
+        try:
+            place = Path(source.store.address) / file.path
+            count = share.pictures(len(source.table))
+            self._program.encode(place, incoming, self._encoder, source.table.timescale, count)
+            note["psnr"] = self._check(file, source, incoming, episodes)
+            note |= {"bytes_after": incoming.stat().st_size, "codec_after": self._encoder.codec, "encoder": self._encoder.name}
+            self._folder.adopt(file.path, note)
+        except BaseException:
+            incoming.unlink(missing_ok=True)
+            raise
+
+    def _check(
+        self, file: VideoFile, source: Video, incoming: Path, episodes: dict[int, Int64]
+    ) -> dict[str, tuple[float, float]]:
+        """(min, mean) PSNR per episode index, as text, which JSON wants."""
+        store = LocalStore(str(self._folder.stage / "incoming"))
+        try:
+            out = Video(store, read_table(store, file.path))
+            if why := self._refusal(out, incoming):
+                raise DecodeError(f"{self._encoder.name} has not written what it was told to: {why}")
+            check_times(source.table, out.table, self._fps)
+            found = {}
+            for episode, samples in self._shown(out, file).items():
+                what = f"{self._folder.root / file.path}: {file.camera}, episode {episode}"
+                if (_rank(out.table)[samples] != _rank(source.table)[episodes[episode]]).any():
+                    raise DaliStreamError(f"{what}: a time is shown by another picture than in the source")
+                psnr = compare(source, out, episodes[episode], samples, what)
+                found[str(episode)] = min(psnr), sum(psnr) / len(psnr)
+            return found
+        finally:
+            store.close()
+
+    @contextmanager
+    def _fetched(self, path: str, share: Share) -> Iterator[LocalStore]:
+        """A local store that has the file."""
+        if isinstance(self._store, LocalStore):
+            yield self._store
+            return
+        target = f"{self._folder.stage.name}/fetched/{path}"
+        copy(self._store, path, self._folder, target, None, share)
+        store = Copies(str(self._folder.stage / "fetched"), self._store)
+        try:
+            yield store
+        finally:
+            store.close()
+            self._folder.discard(target)
+
+
+def _rank(table: SampleTable) -> Int64:
+    """(n,) the place of each sample in the order of showing."""
+    rank = np.empty(len(table), np.int64)
+    rank[table.shown] = np.arange(len(table))
+    return rank
+
+
+@contextmanager
+def _naming(where: str, camera: str) -> Iterator[None]:
+    """Errors of decoding get the file's name, where they lack it."""
+    try:
+        yield
+    except DecodeError as error:
+        raise DecodeError(str(error) if where in str(error) else f"{where}: {camera}: {error}") from error

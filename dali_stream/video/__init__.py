@@ -1,1 +1,0 @@
-"""Encoded video: sample tables, packed clips, decoders, and what NVDEC can do."""
