@@ -1,9 +1,9 @@
-"""How much damage in an MP4 comes out as a wrong picture without an error.
+"""How much damage in an MP4 comes out as a wrong frame without an error.
 
     python benchmarks/damage.py FILE.mp4 [FILE.mp4 ...] [--trials 60] [--json]
 
-Damages one encoded picture of a file at a time, decodes its GOP the way the loader does, and holds the pictures against those
-of the whole file: an error, pictures that are right all the same, or wrong ones. MP4 has no checksums, so what leaves a
+Damages one encoded frame of a file at a time, decodes its GOP the way the loader does, and holds the frames against those
+of the whole file: an error, frames that are right all the same, or wrong ones. MP4 has no checksums, so what leaves a
 possible bitstream cannot be found for certain; the numbers depend on the codec, the encoder and the content.
 """
 
@@ -22,7 +22,7 @@ from argument_types import count
 import dali_stream
 from dali_stream.decode import torchcodec as decode
 from dali_stream.mp4.format import describe
-from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
 from dali_stream.tools import environment
 
@@ -87,7 +87,7 @@ def main() -> int:
 def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
     """Counts of what became of each kind of damage."""
     store = Damaged(str(file.parent))
-    table = read_table(store, file.name)
+    table = read_index(store, file.name)
     video = describe(table.configs[0])
     damage = {}
     for kind in KINDS:
@@ -108,8 +108,8 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
     return {"codec": video.codec, "longest_gop": table.longest_gop, "samples": len(table), "damage": damage}
 
 
-def _gop(store: LocalStore, table: SampleTable, sample: int, video: Any) -> np.ndarray:
-    """The pictures of a sample's GOP."""
+def _gop(store: LocalStore, table: VideoIndex, sample: int, video: Any) -> np.ndarray:
+    """The frames of a sample's GOP."""
     samples = np.flatnonzero(table.head == table.head[sample]).tolist()
     pictures, _ = decode.decode(store, [table] * len(samples), samples, video)
     return pictures.copy()

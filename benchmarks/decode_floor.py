@@ -45,7 +45,7 @@ from dali_stream import process
 from dali_stream.cache.indices import IndexCache
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import pack
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import find_samples
 from dali_stream.order.windows import offsets, window
 from dali_stream.process import cores
@@ -257,7 +257,7 @@ def measure_dali(dataset: dali_stream.Dataset, arguments: argparse.Namespace) ->
 
 
 def decoded_per_frame(loader: dali_stream.Loader, began: dict[str, Any]) -> float:
-    """Pictures that were decoded per frame that was delivered, since some statistics were taken.
+    """Frames that were decoded per frame that was delivered, since some statistics were taken.
 
     At both times the loader has made all that it makes ahead, which is decoded and not delivered yet.
     """
@@ -290,7 +290,7 @@ def floor_jobs(
 ) -> list[tuple[Path, str, int]]:
     """(clip, FFmpeg filter, frames) per core and camera: what the loader's first batches ask for.
 
-    `shown` has the frame offsets of cameras that show windows. A picture that a batch asks for twice is converted once.
+    `shown` has the frame offsets of cameras that show windows. A frame that a batch asks for twice is converted once.
     """
     jobs = []
     for camera in dataset.videos:
@@ -308,18 +308,18 @@ def floor_jobs(
             clip = pack(dataset.data_store, tables, samples)
             path = folder / f"{len(jobs)}.mp4"
             path.write_bytes(clip.data)
-            wanted = np.zeros(clip.pictures, bool)
+            wanted = np.zeros(clip.coded_frames, bool)
             wanted[clip.frames] = True
             jobs.append((path, f"select='{selection(wanted, 0, len(wanted))}',format=rgb24", int(wanted.sum())))
     return jobs
 
 
-def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tuple[SampleTable, np.ndarray]]:
+def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tuple[VideoIndex, np.ndarray]]:
     """A function from an episode to the index of its file and the packet of each of its frames."""
     indices, reader = IndexCache(dataset), RowReader(dataset, keys=["timestamp"])
 
     @functools.cache
-    def packets(episode: int) -> tuple[SampleTable, np.ndarray]:
+    def packets(episode: int) -> tuple[VideoIndex, np.ndarray]:
         table = indices.of(camera, episode, dataset.data_store)
         interval = dataset.table.interval(camera, dataset.rows[episode])
         return table, find_samples(table, interval, reader.read(episode)[episode]["timestamp"], dataset.fps)
@@ -328,7 +328,7 @@ def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tup
 
 
 def selection(wanted: np.ndarray, start: int, stop: int) -> str:
-    """An expression in n, the number of the picture, that is 1 for the wanted ones: a tree, so that it is cheap to evaluate."""
+    """An expression in n, the number of the frame, that is 1 for the wanted ones: a tree, so that it is cheap to evaluate."""
     if wanted[start:stop].all():
         return "1"
     if not wanted[start:stop].any():
@@ -338,7 +338,7 @@ def selection(wanted: np.ndarray, start: int, stop: int) -> str:
 
 
 def run_ffmpeg(jobs: list[tuple[Path, str, int]], threads: int, head_only: bool = False) -> None:
-    """Decodes the clips, `threads` processes at a time; with `head_only` the first picture of each."""
+    """Decodes the clips, `threads` processes at a time; with `head_only` the first frame of each."""
 
     def run(job: tuple[Path, str, int]) -> None:
         path, filters, frames = job

@@ -1,6 +1,6 @@
 """The decode floor of the DALI route: NVDEC's engines, each at the speed of one that decodes a file from its beginning on.
 
-    floor [frames/s] = engines × pictures/s of one engine / pictures decoded per frame delivered
+    floor [frames/s] = engines × frames/s of one engine / frames decoded per frame delivered
 
 Not run on a GPU yet. On a CPU, DALI's software decoder (VP9) stands for an engine, and there are as many as threads.
 """
@@ -18,7 +18,7 @@ from dali_stream.decode.capability import capability
 from dali_stream.mp4.clip import pack
 from dali_stream.mp4.format import describe
 
-LONGEST = 128  # pictures of a sequential clip: 354 MB of decoded 720p
+LONGEST = 128  # frames of a sequential clip: 354 MB of decoded 720p
 TIMED_S = 2.0
 
 
@@ -29,7 +29,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
         dataset: whose first episodes are decoded.
         gpu: the CUDA device; None on a CPU.
         threads: of the loader's decoders.
-        per_frame: pictures that are decoded per frame delivered.
+        per_frame: frames that are decoded per frame delivered.
     """
     engines, runs = [], []
     for camera in dataset.videos:
@@ -48,7 +48,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
 
 
 def _decoder(clip: dali.Encoded, gpu: int | None) -> Callable[[], None]:
-    """A call that decodes the clip and returns when its pictures are there."""
+    """A call that decodes the clip and returns when its frames are there."""
     pipeline = dali.pipeline(lambda: [clip], 1, gpu, 1, prefetch=1)
     pipeline.build()
 

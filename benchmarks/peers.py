@@ -306,7 +306,7 @@ def verdict(side: dict[str, Any]) -> str:
     if not found["equal"]:
         return f"NO: {'; '.join(found['differences'])}"
     order = "" if side["follows_the_order"] else ", in its own order"
-    return f"yes, {found['samples']} rows, {found['pictures']} pictures{order}"
+    return f"yes, {found['samples']} rows, {found['pictures']} frames{order}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from dali_stream.cache.memory import FETCHERS
 from dali_stream.cache.rows import SPARE
 from dali_stream.decode.cameras import CLIP_FRAMES
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.pipeline.producer import LOOK_AHEAD, look_ahead
@@ -67,13 +67,13 @@ class Recording:
         return Order(self.lengths, True, *key)
 
     @functools.cached_property
-    def index(self) -> SampleTable:
+    def index(self) -> VideoIndex:
         """The index of a video file: an episode begins with a keyframe."""
         frame, every = np.tile(np.arange(self.frames), self.in_video), np.arange(self.frames * self.in_video)
         sync = np.flatnonzero(frame % self.gop == 0)
         # What FFmpeg writes: 4 bytes a frame and a keyframe, 16 a chunk of a second.
         moov = 1024 + 4 * len(every) + 4 * len(sync) + 16 * int(len(every) / self.fps)
-        return SampleTable(
+        return VideoIndex(
             "", (b"",), b"", round(self.fps * 1000), HEAD + every * self.packet, np.full(len(every), self.packet), every * 1000,
             sync, (every - frame % self.gop).astype(np.int32), np.zeros(len(every), np.int8), every.astype(np.int32),
             np.zeros(len(every), np.int32), False, False, self.gop, moov,

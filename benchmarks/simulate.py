@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fps", type=positive, default=30.0)
     add("--cameras", type=count, default=3)
     add("--bitrate-mbps", type=positive, default=4.0, help="of a camera")
-    add("--gop", type=count, default=2, help="distance of key frames, in frames")
+    add("--gop", type=count, default=2, help="distance of keyframes, in frames")
     add("--bandwidth-gbps", type=positive, default=10.0, help="of a node, in 10^9 bits")
     add("--latency-ms", type=not_negative, default=50.0, help="of a request")
     add("--step-ms", type=positive, default=200.0, help="a training step, the loader left out")
@@ -162,7 +162,7 @@ class Cluster:
 
 
 def _patience(training: Training) -> float:
-    """Seconds of waiting with which a run does not keep up any more, however it goes on."""
+    """Seconds of waiting with which a run does not keep up any more, however it continues."""
     left = training.steps - int(training.steps * training.warmup)
     return KEEPS_UP * left * training.step_s / (1 - KEEPS_UP)
 

@@ -5,8 +5,8 @@
     def graph(nodes):
         draw = augment.Draw(nodes["sample"])
         for key in cameras:
-            picture = augment.random_resized_crop(nodes[key], draw, size=(224, 224), scale=(0.7, 1.0))
-            nodes[key] = augment.color_jitter(picture, draw, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)
+            frame = augment.random_resized_crop(nodes[key], draw, size=(224, 224), scale=(0.7, 1.0))
+            nodes[key] = augment.color_jitter(frame, draw, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)
         return nodes
 
     loader = dali_stream.Loader(dataset, pipeline=graph)
@@ -15,7 +15,7 @@ The numbers are a function of seed, epoch and position, so the same position giv
 number of ranks, in every run on the same kind of device. All frames of a window are treated alike; each call draws anew, so
 cameras are treated differently, unless each gets a `Draw` of its own.
 
-Pictures are (F)HWC, float32 in [0, 1] or uint8, and stay what they are. Ranges are closed; a number instead of one is the
+Frames are (F)HWC, float32 in [0, 1] or uint8, and stay what they are. Ranges are closed; a number instead of one is the
 largest change to either side.
 """
 
@@ -73,7 +73,7 @@ class Draw:
 
 
 def random_resized_crop(
-    picture: DataNode,
+    frame: DataNode,
     draw: Draw,
     *,
     size: tuple[int, int],
@@ -83,31 +83,31 @@ def random_resized_crop(
     """Cuts a random part out and resizes it. Draws 4 numbers.
 
     Args:
-        picture, draw: see the module.
+        frame, draw: see the module.
         size: (height, width) in pixels of what comes out.
-        scale: share of the picture's area that the part has, unless it would be higher or wider than the picture.
-        ratio: width by height of the part, as a multiple of the picture's own; its logarithm is drawn uniformly.
+        scale: share of the frame's area that the part has, unless it would be higher or wider than the frame.
+        ratio: width by height of the part, as a multiple of the frame's own; its logarithm is drawn uniformly.
     """
     top, left, height, width = _part(draw, scale, ratio)
     part = {"roi_start": fn.stack(top, left), "roi_end": fn.stack(top + height, left + width), "roi_relative": True}
-    return fn.resize(picture, size=[*map(int, size)], **part)
+    return fn.resize(frame, size=[*map(int, size)], **part)
 
 
-def random_shift(picture: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> DataNode:
-    """Moves the picture by whole pixels, up to (down, right) `pixels` to either side; the edge is repeated. Draws 2 numbers."""
+def random_shift(frame: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> DataNode:
+    """Moves the frame by whole pixels, up to (down, right) `pixels` to either side; the edge is repeated. Draws 2 numbers."""
     down, right = (dali_math.floor(draw.uniform() * (2 * count + 1)) - count for count in pixels)
     one, zero = right * 0 + 1, right * 0
     moved = fn.stack(fn.stack(one, zero, right), fn.stack(zero, one, down))
-    return fn.warp_affine(picture, matrix=moved, inverse_map=True, interp_type=types.INTERP_NN)
+    return fn.warp_affine(frame, matrix=moved, inverse_map=True, interp_type=types.INTERP_NN)
 
 
-def random_rotation(picture: DataNode, draw: Draw, *, degrees: float | Range) -> DataNode:
-    """Turns the picture about its middle and keeps its size; the edge is repeated. Draws 1 number."""
-    return fn.rotate(picture, angle=draw.uniform(*_around("degrees", degrees, 0.0)), keep_size=True)
+def random_rotation(frame: DataNode, draw: Draw, *, degrees: float | Range) -> DataNode:
+    """Turns the frame about its middle and keeps its size; the edge is repeated. Draws 1 number."""
+    return fn.rotate(frame, angle=draw.uniform(*_around("degrees", degrees, 0.0)), keep_size=True)
 
 
 def color_jitter(
-    picture: DataNode,
+    frame: DataNode,
     draw: Draw,
     *,
     brightness: float | Range = 0.0,
@@ -118,23 +118,23 @@ def color_jitter(
     """Changes the light. Draws 4 numbers.
 
     Args:
-        picture, draw: see the module. Values of uint8 are cut off at 0 and 255, those of float32 are not at 0 and 1.
+        frame, draw: see the module. Values of uint8 are cut off at 0 and 255, those of float32 are not at 0 and 1.
         brightness, contrast, saturation: factors, or how far they may be from 1.
         hue: turns of the colour circle, or how many to either side; 0.5 is the opposite colour.
     """
     factors = {"brightness": brightness, "contrast": contrast, "saturation": saturation}
     drawn = {name: draw.uniform(*_around(name, value, 1.0, least=0.0)) for name, value in factors.items()}
-    return fn.color_twist(picture, hue=draw.uniform(*_around("hue", hue, 0.0)) * 360, **drawn)
+    return fn.color_twist(frame, hue=draw.uniform(*_around("hue", hue, 0.0)) * 360, **drawn)
 
 
-def gaussian_blur(picture: DataNode, draw: Draw, *, sigma: Range = (0.1, 2.0), probability: float = 0.5) -> DataNode:
-    """Blurs some pictures, with a standard deviation of `sigma` pixels. Draws 2 numbers."""
+def gaussian_blur(frame: DataNode, draw: Draw, *, sigma: Range = (0.1, 2.0), probability: float = 0.5) -> DataNode:
+    """Blurs some frames, with a standard deviation of `sigma` pixels. Draws 2 numbers."""
     drawn, blurred = draw.uniform(*_range("sigma", sigma, 0, math.inf)), draw.coin(probability)
-    return fn.gaussian_blur(picture, sigma=blurred * (drawn - _NO_BLUR) + _NO_BLUR)
+    return fn.gaussian_blur(frame, sigma=blurred * (drawn - _NO_BLUR) + _NO_BLUR)
 
 
 def random_erasing(
-    picture: DataNode,
+    frame: DataNode,
     draw: Draw,
     *,
     probability: float = 0.5,
@@ -142,24 +142,24 @@ def random_erasing(
     ratio: Range = (0.5, 2.0),
     value: float = 0.0,
 ) -> DataNode:
-    """Fills a rectangle of some pictures with one value, as if something stood before the camera. Draws 5 numbers.
+    """Fills a rectangle of some frames with one value, as if something stood before the camera. Draws 5 numbers.
 
     Args:
-        picture, draw: see the module.
-        probability: that a picture gets one.
+        frame, draw: see the module.
+        probability: that a frame gets one.
         scale, ratio: of the rectangle, as in `random_resized_crop`.
-        value: of every channel, in the picture's own unit.
+        value: of every channel, in the frame's own unit.
     """
     top, left, height, width = _part(draw, scale, ratio)
     there = draw.coin(probability)
     return fn.erase(
-        picture, anchor=fn.stack(top, left), shape=fn.stack(height * there, width * there), axis_names="HW",
+        frame, anchor=fn.stack(top, left), shape=fn.stack(height * there, width * there), axis_names="HW",
         normalized_anchor=True, normalized_shape=True, fill_value=float(value),
     )  # fmt: skip
 
 
 def _part(draw: Draw, scale: Range, ratio: Range) -> tuple[DataNode, DataNode, DataNode, DataNode]:
-    """(top, left, height, width) of a random part of the picture, as shares of its own sides. Draws 4 numbers."""
+    """(top, left, height, width) of a random part of the frame, as shares of its own sides. Draws 4 numbers."""
     area = draw.uniform(*_range("scale", scale, 0, 1))
     low, high = _range("ratio", ratio, 0, math.inf)
     shape = dali_math.exp(draw.uniform(math.log(low), math.log(high)))

@@ -25,9 +25,10 @@ from dali_stream.order import Shuffle, check_order_arguments, check_world, defau
 from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import check_resumable, check_state, noted, order_state
 from dali_stream.pipeline import bottleneck
+from dali_stream.pipeline.config import SAMPLE, Config
 from dali_stream.pipeline.graph import Graph
-from dali_stream.pipeline.producer import SAMPLE, Plan, closed
-from dali_stream.pipeline.run import Batch, Run
+from dali_stream.pipeline.producer import closed
+from dali_stream.pipeline.stream import Batch, BatchStream
 from dali_stream.schedule.budget import divide
 
 _log = logging.getLogger("dali_stream")
@@ -43,7 +44,7 @@ class Loader:
     A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
     `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
     where the feature's shape is (1,); `<key>_is_pad` bool `(B, T)` for each key with a window; `task`, a list of str.
-    Pictures lie in memory with their channels last. A feature of the dataset that has the key of a mask or of `task` is left
+    Frames lie in memory with their channels last. A feature of the dataset that has the key of a mask or of `task` is left
     out, which is logged.
 
     Iterate a Loader itself, in the process that trains: it takes the place of PyTorch's DataLoader, and cannot be copied.
@@ -53,7 +54,7 @@ class Loader:
         batch_size: samples per batch and rank.
         delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
             `{"action": [i / dataset.fps for i in range(16)]}`.
-        pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Pictures come in as HWC or FHWC,
+        pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Frames come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
         image_size: (height, width) in pixels to resize to; None keeps the recorded size. The whole frame is stretched or
@@ -136,10 +137,10 @@ class Loader:
         offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset))
         streamed = _without_added_keys(self.dataset, offsets)
         self.normalizer = Normalizer(streamed, normalize)
-        if image_dtype != "float32" and (pictures := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
-            raise ValueError(f'normalize names {pictures[0]}, which has to be floats for that; give image_dtype="float32"')
+        if image_dtype != "float32" and (frames := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
+            raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
         memory = byte_count(memory_budget)
-        self._plan = Plan(
+        self._config = Config(
             dataset=streamed,
             batches=batches,
             windows=offsets,
@@ -173,21 +174,21 @@ class Loader:
         self._constructed = time.perf_counter()
         self._epoch = self._position = 0
         self._began = self._abandoned = False
-        self._run: Run | None = None
+        self._stream: BatchStream | None = None
         self._iteration = 0
         self._closed = False
         self._pid = os.getpid()
         self._route_changes = 0
         self._left_out_told = False
         self._routes = self._choose_routes()
-        divide(memory, self._plan.sizes(()))
+        divide(memory, self._config.sizes(()))
         self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:
         # What Accelerate asks of a loader that it would split by rank, or skip batches of.
         if name in ("sampler", "batch_sampler"):
             raise AttributeError(
-                f"a Loader has no {name}: it is split by rank already, and goes on where it was through load_state_dict. Use "
+                f"a Loader has no {name}: it is split by rank already, and continues where it was through load_state_dict. Use "
                 "it as it is, without accelerate's prepare_data_loader or skip_first_batches"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -207,7 +208,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
-        return self._plan.batches.count(0)
+        return self._config.batches.count(0)
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch: the first, the rest of the one that a loaded state is in, or the one after the last that was begun.
@@ -228,7 +229,7 @@ class Loader:
 
         So it is the number of batches delivered, but in an epoch that was resumed with another global batch.
         """
-        return len(self) - self._plan.batches.count(self._position)
+        return len(self) - self._config.batches.count(self._position)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: a small JSON-serialisable dict, the same on each rank. It counts what has been delivered.
@@ -242,7 +243,7 @@ class Loader:
             "epoch": self._epoch,
             "position": self._position,
             "dataset": self.dataset.fingerprint,
-            "order": _order_state(self._plan),
+            "order": _order_state(self._config),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -265,16 +266,16 @@ class Loader:
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
                 f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
             )
-        taken = noted(state, self._plan.shuffle, self._pools_given)
-        plan = replace(self._plan, **taken)
-        epoch, position = check_state(state, "loader", _order_state(plan), self.dataset.num_frames)
+        taken = noted(state, self._config.shuffle, self._pools_given)
+        config = replace(self._config, **taken)
+        epoch, position = check_state(state, "loader", _order_state(config), self.dataset.num_frames)
         if taken:
-            check_resumable(plan.batches.world_size, plan.consumers)
-            divide(plan.memory_budget, plan.sizes(()))
-        self._plan, self._epoch, self._position = plan, epoch, position
+            check_resumable(config.batches.world_size, config.consumers)
+            divide(config.memory_budget, config.sizes(()))
+        self._config, self._epoch, self._position = config, epoch, position
         if "consumers" in taken:
             self._warn_if_uneven()
-        if not plan.batches.count(position):
+        if not config.batches.count(position):
             self._end_epoch()
 
     @property
@@ -302,20 +303,20 @@ class Loader:
 
         Of remote data also `requests`, `retries`, `fetched_bytes` over the network, `fetch_s` of all reads that waited, and
         `cached_bytes` out of `cache_dir`, all since the dataset was opened; `needed_bytes`, the indices, rows and encoded
-        pictures that the episodes which have come up need, each counted once an epoch; `evicted_early`, the blocks that
+        frames that the episodes which have come up need, each counted once an epoch; `evicted_early`, the blocks that
         memory_budget had no room to keep.
         """
         counters = asdict(self._counters)
-        counters["needed_bytes"] += self._plan.indices.read_bytes if self.dataset.data_store.remote else 0
+        counters["needed_bytes"] += self._config.indices.read_bytes if self.dataset.data_store.remote else 0
         return {
             "batches": self._batches_delivered,
             **counters,
             "wait_s": self._wait_s,
             "first_batch_s": self._first_batch_s,
             "route_changes": self._route_changes,
-            "resident_bytes": self._run.stage.resident_bytes() if self._run else 0,
-            **(self._run.stage.bytes_by_kind() if self._run else dict.fromkeys(BYTES_BY_KIND, 0)),
-            "frame_cache_bytes": self._run.stage.frame_cache_bytes() if self._run else 0,
+            "resident_bytes": self._stream.producer.resident_bytes() if self._stream else 0,
+            **(self._stream.producer.bytes_by_kind() if self._stream else dict.fromkeys(BYTES_BY_KIND, 0)),
+            "frame_cache_bytes": self._stream.producer.frame_cache_bytes() if self._stream else 0,
             **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
         }
 
@@ -331,17 +332,17 @@ class Loader:
         if (since := since or self._first_stats) is None:
             return None
         grown = {key: value - (since[key] or 0) for key, value in self.stats().items() if key != "first_batch_s"}
-        plan = self._plan
+        config = self._config
         setup = bottleneck.Setup(
-            threads=plan.threads,
+            threads=config.threads,
             cores=process.cores(),
-            gpu=plan.gpu is not None,
+            gpu=config.gpu is not None,
             remote=self.dataset.data_store.remote,
             cached=self.dataset.cache_dir is not None,
             decode=self._decode,
-            videos={key: self._routes[key].decoder for key in self._plan.dataset.videos},
-            image_size=plan.image_size,
-            image_dtype=plan.image_dtype,
+            videos={key: self._routes[key].decoder for key in self._config.dataset.videos},
+            image_size=config.image_size,
+            image_dtype=config.image_dtype,
             normalize=bool(self.normalizer.modes),
             pipeline=self._pipeline is not None,
         )
@@ -362,7 +363,7 @@ class Loader:
         self._check_usable()
         self._iteration += 1
         iteration, self._began = self._iteration, True
-        batches = self._plan.batches
+        batches = self._config.batches
         if self._abandoned:
             if left := batches.count(self._position):
                 self._stop()
@@ -396,7 +397,7 @@ class Loader:
     def _log_bottleneck(self) -> None:
         """One line for each run: a warning, which is seen without any set-up of logging, only where training is held up."""
         if found := self.bottleneck():
-            held_up = found.stage != "consumer" and self._plan.rank == 0
+            held_up = found.stage != "consumer" and self._config.rank == 0
             _log.log(logging.WARNING if held_up else logging.INFO, "Loader, after %d batches: %s", _SAID_AFTER, found)
 
     def _normalized(self, batch: Batch) -> Batch:
@@ -410,18 +411,20 @@ class Loader:
 
     def _next(self) -> Batch:
         while True:
-            run = self._run  # another thread that closes the loader takes it away from here
-            if run is None:
-                run = self._run = Run(self._plan, self._routes, self._pipeline, self._epoch, self._position, self._counters)
+            stream = self._stream  # another thread that closes the loader takes it away from here
+            if stream is None:
+                stream = self._stream = BatchStream(
+                    self._config, self._routes, self._pipeline, self._epoch, self._position, self._counters
+                )
                 if self._closed:  # by another thread, while the pipeline was built
                     self._stop()
                     raise closed()
             try:
-                return run.next()
+                return stream.next()
             except RouteChange as change:
                 if self._decode == "dali":
-                    raise DecodeError(f'decode="dali": {change}; decode="auto" goes on with torchcodec') from change
-                # The pipeline is built anew at this very position. Where the data is at fault, torchcodec names the sample.
+                    raise DecodeError(f'decode="dali": {change}; decode="auto" continues with torchcodec') from change
+                # The pipeline is rebuilt at this very position. Where the data is at fault, torchcodec names the sample.
                 self._stop()
                 if all(self._routes[key].decoder == "torchcodec" for key in change.cameras):
                     raise DecodeError(
@@ -435,9 +438,9 @@ class Loader:
     def _stop(self) -> None:
         if os.getpid() != self._pid:
             return  # after a fork: a lock that another thread held then is never given back
-        if self._run is not None:
-            run, self._run = self._run, None
-            run.close()
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            stream.close()
         self.dataset.close()
 
     def _check_usable(self) -> None:
@@ -457,7 +460,7 @@ class Loader:
     def _end_epoch(self) -> None:
         """Goes to the next epoch from a loaded place behind which no batch is left."""
         left = self.dataset.num_frames - self._position
-        if left and self._plan.batches.last_batch == "partial":
+        if left and self._config.batches.last_batch == "partial":
             _log.warning("%d frames of epoch %d are left out: fewer than the ranks that resume the run", left, self._epoch)
         self._epoch, self._position = self._epoch + 1, 0
 
@@ -472,13 +475,13 @@ class Loader:
         self._left_out_told = True
 
     def _warn_if_uneven(self) -> None:
-        plan = self._plan
-        told = plan.shuffle is True and uneven(plan.consumers, plan.batches.batch_size, plan.batches.world_size)
-        if told and plan.rank == 0:
+        config = self._config
+        told = config.shuffle is True and uneven(config.consumers, config.batches.batch_size, config.batches.world_size)
+        if told and config.rank == 0:
             _log.warning("%s", told)
 
     def _choose_routes(self) -> dict[str, Route]:
-        dataset = self._plan.dataset
+        dataset = self._config.dataset
         routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in dataset.cameras}
         try:
             routes |= {key: self._choose_route(key) for key in dataset.videos}
@@ -489,12 +492,12 @@ class Loader:
         return routes
 
     def _choose_route(self, key: str) -> Route:
-        plan = self._plan
+        config = self._config
         try:
-            camera = VideoFiles(plan.dataset, key, plan.gpu, self._counters)
-            table, video = camera.describe(plan.indices, 0)
-            route = choose(self._decode, plan.gpu, video, table, plan.dataset.data_store)
-            if route.decoder != "dali" or not (refused := trial(plan.dataset.data_store, table, video, plan.gpu)):
+            camera = VideoFiles(config.dataset, key, config.gpu, self._counters)
+            table, video = camera.describe(config.indices, 0)
+            route = choose(self._decode, config.gpu, video, table, config.dataset.data_store)
+            if route.decoder != "dali" or not (refused := trial(config.dataset.data_store, table, video, config.gpu)):
                 return route
             if self._decode == "dali":
                 raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
@@ -510,10 +513,10 @@ class Loader:
             raise ValueError(f"{key}: {error}") from error
 
 
-def _order_state(plan: Plan) -> dict[str, Any]:
+def _order_state(config: Config) -> dict[str, Any]:
     """What order and augmentation are a function of, beside dataset and epoch."""
-    state = order_state(plan.shuffle, plan.seed, plan.consumers, plan.episode_pool_size)
-    return state | ({"seed": plan.seed} if plan.augments else {})
+    state = order_state(config.shuffle, config.seed, config.consumers, config.episode_pool_size)
+    return state | ({"seed": config.seed} if config.augments else {})
 
 
 def _refuse_workers() -> None:

@@ -37,7 +37,7 @@ class Normalizer:
         dataset: whose features, and whose `stats`: those of `meta/stats.json`, which are of all episodes, or those that were
             given as `Dataset(stats=...)`.
         normalize: {key: "mean_std", "min_max", "quantiles" or None}; or one of them for the action and all of
-            `observation.*` that is floats and no camera. A camera's statistics are of pictures in [0, 1], per channel.
+            `observation.*` that is floats and no camera. A camera's statistics are of frames in [0, 1], per channel.
 
     Attributes:
         modes: {key: mode} of what is normalised.
@@ -98,7 +98,7 @@ def _modes(dataset: Dataset, normalize: Modes) -> dict[str, str]:
             raise ValueError(f"normalize has {mode!r} for {key}; allowed are {', '.join(map(repr, MODES))} and None")
         if key not in dataset.features or not _is_floats(dataset, key):
             can = [other for other in dataset.features if _is_floats(dataset, other)]
-            raise ValueError(f"normalize names {key!r}, which is no feature of floats or pictures; those are {', '.join(can)}")
+            raise ValueError(f"normalize names {key!r}, which is no feature of floats or frames; those are {', '.join(can)}")
     return {key: mode for key, mode in normalize.items() if mode is not None}
 
 

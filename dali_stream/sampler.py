@@ -150,7 +150,7 @@ class FrameSampler(Sampler[int]):
             return
         if not now.begun and now.start and self._share(now.start):
             _log.warning(
-                "set_epoch(%d) gives up the place that was resumed, position %d of epoch %d; begin with that epoch to go on",
+                "set_epoch(%d) gives up the place that was resumed, position %d of epoch %d; begin with that epoch to continue",
                 *(epoch, now.start, now.epoch),
             )
         self._now = _Passage(epoch)

@@ -1,4 +1,4 @@
-"""What action chunking policies (ACT, diffusion, flow matching) train on: current pictures, augmented, and the actions to come.
+"""What action chunking policies (ACT, diffusion, flow matching) train on: current frames, augmented, and the actions to come.
 
 python pipelines/action_chunks.py URI [--chunk 50] [--batch-size 32] [--batches 50] [--image-size 224 224] [--seed 0]
 
@@ -20,7 +20,7 @@ from dali_stream import augment
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
-    """A graph function that crops, turns and colours the pictures of each camera on its own. Tabular keys pass through."""
+    """A graph function that crops, turns and colours the frames of each camera on its own. Tabular keys pass through."""
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:
         draw = augment.Draw(nodes["sample"])
@@ -36,7 +36,7 @@ def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Streams some batches and prints their shapes and the rate."""
-    parser = argparse.ArgumentParser(description="Current pictures, augmented, and chunks of the actions to come")
+    parser = argparse.ArgumentParser(description="Current frames, augmented, and chunks of the actions to come")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
     parser.add_argument("--batch-size", type=int, default=32)

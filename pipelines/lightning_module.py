@@ -61,7 +61,7 @@ class Cloning(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 3e-4)
 
-    # Lightning does both by itself, but a run without max_steps that goes on from the end of an epoch loads nothing.
+    # Lightning does both by itself, but a run without max_steps that continues from the end of an epoch loads nothing.
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["loader"] = self.loader.state_dict()
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Behaviour cloning under PyTorch Lightning")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of last.ckpt and of logs")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out; without one there, start")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", default="auto", help="how many GPUs; with --device cpu, how many processes")
     arguments = parser.parse_args(argv)
     if (file := arguments.out / "last.ckpt").exists() and not arguments.resume:
-        parser.error(f"{file} is there already; go on from it with --resume, or name another --out")
+        parser.error(f"{file} is there already; continue from it with --resume, or name another --out")
     saves = [ModelCheckpoint(arguments.out, "last", every_n_train_steps=n, enable_version_counter=False) for n in (500, None)]
     where: dict[str, Any] = {"default_root_dir": arguments.out, "accelerator": arguments.device, "devices": arguments.devices}
     trainer = Trainer(max_steps=arguments.max_steps, callbacks=[*saves], **where)

@@ -2,7 +2,7 @@
 
 python pipelines/sarm_windows.py URI [--steps 8] [--spacing 1.0] [--batch-size 8] [--batches 20] [--image-size 224 224]
 
-Pictures come out as float16, (B, steps, 3, H, W), in the mean and deviation that CLIP's image encoders were trained with.
+Frames come out as float16, (B, steps, 3, H, W), in the mean and deviation that CLIP's image encoders were trained with.
 Steps before the episode's beginning show its first frame; `<camera>_is_pad` says which those are.
 """
 

@@ -16,7 +16,7 @@ import dali_stream
 
 
 def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
-    """A graph function that keeps the middle `share` of the pictures' height and width. Tabular keys pass through."""
+    """A graph function that keeps the middle `share` of the frames' height and width. Tabular keys pass through."""
     start, size = [(1 - share) / 2] * 2, [share] * 2
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Behaviour cloning with action chunks on one or many GPUs: pictures, state and task in, the actions to come out.
+"""Behaviour cloning with action chunks on one or many GPUs: frames, state and task in, the actions to come out.
 
 python pipelines/train.py URI --out DIR [--resume] [--max-steps N] [--val-episodes N] ...
 accelerate launch --multi_gpu --num_processes 8 pipelines/train.py URI --out DIR ...                 one process per GPU
@@ -8,7 +8,7 @@ accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR
 --num_processes is. `torchrun --nproc-per-node N` does the same. The first line of the output says how many there are.
 
 DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
-chunks.png. A run that was killed goes on with --resume at the very next sample, on any number of processes that divides
+chunks.png. A run that was killed continues with --resume at the very next sample, on any number of processes that divides
 --consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM or Ctrl-C the batch at hand
 is finished, the run saved, and each process exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill
 after 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
@@ -204,7 +204,7 @@ class Run:
         """All processes have the same gradient, so that all of them end here or none."""
         if not self.sound:
             raise FloatingPointError(
-                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved from there on; go on "
+                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved from there on; resume "
                 "from the last checkpoint with a smaller --learning-rate, or a smaller --clip"
             )
 

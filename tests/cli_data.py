@@ -34,7 +34,7 @@ def failed(capsys: pytest.CaptureFixture[str], arguments: Sequence[object], code
 
 
 def pictures(path: Path) -> list[tuple[dict[str, Any], np.ndarray]]:
-    """What a contact sheet says of its pictures, and the pictures cut out of it."""
+    """What a contact sheet says of its frames, and the frames cut out of it."""
     with Image.open(path) as sheet:
         assert sheet.format == "PNG"
         said = json.loads(sheet.text["dali_stream"])["pictures"]  # type: ignore[attr-defined]  # PNGs have it

@@ -17,13 +17,13 @@ from PIL import Image
 from dali_stream.demo import read_identities, stamp
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
-CAMERAS = {TOP: 0, SIDE: 1}  # the number that the demo stamps into a camera's pictures
+CAMERAS = {TOP: 0, SIDE: 1}  # the number that the demo stamps into a camera's frames
 Batch = dict[str, Any]
 
 
 def read_rows(root: Path) -> dict[str, np.ndarray]:
     """All rows by rising `index`, one array per column; text and images as arrays of objects."""
-    tables = [pq.read_table(path) for path in sorted(root.glob("data/*/*.parquet"))]
+    tables = [pq.read_index(path) for path in sorted(root.glob("data/*/*.parquet"))]
     found = {}
     for key in tables[0].column_names:
         values = [value for table in tables for value in table[key].to_pylist()]
@@ -34,7 +34,7 @@ def read_rows(root: Path) -> dict[str, np.ndarray]:
 
 def read_lengths(root: Path) -> dict[int, int]:
     """Frames of each episode, out of meta/episodes."""
-    table = pq.read_table(root / "meta/episodes").to_pydict()
+    table = pq.read_index(root / "meta/episodes").to_pydict()
     return dict(zip(table["episode_index"], table["length"], strict=True))
 
 
@@ -45,14 +45,14 @@ def as_lerobot(values: np.ndarray) -> np.ndarray:
 
 
 def pictures(images: torch.Tensor) -> np.ndarray:
-    """Pictures (..., C, H, W), uint8 or float in [0, 1], as uint8 (N, H, W, C)."""
+    """Frames (..., C, H, W), uint8 or float in [0, 1], as uint8 (N, H, W, C)."""
     if images.is_floating_point():
         images = (images * 255).round().to(torch.uint8)
     return images.movedim(-3, -1).flatten(0, -4).numpy()
 
 
 def check_identities(batch: Batch, camera: str, offsets: Sequence[int] | None, lengths: dict[int, int]) -> None:
-    """Holds the pictures of a batch against the frames that its rows and the window ask for."""
+    """Holds the frames of a batch against the frames that its rows and the window ask for."""
     expected = []
     for episode, frame in zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), strict=True):
         for offset in (0,) if offsets is None else offsets:

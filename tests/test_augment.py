@@ -1,4 +1,4 @@
-"""Augmentation: what the operators do to a picture, and that a position gets the same pixels whatever run it is in."""
+"""Augmentation: what the operators do to a frame, and that a position gets the same pixels whatever run it is in."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_numbers_are_uniform_and_independent() -> None:
 
 
 def test_the_same_numbers_in_every_version() -> None:
-    """A run that is resumed with a later version goes on with the same pictures."""
+    """A run that is resumed with a later version continues with the same frames."""
     assert uniforms(7, 3, np.array([0, 123_456_789]))[:, :3].tolist() == PINNED
 
 
@@ -175,7 +175,7 @@ def test_shift(dataset: Dataset) -> None:
 
 @pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
 def test_crop(dataset: Dataset, image_dtype: str) -> None:
-    """Of half the area and the picture's own shape, against Pillow-like bilinear scaling of the same part by torch."""
+    """Of half the area and the frame's own shape, against Pillow-like bilinear scaling of the same part by torch."""
 
     def crop(picture: Any, draw: augment.Draw) -> Any:
         return augment.random_resized_crop(picture, draw, size=(128, 160), scale=(0.25, 0.25), ratio=(1, 1))
@@ -199,7 +199,7 @@ def bilinear(picture: Any, y: Any, x: Any) -> Any:
 
 
 def test_crops_stay_inside_and_cover_the_range(dataset: Dataset) -> None:
-    """By the part that a picture of its own coordinates shows."""
+    """By the part that a frame of its own coordinates shows."""
     shares = []
 
     def crop(picture: Any, draw: augment.Draw) -> Any:

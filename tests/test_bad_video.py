@@ -1,6 +1,6 @@
 """Videos that are missing, cut short, of another kind than promised, or damaged: each is an error that says where.
 
-Never a hang, and never a picture that is not the one asked for.
+Never a hang, and never a frame that is not the one asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import video_data as data
 import dali_stream
 from dali_stream.decode import torchcodec as decode
 from dali_stream.mp4.format import describe
-from dali_stream.mp4.index import read_table
+from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
 
 FILE = data.VIDEO.format(data.CAMERA, 0)
@@ -180,7 +180,7 @@ def test_a_coarse_clock_is_no_fault(videos: Callable[[str], Path], tmp_path: Pat
     data.ffmpeg("-i", videos("h264"), "-c", "copy", "-video_track_timescale", "1000", video)
     root = data.write_dataset(tmp_path / "set", [video])
     path = root / "meta/episodes/chunk-000/file-000.parquet"
-    table = pq.read_table(path)
+    table = pq.read_index(path)
     for name in ("from_timestamp", "to_timestamp"):
         at = table.column_names.index(f"videos/{data.CAMERA}/{name}")
         table = table.set_column(at, table.column_names[at], pa.array(table[at].to_numpy().round(3)))
@@ -197,14 +197,14 @@ def test_pictures_of_another_size_than_promised(broken: Callable[..., Path]) -> 
 
 
 def test_a_picture_size_that_the_bitstream_contradicts(broken: Callable[..., Path]) -> None:
-    """The sample description and info.json agree, and the encoded pictures are larger."""
+    """The sample description and info.json agree, and the encoded frames are larger."""
 
     def lie(video: bytes) -> bytes:
         at = video.index(b"avc1", video.index(b"stsd")) + 28
         return video[:at] + (96).to_bytes(2, "big") * 2 + video[at + 4 :]
 
     message = error_of(broken(lie, size=(96, 96)))
-    assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*encoded pictures are 128×160.*says 96×96", message)
+    assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*encoded frames are 128×160.*says 96×96", message)
 
 
 def test_several_video_tracks(videos: Callable[[str], Path], tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_fragmented_file(videos: Callable[[str], Path], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("codec", ["av1", "h264", "hevc", "vp9"])
 def test_an_index_that_calls_another_picture_a_key_frame(codec: str, broken: Callable[..., Path]) -> None:
-    """Behind the pictures of another run in its clip, it would be decoded against those."""
+    """Behind the frames of another run in its clip, it would be decoded against those."""
 
     def shift(video: bytes) -> bytes:
         tree = data.boxes(video)
@@ -251,7 +251,7 @@ def test_an_index_that_calls_another_picture_a_key_frame(codec: str, broken: Cal
         stss[1] = stss[1][:16] + (int.from_bytes(stss[1][16:20], "big") + 1).to_bytes(4, "big") + stss[1][20:]
         return data.unboxed(tree)
 
-    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*no key frame", error_of(broken(shift, codec)))
+    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*no keyframe", error_of(broken(shift, codec)))
 
 
 # ------------------------------------------------------------------------------------------------ damaged packets
@@ -314,7 +314,7 @@ def damaged(
 ) -> tuple[Path, set[tuple[int, int]]]:
     """A dataset with one changed packet, and the (episode, frame) that lie in its GOP."""
     root = broken(lambda video: video, codec)
-    table = read_table(LocalStore(str(root)), FILE)
+    table = read_index(LocalStore(str(root)), FILE)
     start, size = int(table.offset[sample]), int(table.size[sample])
     video = (root / FILE).read_bytes()
     payload = change(video[start : start + size])
@@ -327,7 +327,7 @@ def damaged(
 
 
 def check_substitutes(root: Path, gop: set[tuple[int, int]]) -> None:
-    """With on_error="substitute", every picture is the one of its sample, and none outside the GOP is lost."""
+    """With on_error="substitute", every frame is the one of its sample, and none outside the GOP is lost."""
     with data.loader(root, on_error="substitute") as loader:
         shown = list(data.samples(loader))
         substituted = loader.stats()["substituted"]
@@ -340,12 +340,12 @@ def check_substitutes(root: Path, gop: set[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_no_single_hole_of_zeros_passes(codec: str, videos: Callable[[str], Path], tmp_path: Path) -> None:
-    """Holes of 144 bytes at every place of one GOP: an error for the pictures that need them, or the right picture."""
+    """Holes of 144 bytes at every place of one GOP: an error for the frames that need them, or the right frame."""
     good = videos(codec)
     truth = data.whole_file(good).movedim(1, -1).numpy()
     store = LocalStore(str(tmp_path))
     (tmp_path / "v.mp4").write_bytes(good.read_bytes())
-    table = read_table(store, "v.mp4")
+    table = read_index(store, "v.mp4")
     last = int(np.append(table.sync, len(table))[2]) - 1
     video, found = good.read_bytes(), 0
     begin, end = int(table.offset[table.sync[1]]), int(table.offset[last] + table.size[last])

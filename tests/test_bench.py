@@ -53,7 +53,7 @@ def test_rates_are_what_came_over_the_time_that_it_took(
         ("Decoding takes", "The DALI graph takes", "Packing", "Reading", "Batches are")
     )
     assert found["cpu_s_per_sample"] > 0
-    # A GOP has two pictures, and a window clamps and repeats some; what was under way at either end counts on one side only.
+    # A GOP has two frames, and a window clamps and repeats some; what was under way at either end counts on one side only.
     assert 0.2 < found["decoded_per_delivered_frame"] < 5
     assert 1 <= found["unique_episodes_per_batch"] <= 6
     assert found["peak_rss_bytes"] > 100e6

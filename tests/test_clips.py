@@ -1,4 +1,4 @@
-"""Packed clips: whatever is packed together, in whatever order and however often, each request shows its own picture."""
+"""Packed clips: whatever is packed together, in whatever order and however often, each request shows its own frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dali_stream.decode import torchcodec as decode
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.clip import pack, span
 from dali_stream.mp4.format import VideoFormat, describe
-from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
 
 PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
@@ -33,10 +33,10 @@ FILES = {
 
 
 class Videos(NamedTuple):
-    """Two files of a kind: their tables, and their pictures by sample."""
+    """Two files of a kind: their tables, and their frames by sample."""
 
     store: LocalStore
-    tables: list[SampleTable]
+    tables: list[VideoIndex]
     pictures: list[np.ndarray]
     format: VideoFormat
 
@@ -54,7 +54,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Videos]:
             folder = tmp_path_factory.mktemp("videos")
             paths = [data.encode(data.draw(first=2 * i), folder / f"{i}.mp4", FILES[name][i]) for i in range(2)]
             store = LocalStore(str(folder))
-            tables = [read_table(store, path.name) for path in paths]
+            tables = [read_index(store, path.name) for path in paths]
             pictures = []
             for path, table in zip(paths, tables, strict=True):
                 shown = data.whole_file(path).movedim(1, -1).numpy()
@@ -87,7 +87,7 @@ def test_a_clip_costs_the_union_of_the_prefixes_and_no_more(
     v = videos("h264-12")
     clip = pack(v.store, [v.tables[f] for f, _ in requests], [s for _, s in requests])
     needed = {(f, n) for f, s in requests for n in range(v.tables[f].head[s], s + 1)}
-    assert clip.pictures == len(needed)
+    assert clip.coded_frames == len(needed)
     assert len(clip.data) < sum(int(v.tables[f].size[n]) for f, n in needed) + 32 * len(needed) + 2000
     np.testing.assert_array_equal(decode.decode_clip(clip, v.format), v.truth(requests))
 
@@ -119,12 +119,12 @@ def test_a_file_that_became_shorter_is_an_error(videos: Callable[[str], Videos],
 
 
 def test_pictures_before_a_file_that_was_cut_in_an_open_gop(tmp_path: Path) -> None:
-    """They refer to what is not in the file any more; those after its first sync sample do not."""
+    """They refer to what is not in the file any more; those after its first keyframe do not."""
     data.encode(data.draw(), tmp_path / "whole.mp4", data.hevc(12, open_gop=True))
-    start = f"{18 / data.FPS}"  # FFmpeg goes back to the sync sample before it, whose leading pictures stay
+    start = f"{18 / data.FPS}"  # FFmpeg goes back to the keyframe before it, whose leading frames stay
     data.ffmpeg("-ss", start, "-i", tmp_path / "whole.mp4", "-c", "copy", "-use_editlist", "0", tmp_path / "cut.mp4")
     store = LocalStore(str(tmp_path))
-    table = read_table(store, "cut.mp4")
+    table = read_index(store, "cut.mp4")
     leading = np.flatnonzero((table.head == 0) & (table.pts < table.pts[0])).tolist()
     assert leading
     video = describe(table.configs[0])

@@ -1,5 +1,5 @@
 """The frame delivered is the frame asked for: every codec, GOP structure and file layout, bit for bit against a plain
-sequential decode, and by the stamp in the picture."""
+sequential decode, and by the stamp in the frame."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import video_data as data
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
-from dali_stream.mp4.index import read_table
+from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
 
 STEPS = (-5, 0, 2, 2, -1, 0)  # out of order, with repeats, over the edges of GOPs and of the episode
@@ -49,8 +49,8 @@ def test_every_frame_of_every_codec_is_the_frame_asked_for(name: str, tmp_path: 
 
 
 def has_hidden_frames(video: Path) -> bool:
-    """VP9 lists the frames of a packet at its end; a picture that AV1 has hidden before is shown by a packet of a few bytes."""
-    table, encoded = read_table(LocalStore(str(video.parent)), video.name), video.read_bytes()
+    """VP9 lists the frames of a packet at its end; a frame that AV1 has hidden before is shown by a packet of a few bytes."""
+    table, encoded = read_index(LocalStore(str(video.parent)), video.name), video.read_bytes()
     last = [encoded[end - 1] & 0xE0 for end in (table.offset + table.size).tolist()]
     return 0xC0 in last if b"vp09" in encoded else int(table.size.min()) < 8
 
@@ -106,14 +106,14 @@ def test_a_file_with_two_sample_descriptions_in_the_middle_of_an_episode(codec: 
     b = data.encode(pictures[36:], tmp_path / "b.mp4", second)
     video = tmp_path / "video.mp4"
     video.write_bytes(data.joined(a, b))
-    table = read_table(LocalStore(str(tmp_path)), "video.mp4")
+    table = read_index(LocalStore(str(tmp_path)), "video.mp4")
     assert len(table.configs) == 2
     delay = float(VideoDecoder(video).metadata.begin_stream_seconds)
     check_identity(data.write_dataset(tmp_path / "set", [video], delay=delay), [video])
 
 
 def test_gops_that_begin_with_no_idr_picture_and_have_no_b_frames(tmp_path: Path) -> None:
-    """x265 for low delay: CRA pictures whose order counts are not reset, with no leading pictures to tell them by."""
+    """x265 for low delay: CRA frames whose order counts are not reset, with no leading frames to tell them by."""
     video = data.encode(data.draw(), tmp_path / "video.mp4", (*data.X265, "-g", "6", "-tune", "zerolatency"))
     check_identity(data.write_dataset(tmp_path / "set", [video]), [video])
 

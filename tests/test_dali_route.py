@@ -29,7 +29,7 @@ WINDOWS = {key: [step / FPS for step in steps] for key, steps in STEPS.items()}
 
 @pytest.fixture(scope="module")
 def h264_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rows and pictures of `vp9_demo`, in H.264 with GOP 12 and B-frames."""
+    """The rows and frames of `vp9_demo`, in H.264 with GOP 12 and B-frames."""
     return write_demo(tmp_path_factory.mktemp("demo") / "h264", episodes=2, size=(128, 160), codec="h264", gop=12)
 
 
@@ -73,7 +73,7 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     dataset = Dataset(h264_demo)
     memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
     episode = np.array([0, 1, 1, 0, 1])
-    # Neighbours, since samples and pictures are in different orders only within a GOP.
+    # Neighbours, since samples and frames are in different orders only within a GOP.
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
     memory.load(range(2))
     for number, key in enumerate(dataset.cameras):
@@ -124,7 +124,7 @@ def test_files_of_several_codecs_in_one_camera(vp9_demo: Path, h264_demo: Path, 
     assert sorted(samples(batches)) == list(range(sum(lengths.values())))
     for batch in batches:
         check_identities(batch, SIDE, None, lengths)
-    with pytest.raises(DecodeError, match=rf'decode="dali": .*{other}: .*this is h264; decode="auto" goes on'):
+    with pytest.raises(DecodeError, match=rf'decode="dali": .*{other}: .*this is h264; decode="auto" continues'):
         batches_of(root)
 
 

@@ -1,4 +1,4 @@
-"""The demo dataset: its format against its files, the identity of every picture, and the scene behind it."""
+"""The demo dataset: its format against its files, the identity of every frame, and the scene behind it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:
-    return pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    return pq.read_index(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
 
 
 def read_rows(root: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(root.glob("data/*/*.parquet")) for row in pq.read_table(path).to_pylist()]
+    return [row for path in sorted(root.glob("data/*/*.parquet")) for row in pq.read_index(path).to_pylist()]
 
 
 def read_column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
@@ -44,7 +44,7 @@ def read_column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
 
 
 def decode(root: Path, episode: dict[str, Any], camera: str) -> np.ndarray:
-    """All pictures of an episode, found by its metadata's timestamps alone, uint8 (T, H, W, 3)."""
+    """All frames of an episode, found by its metadata's timestamps alone, uint8 (T, H, W, 3)."""
     info = json.loads((root / "meta/info.json").read_text())
     place = {name: episode[f"videos/{camera}/{name}"] for name in ("chunk_index", "file_index")}
     decoder = VideoDecoder(root / info["video_path"].format(video_key=camera, **place), dimension_order="NHWC")
@@ -87,7 +87,7 @@ def test_parquet_types_are_lerobots(demo: Path) -> None:
 
 def test_rows_agree_with_episodes(demo: Path) -> None:
     rows, episodes = read_rows(demo), read_episodes(demo)
-    tasks = pq.read_table(demo / "meta/tasks.parquet").to_pydict()
+    tasks = pq.read_index(demo / "meta/tasks.parquet").to_pydict()
     names = dict(zip(tasks["task_index"], tasks["__index_level_0__"], strict=True))
     assert read_column(rows, "index").tolist() == list(range(len(rows)))
     for number, episode in enumerate(episodes):
@@ -99,7 +99,7 @@ def test_rows_agree_with_episodes(demo: Path) -> None:
         expected = (np.arange(episode["length"]) / FPS).astype(np.float32)
         assert np.array_equal(read_column(part, "timestamp").astype(np.float32), expected)
         path = demo / f"data/chunk-{episode['data/chunk_index']:03d}/file-{episode['data/file_index']:03d}.parquet"
-        assert number in pq.read_table(path)["episode_index"].to_pylist()
+        assert number in pq.read_index(path)["episode_index"].to_pylist()
     assert len({episode["length"] for episode in episodes}) > 1
 
 
@@ -143,7 +143,7 @@ def test_picture_statistics_are_those_of_the_video(demo: Path) -> None:
         np.testing.assert_allclose(np.ravel(episode[f"stats/{TOP}/{name}"]), value, atol=0.02)
 
 
-# -------------------------------------------------------------------------------------------------------- pictures
+# -------------------------------------------------------------------------------------------------------- frames
 
 
 def check_identities(root: Path) -> None:
@@ -162,7 +162,7 @@ def test_every_codec_keeps_identities_and_gops(tmp_path: Path, codec: str, gop: 
     root = write_demo(tmp_path / "data", episodes=2, size=SMALL, codec=codec, gop=gop, fps=10)
     check_identities(root)
     if shutil.which("ffprobe") is None:
-        pytest.skip("key frames are checked with the ffprobe program")
+        pytest.skip("keyframes are checked with the ffprobe program")
     for path in root.glob("videos/*/*/*.mp4"):
         command = ["ffprobe", "-v", "error", "-show_entries", "packet=pts,flags", "-of", "csv=p=0", str(path)]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -202,7 +202,7 @@ def test_pictures_are_of_their_own_moment(demo: Path, camera: str) -> None:
         for frame in range(1, episode["length"] - 1):
             ys, xs = np.nonzero(wrist[frame])
             fast = np.linalg.norm(places[frame + 1] - places[frame - 1]) > 3
-            if fast and len(xs) > 40 and ys.min() > 1:  # whole in the picture
+            if fast and len(xs) > 40 and ys.min() > 1:  # whole in the frame
                 middle = np.array([xs.mean(), ys.mean()]) + 0.5
                 errors.append([np.linalg.norm(places[frame + shift] - middle) for shift in (-1, 0, 1)])
     before, same, after = np.mean(errors, axis=0)
@@ -247,21 +247,21 @@ def test_checksum_finds_up_to_three_flipped_cells(identity: tuple[int, int, int]
 
 @pytest.mark.parametrize("value", [0, 128, 255])
 def test_a_blank_picture_has_no_identity(value: int) -> None:
-    with pytest.raises(ValueError, match="1 of 2 pictures, the first at position 1"):
+    with pytest.raises(ValueError, match="1 of 2 frames, the first at position 1"):
         read_identities(np.stack([stamped((1, 2, 3)), np.full((240, 320, 3), value, dtype=np.uint8)]))
 
 
 def test_wrong_pictures_are_refused() -> None:
     image = stamped((1, 2, 3))
     for wrong in (image.transpose(2, 0, 1), image.astype(np.float32), image[:100], image[None]):
-        with pytest.raises(ValueError, match="Invalid picture"):
+        with pytest.raises(ValueError, match="Invalid frame"):
             read_identity(wrong)
     with pytest.raises(ValueError, match="No readable identity"):
         read_identity(image[:, ::-1])
     for identity in ((-1, 0, 0), (65536, 0, 0), (0, 4096, 0), (0, 0, 16)):
         with pytest.raises(ValueError, match="The stamp holds 0 to"):
             stamp(image, *identity)
-    with pytest.raises(ValueError, match="Invalid picture size"):
+    with pytest.raises(ValueError, match="Invalid frame size"):
         stamp(np.zeros((MIN_SIZE[0] - 2, 320, 3), np.uint8), 0, 0, 0)
 
 
@@ -391,10 +391,10 @@ import numpy as np
 from dali_stream.demo.encode import encode_video, quiet_encoders
 
 faulthandler.enable()
-pictures = np.random.default_rng(0).integers(0, 256, (12, 96, 160, 3), dtype=np.uint8)
+frames = np.random.default_rng(0).integers(0, 256, (12, 96, 160, 3), dtype=np.uint8)
 with quiet_encoders(), ThreadPoolExecutor(2) as pool:
     jobs = [
-        pool.submit(encode_video, pictures, Path({str(tmp_path)!r}) / f"{{i}}.mp4", codec="av1", gop=2, fps=30)
+        pool.submit(encode_video, frames, Path({str(tmp_path)!r}) / f"{{i}}.mp4", codec="av1", gop=2, fps=30)
         for i in range(200)
     ]
     for job in jobs:

@@ -35,7 +35,7 @@ def code(language: str | None = None, documents: list[Path] = DOCUMENTS) -> Iter
     for path in documents:
         text = path.read_text()
         yield from ((path.name, block[2]) for block in BLOCK.finditer(text) if language in (None, block[1]))
-        if language is None:  # a span may go on in the next line
+        if language is None:  # a span may continue in the next line
             yield from ((path.name, " ".join(span.split())) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text)))
 
 

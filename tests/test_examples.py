@@ -1,4 +1,4 @@
-"""The examples of a plain PyTorch loop and of Lightning's Trainer: they train, and go on at the very next sample."""
+"""The examples of a plain PyTorch loop and of Lightning's Trainer: they train, and continue at the very next sample."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_run_that_is_there_is_not_written_over(
     (tmp_path / CHECKPOINTS[name]).touch()
     with pytest.raises(SystemExit):
         importlib.import_module(name).main(line(demo, tmp_path))
-    assert "go on from it with --resume" in capsys.readouterr().err
+    assert "continue from it with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_two_processes_train_as_one_does(name: str, demo: Path, tmp_path: Path) 
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in alone], rel=1e-4)
 
 
-# ----------------------------------------------------------------------- every checkpoint that Lightning's Trainer goes on from
+# --------------------------------------------------------------------- every checkpoint that Lightning's Trainer resumes from
 
 EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 12}  # of 4 batches each
 
@@ -190,7 +190,7 @@ def test_lightning_goes_on_from_every_kind_of_checkpoint(
     first: dict[str, int],
     then: dict[str, int],
 ) -> None:
-    """Samples alone: no pictures, and a policy that learns nothing."""
+    """Samples alone: no frames, and a policy that learns nothing."""
     lightning = pytest.importorskip("lightning.pytorch")
     module, dataset = importlib.import_module("lightning_module"), dali_stream.Dataset
     file, trained = tmp_path / "file.ckpt", []

@@ -42,7 +42,7 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
     with Loader(dataset, last_batch="partial", **ARGUMENTS) as loader:
         first = read(loader)
         stats = loader.stats()
-        # The batches that are made ahead belong to the second epoch, whose frames are all there. A GOP that goes on from one
+        # The batches that are made ahead belong to the second epoch, whose frames are all there. A GOP that continues from one
         # episode into the next is decoded for each of them.
         frames, across = 2 * loader.dataset.num_frames, 2 * (loader.dataset.num_episodes - 1)
         assert frames <= stats["decoded_frames"] <= frames + across * max(KINDS.values())

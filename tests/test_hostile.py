@@ -1,4 +1,4 @@
-"""Thousands of broken headers: each is an error of this package, or the right pictures; no crash, no hang, no gigabytes.
+"""Thousands of broken headers: each is an error of this package, or the right frames; no crash, no hang, no gigabytes.
 
 The work is done in child processes, which say which case they begin. What kills a child, or makes it grow, is found here.
 """
@@ -27,7 +27,7 @@ import dali_stream
 from dali_stream.decode import torchcodec as decode
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import describe
-from dali_stream.mp4.index import read_table
+from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
 
 MB = 1 << 20
@@ -48,7 +48,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CASES = {
     "index": (3000, 30000),  # headers of videos, the index read
-    "frames": (400, 8000),  # headers of videos, pictures decoded
+    "frames": (400, 8000),  # headers of videos, frames decoded
     "parquet": (1000, 8000),
     "json": (800, 10000),
 }
@@ -137,7 +137,7 @@ class IndexCase:
             video = video[:at] + change(video[at : at + size]) + video[at + size :]
         self.store.close()
         (self.folder / "v.mp4").write_bytes(video)
-        table = read_table(self.store, "v.mp4")
+        table = read_index(self.store, "v.mp4")
         assert len(table) <= 70_000
         for config in table.configs:
             describe(config)
@@ -145,14 +145,14 @@ class IndexCase:
 
 
 class FramesCase(IndexCase):
-    """Samples are decoded too. Each that lies where a healthy file's sample lies must be that one's picture."""
+    """Samples are decoded too. Each that lies where a healthy file's sample lies must be that one's frame."""
 
     def __init__(self, healthy: Path, folder: Path) -> None:
         super().__init__(healthy, folder)
         self.pictures = {}
         self.headers = {}
         for name in VIDEOS:
-            table = read_table(LocalStore(str(healthy)), f"{name}.mp4")
+            table = read_index(LocalStore(str(healthy)), f"{name}.mp4")
             shown = data.whole_file(healthy / f"{name}.mp4").movedim(1, -1).numpy()
             order = np.argsort(table.shown)
             self.headers[name] = table.configs, table.track_header
@@ -221,7 +221,7 @@ class JsonCase:
 
 
 def read_all(root: Path) -> None:
-    """Everything of a dataset but its pictures. Shapes must be those that info.json promises."""
+    """Everything of a dataset but its frames. Shapes must be those that info.json promises."""
     dataset = dali_stream.Dataset(root)
     try:
         assert dataset.fingerprint

@@ -94,7 +94,7 @@ def test_a_loader_finds_the_index_in_the_cache(
     with Loader(dataset, batch_size=64, device="cpu", rank=0, world_size=1) as loader:
         seen = sum(len(batch["index"]) for batch in loader)
     assert seen > 64
-    assert server.requests  # pictures and rows
+    assert server.requests  # frames and rows
     assert asked_for_index(server.requests, demo_copy) == []
 
 

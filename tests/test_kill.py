@@ -1,4 +1,4 @@
-"""A training process that is killed at any moment: what was saved is enough to go on, and nothing is lost or seen twice."""
+"""A training process that is killed at any moment: what was saved is enough to continue, and nothing is lost or seen twice."""
 
 from __future__ import annotations
 

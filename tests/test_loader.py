@@ -75,7 +75,7 @@ def test_batches_keep_their_values_while_later_ones_are_made(demo: Path, dtype: 
 def test_memory_of_batches_is_used_again_when_nobody_looks_at_it(
     demo: Path, monkeypatch: pytest.MonkeyPatch, pipeline: Any
 ) -> None:
-    """What is handed out is blackened: a picture that DALI or the user still needs would show it."""
+    """What is handed out is blackened: a frame that DALI or the user still needs would show it."""
     take, places = Buffers.take, []
 
     def blacken(self: Buffers, *kind: Any) -> np.ndarray:
@@ -101,7 +101,7 @@ def test_memory_of_batches_is_used_again_when_nobody_looks_at_it(
 
 
 def test_every_value_is_that_of_the_file(demo: Path) -> None:
-    rows, tasks = read_rows(demo), pq.read_table(demo / "meta/tasks.parquet").to_pydict()
+    rows, tasks = read_rows(demo), pq.read_index(demo / "meta/tasks.parquet").to_pydict()
     names = dict(zip(tasks["task_index"], tasks["__index_level_0__"], strict=True))
     for batch in batches_of(Dataset(demo, cameras=[])):
         assert set(batch) == {*rows, "task"}

@@ -139,7 +139,7 @@ def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normal
     [
         ("std", r"normalize has 'std' for .*allowed are 'mean_std', 'min_max', 'quantiles' and None"),
         ({ACTION: "zscore"}, "'zscore' for action"),
-        ({"acton": "min_max"}, "normalize names 'acton', which is no feature of floats or pictures; those are observation"),
+        ({"acton": "min_max"}, "normalize names 'acton', which is no feature of floats or frames; those are observation"),
         ({"index": "min_max"}, "normalize names 'index'"),
         (True, "normalize is True; it is one of 'mean_std', 'min_max', 'quantiles', or a dict"),
         ([ACTION], r"normalize is \['action'\]; it is one of"),

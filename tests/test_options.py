@@ -31,7 +31,7 @@ def batches_of(dataset: Dataset | Path, **arguments: Any) -> list[dict[str, Any]
         return list(loader)
 
 
-# -------------------------------------------------------------------------------------------------------------- pictures
+# -------------------------------------------------------------------------------------------------------------- frames
 
 
 @pytest.mark.parametrize("size", [(120, 128), (240, 200), (128, 160)])
@@ -223,7 +223,7 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert stats["batches"] == count == len(loader)
     assert stats["samples"] >= 32 * count
     assert stats["frames"] == 3 * stats["samples"]
-    assert stats["decoded_frames"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same picture
+    assert stats["decoded_frames"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same frame
     assert stats["first_batch_s"] > 0
     assert stats["wait_s"] > 0
     for stage in ("read_s", "pack_s", "decode_s", "rows_s", "gather_s", "plan_s", "starved_s", "graph_s", "consumer_s"):

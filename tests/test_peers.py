@@ -22,7 +22,7 @@ PROGRAMS = ROOT / "benchmarks/peer_programs"
 SHORT = ["--batch-size", "8", "--batches", "3", "--rounds", "2", "--warmup", "1", "--check", "3", "--device", "cpu"]
 
 # Stands for the Python of an environment with LeRobot, and runs another program than the one it is given: the plain loop with
-# another order, which delivers the picture before; or none.
+# another order, which delivers the frame before; or none.
 FAKE = """#!{python}
 import json, runpy, sys
 from pathlib import Path

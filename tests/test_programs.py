@@ -102,7 +102,7 @@ def test_sarm_windows_are_the_frames_that_they_say(demo: Path, monkeypatch: pyte
         batch = next(iter(loader))
     mean, std = (torch.tensor(values)[:, None, None] * 255 for values in (sarm.CLIP_MEAN, sarm.CLIP_STD))
     for camera in CAMERAS:
-        # crop_mirror_normalize takes its mean in the picture's own unit, which is [0, 1] here.
+        # crop_mirror_normalize takes its mean in the frame's own unit, which is [0, 1] here.
         batch[camera] = (batch[camera].float() * std + mean).clamp(0, 255).round().byte()
         check_identities(batch, camera, [-20 * step for step in reversed(range(8))], lengths)
 
@@ -139,7 +139,7 @@ def test_decode_floor_of_dali(vp9_demo: Path) -> None:
     arguments = ("--decode", "dali", "--batch-size", 8, "--batches", 4, "--rounds", 1, "--json")
     result = json.loads(run("benchmarks/decode_floor.py", vp9_demo, *arguments).splitlines()[-1])
     assert {route["decoder"] for route in result["routes"].values()} == {"dali"}
-    assert result["decoded_per_frame"] > 1  # a frame costs its GOP's pictures up to it
+    assert result["decoded_per_frame"] > 1  # a frame costs its GOP's frames up to it
     assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dali_stream import MemoryBudgetError
 from dali_stream.mp4.clip import span
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.blocks import cut
@@ -25,7 +25,7 @@ CAMERA, ROW, BATCH = "top", 10, 6
 HUGE = 1 << 40
 
 
-def index_of(path: str, packets: int, gop: int, open_gops: bool, seed: int) -> SampleTable:
+def index_of(path: str, packets: int, gop: int, open_gops: bool, seed: int) -> VideoIndex:
     """An index of a file; with `open_gops`, the first packet after each keyframe is shown before it."""
     random, every = np.random.default_rng(seed), np.arange(packets)
     size = random.integers(50, 400, packets)
@@ -35,7 +35,7 @@ def index_of(path: str, packets: int, gop: int, open_gops: bool, seed: int) -> S
         leading = sync[1:][sync[1:] + 1 < packets]
         pts[leading], pts[leading + 1] = pts[leading + 1].copy(), pts[leading].copy()
     head = np.repeat(sync, np.diff(np.append(sync, packets)))
-    return SampleTable(
+    return VideoIndex(
         path, (b"\0\0\0\0hvc1",), b"", 10, 48 + np.cumsum(size) - size, size, pts, sync, head.astype(np.int32),
         np.zeros(packets, np.int8), np.argsort(pts).astype(np.int32), np.zeros(packets, np.int32), open_gops, open_gops, gop,
         100,

@@ -33,7 +33,7 @@ from servers import Server
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.demo import write_demo
 from dali_stream.mp4.boxes import UPRIGHT, box
-from dali_stream.mp4.index import read_table
+from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
 from dali_stream.tools.reshard import reshard
 from dali_stream.tools.reshard.mp4 import Track, head
@@ -113,7 +113,7 @@ def test_episodes_that_begin_within_a_gop(recorded: Path, tmp_path: Path, size: 
     written(recorded, tmp_path / "out", video_file_size=size)
     assert assert_same_stream(recorded, tmp_path / "out") == 2 * video_data.FRAMES
     frames = sum(map(frames_by_ffmpeg, videos(tmp_path / "out")))
-    # In small files, pictures of the GOP that two episodes share are in both.
+    # In small files, frames of the GOP that two episodes share are in both.
     assert frames == 2 * video_data.FRAMES if size > 1 else frames >= 2 * video_data.FRAMES
     assert all(top_boxes(path) == [b"ftyp", b"moov", b"mdat"] for path in videos(tmp_path / "out"))
 
@@ -125,7 +125,7 @@ def test_several_sample_descriptions(tmp_path: Path) -> None:
     root = video_data.write_dataset(tmp_path / "data", [tmp_path / "joined.mp4"], [video_data.EPISODES * 2])
     written(root, tmp_path / "out")
     (path,) = videos(tmp_path / "out")
-    table = read_table(LocalStore(str(path.parent)), path.name)
+    table = read_index(LocalStore(str(path.parent)), path.name)
     assert len(table.configs) == 2
     assert np.unique(table.config).tolist() == [0, 1]
     assert_same_stream(root, tmp_path / "out")
@@ -150,7 +150,7 @@ def test_whole_files_decode_to_the_same_pictures(h264_demo: Path, tmp_path: Path
         old = [video_data.whole_file(path) for path in sorted((h264_demo / "videos" / camera).rglob("*.mp4"))]
         (new,) = (tmp_path / "out/videos" / camera).rglob("*.mp4")
         data = new.read_bytes()
-        assert data[data.index(b"ctts") + 4] == 1  # the version in which pictures may be shown before their turn
+        assert data[data.index(b"ctts") + 4] == 1  # the version in which frames may be shown before their turn
         assert torch.equal(video_data.whole_file(new), torch.cat(old))
         assert frames_by_ffmpeg(new) == sum(map(len, old))
 
@@ -158,7 +158,7 @@ def test_whole_files_decode_to_the_same_pictures(h264_demo: Path, tmp_path: Path
 def test_what_a_loader_does_not_read_is_copied_too(rich: Path, rich_out: Path) -> None:
     assert_same_stream(rich, rich_out)
     assert len(list((rich_out / "videos" / DEPTH).rglob("*.mp4"))) > 1
-    old, new = (pa.concat_tables([pq.read_table(p) for p in sorted(r.glob("data/*/*.parquet"))]) for r in (rich, rich_out))
+    old, new = (pa.concat_tables([pq.read_index(p) for p in sorted(r.glob("data/*/*.parquet"))]) for r in (rich, rich_out))
     assert new.schema.equals(old.schema, check_metadata=True)
     assert b"huggingface" in new.schema.metadata
     assert b"Array2DExtensionType" in new.schema.field("matrix").metadata[b"ARROW:extension:name"]
@@ -180,14 +180,14 @@ def test_metadata_fits_the_files(rich: Path, rich_out: Path) -> None:
     assert table["dataset_to_index"][-1] == new["total_frames"]
     for episode in range(new["total_episodes"]):
         row = {key: values[episode] for key, values in table.items()}
-        data = pq.read_table(rich_out / new["data_path"].format(**_place(row, "data/")))
+        data = pq.read_index(rich_out / new["data_path"].format(**_place(row, "data/")))
         frames = data.filter(pa.compute.equal(data["episode_index"], episode))
         assert frames["index"].to_pylist() == list(range(row["dataset_from_index"], row["dataset_to_index"]))
         for camera in (TOP, SIDE, DEPTH):
             place = _place(row, f"videos/{camera}/")
             assert place["file_index"] < 2  # chunks_size of the source
             video = rich_out / new["video_path"].format(video_key=camera, **place)
-            shown = read_table(LocalStore(str(rich_out)), str(video.relative_to(rich_out)))
+            shown = read_index(LocalStore(str(rich_out)), str(video.relative_to(rich_out)))
             start, stop = row[f"videos/{camera}/from_timestamp"], row[f"videos/{camera}/to_timestamp"]
             assert stop - start == pytest.approx(row["length"] / new["fps"])
             assert shown.nearest(np.array([start, stop - 1 / new["fps"]]))[1] == pytest.approx([0, 0], abs=1e-4)
@@ -203,7 +203,7 @@ def _place(row: dict[str, int], prefix: str) -> dict[str, int]:
 
 def test_several_files_of_the_episode_table(demo_copy: Path, tmp_path: Path) -> None:
     path = demo_copy / "meta/episodes/chunk-000/file-000.parquet"
-    whole = pq.read_table(path)
+    whole = pq.read_index(path)
     for number in range(3):
         part = whole.slice(2 * number, 2)
         at = part.column_names.index("meta/episodes/file_index")
@@ -228,7 +228,7 @@ def test_row_groups_of_32_mb_hold_whole_episodes(tmp_path: Path) -> None:
     assert [group.num_rows for group in groups] == [700, 500, 1150, 1150, 100]
     assert all(group.column(i).has_offset_index for group in groups for i in range(group.num_columns))
     assert all(group.column(i).has_column_index for group in groups for i in range(1, group.num_columns))
-    old, new = (pq.read_table(f, use_threads=False) for f in (next(root.glob("data/*/*.parquet")), path))
+    old, new = (pq.read_index(f, use_threads=False) for f in (next(root.glob("data/*/*.parquet")), path))
     assert new.equals(old)
 
 
@@ -265,7 +265,7 @@ def tracks(draw: st.DrawFn) -> Track:
     order = draw(st.permutations(range(n)))
     times = np.cumsum(stay) - stay[0]
     configs = tuple(box(b"vp08", bytes(78), box(b"note", bytes([i]))) for i in range(draw(st.integers(1, 3))))
-    # Descriptions change at sync samples only.
+    # Descriptions change at keyframes only.
     sync = np.array([True, *draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))])
     config = np.array(draw(st.lists(st.integers(0, len(configs) - 1), min_size=n, max_size=n)))[np.cumsum(sync) - 1]
     size = np.array(draw(st.lists(st.one_of(numbers, st.just(CHUNK)), min_size=n, max_size=n)))
@@ -297,7 +297,7 @@ def _check_head(track: Track, folder: Path) -> None:
     with open(folder / "a.mp4", "wb") as file:
         file.write(before)
         file.truncate(len(before) + int(track.size.sum()))
-    table = read_table(LocalStore(str(folder)), "a.mp4")
+    table = read_index(LocalStore(str(folder)), "a.mp4")
     assert (table.timescale, table.track_header, table.configs) == (track.timescale, track.header, track.configs)
     np.testing.assert_array_equal(table.offset, len(before) + np.cumsum(track.size) - track.size)
     np.testing.assert_array_equal(table.size, track.size)

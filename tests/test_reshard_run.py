@@ -101,7 +101,7 @@ def test_an_interrupted_program_says_so_and_goes_on(
     assert main(["reshard", str(demo), str(out), *OPTIONS]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "every row and every encoded picture is verified" in said.out
+    assert "every row and every encoded frame is verified" in said.out
     assert tree(out) == whole
 
 
@@ -223,7 +223,7 @@ def test_a_damaged_row_is_found(demo: Path, tmp_path: Path, whole: dict[str, byt
     path = out / "data/chunk-000/file-001.parquet"
 
     def damage() -> None:
-        table = pq.read_table(path, use_threads=False)
+        table = pq.read_index(path, use_threads=False)
         values = np.array(table["next.reward"].to_pylist(), np.float32)
         values[row] += 1
         at = table.column_names.index("next.reward")

@@ -1,4 +1,4 @@
-"""A run that is resumed goes on at the very next sample: from every position, in every mode, on any number of ranks."""
+"""A run that is resumed continues at the very next sample: from every position, in every mode, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = (5, 1, 8, 7)
 
 @pytest.fixture(scope="module")
 def rows(odd: Path) -> Dataset:
-    """21 frames without pictures."""
+    """21 frames without images."""
     return Dataset(odd, cameras=[])
 
 

@@ -24,7 +24,7 @@ from dali_stream.decode.trial import trial
 from dali_stream.demo import write_demo
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.format import PROFILES, VideoFormat, describe
-from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store, open_store
 
 H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
@@ -56,15 +56,15 @@ def store(h264_demo: Path) -> Store:
 
 
 @pytest.fixture
-def closed(store: Store) -> SampleTable:
-    return read_table(store, FIRST)
+def closed(store: Store) -> VideoIndex:
+    return read_index(store, FIRST)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, answer: Capability) -> None:
     monkeypatch.setattr(route, "capability", lambda *_: answer)
 
 
-def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store) -> None:
+def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store) -> None:
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
     found = route.choose("auto", 0, H264, closed, store)
     assert found.decoder == "dali"
@@ -72,7 +72,7 @@ def test_a_gpu_that_decodes_the_video_gets_it(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
-    monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
+    monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
     asked(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
     assert route.choose("auto", 0, AV1, closed, store) == dali_stream.Route(
@@ -90,7 +90,7 @@ def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
     ],
 )
 def test_sizes_that_nvdec_does_not_take(
-    limits: tuple, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
+    limits: tuple, reason: str, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
     asked(monkeypatch, Capability(True, "", 1, *limits))
     assert route.choose("auto", 0, H264, closed, store).reason == reason
@@ -116,7 +116,7 @@ def test_sizes_that_nvdec_does_not_take(
     ],
 )
 def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
-    video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
+    video: dict, table: dict, reason: str, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
     found = route.choose("auto", 0, dataclasses.replace(H264, **video), dataclasses.replace(closed, **table), store)
@@ -128,7 +128,7 @@ def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
     ("codec", "height", "width"), [("h264", 368, 640), ("hevc", 360, 640), ("hevc", 1080, 1920), ("av1", 242, 326)]
 )
 def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
-    codec: str, height: int, width: int, monkeypatch: pytest.MonkeyPatch, closed: SampleTable, store: Store
+    codec: str, height: int, width: int, monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
     video = VideoFormat(codec, PROFILES[codec][-1], "420", 8, height, width)
@@ -140,11 +140,11 @@ def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
 def test_hidden_frames_are_kept_from_nvdec(
     codec: str, gop: int, hides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the file's first pictures at the start, and of each clip: where only later ones have some, the route changes."""
+    """By the file's first frames at the start, and of each clip: where only later ones have some, the route changes."""
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
     root = write_demo(tmp_path / "demo", episodes=2, size=(128, 160), codec=codec, gop=gop)
     dataset = dali_stream.Dataset(root)
-    table = read_table(dataset.data_store, FIRST)
+    table = read_index(dataset.data_store, FIRST)
     found = route.choose("auto", 0, describe(table.configs[0]), table, dataset.data_store)
     assert found.decoder == ("torchcodec" if hides else "dali")
     assert (f"{codec} with hidden frames" in found.reason) == hides
@@ -170,7 +170,7 @@ def test_the_colours_that_a_file_names_are_read() -> None:
     assert describe(box(b"avc1", entry)).matrix is None
 
 
-def test_torchcodec_is_taken_when_asked_for(closed: SampleTable, store: Store) -> None:
+def test_torchcodec_is_taken_when_asked_for(closed: VideoIndex, store: Store) -> None:
     assert route.choose("torchcodec", 0, H264, closed, store).decoder == "torchcodec"
 
 
@@ -202,7 +202,7 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
     decode = dali.decode
     wrong = {
         "differ from FFmpeg's by up to": lambda *given: [np.flip(pictures, -1) for pictures in decode(*given)],
-        "pictures of shape": lambda *given: [pictures[:, 1:] for pictures in decode(*given)],
+        "frames of shape": lambda *given: [pictures[:, 1:] for pictures in decode(*given)],
     }
     for said, delivers in wrong.items():
         monkeypatch.setattr(dali, "decode", delivers)
@@ -219,22 +219,22 @@ def test_colours_that_only_the_pictures_name_are_kept_from_nvdec(tmp_path: Path)
     marked = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box: the index says nothing of it
     video_data.encode(video_data.draw(), tmp_path / "video.mp4", (*video_data.h264(12), *marked))
     store = open_store(str(tmp_path))
-    table = read_table(store, "video.mp4")
+    table = read_index(store, "video.mp4")
     found = describe(table.configs[0])
     assert found.matrix is None
     assert trial(store, table, found, 0) == (
-        "its pictures say that their colours are bt709, and DALI converts all as BT.601 on a GPU"
+        "its frames say that their colours are bt709, and DALI converts all as BT.601 on a GPU"
     )
 
 
 def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One key frame that looks whole and that DALI's decoder fails at. Its error names no camera, and breaks the pipeline."""
+    """One keyframe that looks whole and that DALI's decoder fails at. Its error names no camera, and breaks the pipeline."""
     monkeypatch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
     root = write_demo(tmp_path / "vp9", episodes=4, size=(128, 160), codec="vp9", gop=12)
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
-    table = read_table(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
+    table = read_index(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
     data, sync = bytearray(last.read_bytes()), int(table.sync[3])
     start = int(table.offset[sync]) + 12
     data[start : start + 28] = bytes(range(100, 128))

@@ -109,9 +109,9 @@ def test_epochs_through_the_loader_are_checked_picture_by_picture(vp9_demo: Path
     videos.mix(str(mixed), str(vp9_demo), str(write_demo(tmp_path / "av1", episodes=2, size=(128, 160))))
     found = soak.measure(str(mixed), "cpu", "torchcodec", 0)
     assert (found["wrong"], found["route_changes"]) == (0, 0)
-    # The second episode is said to begin a frame earlier than it does: each of its pictures is the one before.
+    # The second episode is said to begin a frame earlier than it does: each of its frames is the one before.
     [path] = (mixed / "meta" / "episodes").glob("*/*.parquet")
-    rows, key = pq.read_table(path), f"videos/{TOP}/from_timestamp"
+    rows, key = pq.read_index(path), f"videos/{TOP}/from_timestamp"
     begins = pa.array([rows[key][0].as_py(), rows[key][1].as_py() - 1 / 20])
     pq.write_table(rows.set_column(rows.schema.get_field_index(key), key, begins), path)
     found = soak.measure(str(mixed), "cpu", "torchcodec", 0)
@@ -206,10 +206,10 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
 
 
 WRONG = {
-    "identity": ({"wrong": 2}, "vp9, GOP 12, one frame: 2 of 24 pictures are of another frame"),
-    "colour": ({"mean_error": 9.0}, "vp9, GOP 12, one frame: the pictures differ from FFmpeg's by 9.0 on average"),
+    "identity": ({"wrong": 2}, "vp9, GOP 12, one frame: 2 of 24 frames are of another frame"),
+    "colour": ({"mean_error": 9.0}, "vp9, GOP 12, one frame: the frames differ from FFmpeg's by 9.0 on average"),
     "crash": ({"failed": "ended by SIGSEGV"}, "vp9, GOP 12, one frame: ended by SIGSEGV"),
-    "lockstep": ({"wrong": 1}, "vp9, recorded size, in lockstep with torchcodec: 1 of 90 pictures"),
+    "lockstep": ({"wrong": 1}, "vp9, recorded size, in lockstep with torchcodec: 1 of 90 frames"),
     "route": ({"routes": {"top": "dali", "side": "torchcodec"}}, "with torchcodec: a camera is not on the DALI route"),
     "exit": ({"exit": "ended by SIGSEGV"}, "identity of vp9, GOP 12: ended by SIGSEGV"),
     "soak": ({"routes": {"top": "torchcodec", "side": "dali"}}, "soak: a camera is not on the DALI route"),

@@ -55,7 +55,7 @@ def small(written: Callable[..., Path]) -> Path:
 
 
 def epoch(url: str, root: Path, **arguments: Any) -> list[int]:
-    """The samples of one epoch, whose pictures are the right ones."""
+    """The samples of one epoch, whose frames are the right ones."""
     lengths = read_lengths(root)
     options = {"timeout": 0.5} if url.startswith("http") else None
     dataset = Dataset(url, give_up_after_s=GIVE_UP_S, storage_options=options)
@@ -131,7 +131,7 @@ def test_a_file_that_changes_during_the_run_is_an_error(small: Path, tmp_path: P
 
 
 def test_close_does_not_wait_for_a_server_that_hangs(small: Path) -> None:
-    """Neither does the thread that waits for a batch, and other loaders of the same dataset go on."""
+    """Neither does the thread that waits for a batch, and other loaders of the same dataset continue."""
     hanging = threading.Event()
 
     def hang(handler: Handler, data: bytes, fields: dict[str, str]) -> None:

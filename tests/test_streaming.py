@@ -179,7 +179,7 @@ def test_only_the_episodes_that_are_selected(demo: Path, server: Server) -> None
 
 
 def test_the_first_batch_needs_only_what_it_shows(twelve: Path) -> None:
-    """Four pictures a camera are there after a small part of the bytes; later all of them come, as large ranges."""
+    """Four frames a camera are there after a small part of the bytes; later all of them come, as large ranges."""
     videos = sum(path.stat().st_size for path in twelve.rglob("*.mp4"))
     # On so slow a line, nothing that is not needed can be through by the time of the first batch unless it was in its way.
     with Server(twelve, bytes_per_s=350_000) as server, Loader(server.url, batch_size=4, seed=1) as loader:

@@ -108,7 +108,7 @@ def test_after_a_loop_that_was_left_early(demo: Path) -> None:
 
 
 def test_who_takes_all_batches_and_asks_for_no_more_keeps_what_is_under_way(demo: Path) -> None:
-    """As `islice` and Lightning's Trainer do: the threads that are at the next epoch already go on with it."""
+    """As `islice` and Lightning's Trainer do: the threads that are at the next epoch already continue with it."""
     with Loader(demo, batch_size=8) as loader:
         threads = []
         for epoch in range(2):
@@ -215,7 +215,7 @@ def test_one_iteration_at_a_time(demo: Path) -> None:
         with pytest.raises(DaliStreamError, match="another iteration of this loader has begun"):
             next(first)
         assert loader.state_dict()["epoch"] == 1
-        next(second)  # the one that began last goes on
+        next(second)  # the one that began last continues
         assert loader.state_dict()["position"] == 16
 
 
@@ -228,7 +228,7 @@ def test_two_loaders_do_not_touch_each_other(demo: Path) -> None:
 
 
 def test_control_c_in_next(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while the main thread waits for the first frames, and leaves a loader that can go on."""
+    """It comes while the main thread waits for the first frames, and leaves a loader that can continue."""
     with nothing_left():
         read, sent = LocalStore.read, threading.Event()
 
@@ -440,7 +440,7 @@ def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path)
         loader = Loader(demo, batch_size=8)
         iterator = iter(loader)
         next(iterator)
-        stage = loader._run.stage
+        stage = loader._stream.producer
         done = stage._pool.submit(stage.close)  # as the garbage collector does it, wherever it happens to run
         done.result()
         for thread in threading.enumerate():

@@ -148,11 +148,11 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "4:4:4": video_data.h264(12, pixels="yuv444p"),
     "B-frames, open GOPs": video_data.hevc(12, open_gop=True),
     "MPEG-4": video_data.mpeg4(12),
-    "hidden pictures": video_data.vp9(30, hidden=True),
+    "hidden frames": video_data.vp9(30, hidden=True),
 }
 
 
-_SLOW = ("4:4:4", "MPEG-4", "hidden pictures")
+_SLOW = ("4:4:4", "MPEG-4", "hidden frames")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in _SLOW else k for k in _SOURCES])
@@ -163,7 +163,7 @@ def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: P
     assert report.cameras[video_data.CAMERA].copied == 0
     said = probe(new)
     assert (said["pix_fmt"], said["color_range"], said["color_space"]) == ("yuv420p", "tv", "smpte170m")
-    # Of 255: 4:4:4 loses half of its colours' resolution; a wrong matrix gives 5 on these pictures.
+    # Of 255: 4:4:4 loses half of its colours' resolution; a wrong matrix gives 5 on these frames.
     assert difference(video(root), new) < (4.0 if kind == "4:4:4" else 2.5)
     with Loader(
         tmp_path / "out", batch_size=8, shuffle=False, image_dtype="uint8", device="cpu", decode="torchcodec"
@@ -268,7 +268,7 @@ def test_progress_moves_within_a_file(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_the_videos_encoded_anew(small: Path, hevc: Path) -> None:
-    """The dataset is the same one, so a run that waits for its GPU may go on with what its GPU decodes."""
+    """The dataset is the same one, so a run that waits for its GPU may continue with what its GPU decodes."""
     options: dict[str, Any] = {"batch_size": 16, "consumers": 4}
     with Loader(small, **options) as loader:
         batches = iter(loader)

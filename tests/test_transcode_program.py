@@ -66,7 +66,7 @@ def test_a_size_that_nvenc_does_not_take_is_the_cpus(small: Path, tmp_path: Path
     stub(tmp_path, monkeypatch, too_small + PLAYS_NVENC)
     report = transcoded(small, tmp_path / "out", codec="hevc", encoder="auto")
     assert {camera.encoder for camera in report.cameras.values()} == {"libx265"}
-    with pytest.raises(ValueError, match=r"Frame Dimension less than the minimum \(pictures of 120×128\)"):
+    with pytest.raises(ValueError, match=r"Frame Dimension less than the minimum \(frames of 120×128\)"):
         transcoded(small, tmp_path / "other", codec="hevc", encoder="nvenc")
 
 
@@ -103,10 +103,10 @@ def test_a_missing_program_and_a_missing_encoder_are_named(
 _FILTER = "at = arguments.index('-vf') + 1; arguments[at]"
 _ANOTHER = ",trim=start_frame=1,tpad=stop=1:stop_mode=clone,setpts=PTS-512"
 _WRONG = {
-    "pictures are lost": ("arguments[-1:-1] = ['-frames:v', '20']", "pictures went in, and 20 came out"),
-    "pictures are late": (f"{_FILTER} += ',setpts=PTS+0.02/TB'", "has moved by 0.0"),
-    "pictures are others": (f"{_FILTER} += '{_ANOTHER}'", r"episode \d+, frame \d+: it looks like frame \d+ of the source"),
-    "pictures are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and 25 is the least"),
+    "frames are lost": ("arguments[-1:-1] = ['-frames:v', '20']", "frames went in, and 20 came out"),
+    "frames are late": (f"{_FILTER} += ',setpts=PTS+0.02/TB'", "has moved by 0.0"),
+    "frames are others": (f"{_FILTER} += '{_ANOTHER}'", r"episode \d+, frame \d+: it looks like frame \d+ of the source"),
+    "frames are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and 25 is the least"),
     "colours are of another range": (f"{_FILTER} = 'scale=out_range=pc,setparams=range=pc'", "full range|yuvj420p"),
     "GOPs are longer": ("arguments = ['9' if a == '2' else a for a in arguments]", "longest GOP has 9"),
     "there are B-frames": ("arguments = [{'0': '2', '2': '12'}.get(a, a) for a in arguments]", "B-frames"),

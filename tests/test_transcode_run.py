@@ -173,7 +173,7 @@ def test_a_part_of_a_dataset_is_refused(small: Path, tmp_path: Path, selected: d
 
 
 def damage(path: Path, how: str) -> None:
-    """Truncates a file, or puts other bytes into the middle of its pictures."""
+    """Truncates a file, or puts other bytes into the middle of its frames."""
     data = bytearray(path.read_bytes())
     if how == "cut off":
         del data[len(data) // 2 :]
@@ -290,7 +290,7 @@ def test_odd_sizes_are_for_codecs_that_take_them(tmp_path: Path, capsys: pytest.
     video_data.encode(video_data.draw(size=(123, 161)), tmp_path / "a.mp4", video_data.vp9(12))
     video_data.write_dataset(source, [tmp_path / "a.mp4"], size=(123, 161))
     line = failed(capsys, ["transcode", source, tmp_path / "out", *FAST], 2)
-    assert "pictures of 123×161" in line
+    assert "frames of 123×161" in line
     assert "take vp9" in line
     assert main(["transcode", str(source), str(tmp_path / "out"), "--codec", "vp9", "--gop", "2"]) == 0
 

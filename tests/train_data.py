@@ -17,7 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).parents[1]
-# Pictures of one token, and every step in the journal.
+# Frames of one token, and every step in the journal.
 SMALL = ["--image-size", 32, 32, "--chunk", 8, "--batch-size", 8, "--consumers", 8, "--log-every", 1, "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -20,7 +20,7 @@ import dali_stream
 from dali_stream import Dataset
 from dali_stream.demo import read_identities, stamp
 from dali_stream.mp4.format import VideoFormat, describe
-from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
 from dali_stream.tools.transcode import Report, transcode
 
@@ -85,14 +85,14 @@ def runs(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def table_of(path: Path) -> tuple[SampleTable, VideoFormat]:
+def table_of(path: Path) -> tuple[VideoIndex, VideoFormat]:
     """Index and format of a file."""
-    table = read_table(LocalStore(str(path.parent)), path.name)
+    table = read_index(LocalStore(str(path.parent)), path.name)
     return table, describe(table.configs[0])
 
 
 def assert_same_but_for_pictures(first: Path, second: Path) -> int:
-    """Every batch of an epoch is the same but for its pictures, which carry the same stamps. Returns how many samples."""
+    """Every batch of an epoch is the same but for its frames, which carry the same stamps. Returns how many samples."""
     options: dict[str, Any] = {**OPTIONS, "device": "cpu", "decode": "torchcodec", "threads": 2}
     count = 0
     with dali_stream.Loader(str(first), **options) as a, dali_stream.Loader(str(second), **options) as b:
@@ -157,6 +157,6 @@ def video(root: Path) -> Path:
 
 
 def difference(first: Path, second: Path) -> float:
-    """The largest of the mean differences between pictures of two files, of 255, over RGB as torchcodec has it."""
+    """The largest of the mean differences between frames of two files, of 255, over RGB as torchcodec has it."""
     a, b = (video_data.whole_file(path).numpy().astype(np.int16) for path in (first, second))
     return float(np.abs(a - b).mean((1, 2, 3)).max())

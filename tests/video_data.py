@@ -1,4 +1,4 @@
-"""Small videos whose pictures say which frame they are, and the smallest LeRobot v3 datasets around them."""
+"""Small videos whose frames say which frame they are, and the smallest LeRobot v3 datasets around them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ MPEG4 = ("-c:v", "mpeg4", "-q:v", "3")
 
 
 def h264(gop: int, open_gop: bool = False, pixels: str = "yuv420p") -> tuple[str, ...]:
-    """x264 with three B-frames, one of which others may refer to, and key frames exactly `gop` apart."""
+    """x264 with three B-frames, one of which others may refer to, and keyframes exactly `gop` apart."""
     params = f"b-pyramid=normal:b-adapt=0:open-gop={int(open_gop)}:keyint={gop}:min-keyint={gop}"
     return (*X264, "-pix_fmt", pixels, "-x264-params", params)
 
 
 def hevc(gop: int, open_gop: bool = False, pixels: str = "yuv420p") -> tuple[str, ...]:
-    """x265 with its usual B-frames and key frames `gop` apart; open GOPs are its default."""
+    """x265 with its usual B-frames and keyframes `gop` apart; open GOPs are its default."""
     params = f"open-gop={int(open_gop)}:keyint={gop}:min-keyint={gop}:scenecut=0:bframes=3:b-adapt=0:log-level=none"
     return (*X265, "-pix_fmt", pixels, "-x265-params", params)
 
@@ -70,7 +70,7 @@ def mpeg4(gop: int, b_frames: int = 0) -> tuple[str, ...]:
 
 
 def draw(episodes: Sequence[int] = EPISODES, first: int = 0, size: tuple[int, int] = SIZE, camera: int = 0) -> Pictures:
-    """Pictures (N, H, W, 3) of episodes end to end: textured squares that move, and the stamp of `dali_stream.demo`."""
+    """Frames (N, H, W, 3) of episodes end to end: textured squares that move, and the stamp of `dali_stream.demo`."""
     height, width = size
     rng = np.random.default_rng([first, camera])
     back = np.kron(rng.integers(40, 200, (height // 16 + 1, width // 16 + 1, 3)), np.ones((16, 16, 1)))[:height, :width]
@@ -105,7 +105,7 @@ def _encoders() -> str:
 
 
 def encode(pictures: Pictures, path: Path, arguments: Sequence[str], *more_input: str, fps: int = FPS) -> Path:
-    """Writes pictures to a video file; `more_input` stands before the encoder's arguments."""
+    """Writes frames to a video file; `more_input` stands before the encoder's arguments."""
     path.parent.mkdir(parents=True, exist_ok=True)
     height, width = pictures.shape[1:3]
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-")
@@ -246,7 +246,7 @@ def write_dataset(
 def shifted(root: Path, frames: float) -> Path:
     """A dataset whose rows are so many frames late against its video."""
     rows = root / "data/chunk-000/file-000.parquet"
-    table = pq.read_table(rows)
+    table = pq.read_index(rows)
     times = pa.array((table["timestamp"].to_numpy() + frames / FPS).astype(np.float32))
     pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), rows)
     return root
@@ -276,14 +276,14 @@ def _parquet(path: Path, table: pa.Table, **options: int) -> None:
 
 
 def whole_file(path: Path) -> torch.Tensor:
-    """Every picture of a video, (N, 3, H, W) uint8, decoded from the beginning to the end by torchcodec alone."""
+    """Every frame of a video, (N, 3, H, W) uint8, decoded from the beginning to the end by torchcodec alone."""
     decoder = VideoDecoder(path, num_ffmpeg_threads=1)
     pictures: torch.Tensor = decoder.get_frames_in_range(0, len(decoder)).data
     return pictures
 
 
 def loader(dataset: Path | str | dali_stream.Dataset, **options: object) -> dali_stream.Loader:
-    """A Loader that keeps pictures as they are and serves every sample."""
+    """A Loader that keeps frames as they are and serves every sample."""
     defaults: dict[str, object] = {
         "batch_size": 16, "image_dtype": "uint8", "last_batch": "partial", "device": "cpu", "decode": "torchcodec",
         "threads": 2, "consumers": 4, "episode_pool_size": 2,
@@ -292,11 +292,11 @@ def loader(dataset: Path | str | dali_stream.Dataset, **options: object) -> dali
 
 
 def samples(batches: dali_stream.Loader) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(episode, frame, pictures) of each sample of an epoch."""
+    """(episode, frame, frames) of each sample of an epoch."""
     for batch in batches:
         yield from zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), batch[CAMERA], strict=True)
 
 
 def identities(pictures: torch.Tensor) -> list[tuple[int, int]]:
-    """(episode, frame) that each of the pictures (N, 3, H, W) carries."""
+    """(episode, frame) that each of the frames (N, 3, H, W) carries."""
     return [(e, f) for e, f, _ in read_identities(pictures.movedim(1, -1).numpy()).tolist()]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 # Mean absolute differences, of 255. Decoders differ in how they bring colour to full resolution (NVDEC by about 3); frames
-# differ from their neighbours by less than that in slow scenes, so a picture also has to be as near to its own frame as to
+# differ from their neighbours by less than that in slow scenes, so a frame also has to be as near to its own frame as to
 # the two before and after.
 TOLERANCE = 4.0
 MARGIN = 0.05
@@ -23,10 +23,10 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
         results: the peer's file.
         recorded: a `Recorded`.
         follows: whether the peer was given the order. One that shuffles by itself has to deliver rows that exist, none twice
-            in an epoch, and to each its own pictures.
+            in an epoch, and to each its own frames.
 
     Returns:
-        `equal`; `samples` and `pictures` compared; `worst_difference` of a picture from its frame, mean absolute of 255;
+        `equal`; `samples` and `frames` compared; `worst_difference` of a frame from its frame, mean absolute of 255;
         `differences`, the first few in words.
     """
     with np.load(results) as file:
@@ -40,7 +40,7 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
                 continue  # told by the rows
             due = recorded.window(camera, episode, frame).tolist()
             if len(due) != len(shown):
-                wrong.append(f"sample {at}: {len(shown)} pictures of {camera} came, and {len(due)} were to come")
+                wrong.append(f"sample {at}: {len(shown)} frames of {camera} came, and {len(due)} were to come")
                 continue
             for wanted, picture in zip(due, shown, strict=True):
                 difference, said = _picture(recorded, camera, episode, wanted, picture)
@@ -85,7 +85,7 @@ def _rows(found: dict[str, np.ndarray], recorded: Any, follows: bool) -> list[st
 
 
 def _picture(recorded: Any, camera: str, episode: int, wanted: int, picture: np.ndarray) -> tuple[float, str | None]:
-    """How far a picture is from its frame, and what is wrong with it."""
+    """How far a frame is from its frame, and what is wrong with it."""
     name = f"{camera} of episode {episode}, frame {wanted}"
     reference = recorded.picture(camera, episode, wanted)
     if reference.shape != picture.shape:

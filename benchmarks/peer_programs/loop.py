@@ -1,6 +1,6 @@
 """The plain loop around a decoder of whole files, as one writes it oneself: no rows, no batches made ahead.
 
-The recorded order says in which file each picture lies and which one of that file it is, so the loop has nothing to look up,
+The recorded order says in which file each frame lies and which one of that file it is, so the loop has nothing to look up,
 and its first batch no metadata to read. Each thread keeps a decoder for each file that it has met.
 """
 
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from serve import ROWS, Batch, Spec
 
-Decode = Callable[[list[int]], torch.Tensor]  # numbers of pictures in a file -> uint8 (n, H, W, C)
+Decode = Callable[[list[int]], torch.Tensor]  # numbers of frames in a file -> uint8 (n, H, W, C)
 
 
 def batches(spec: Spec, open_file: Callable[[str], Decode], threads: int) -> Iterator[Batch]:
-    """Batches of float pictures in [0, 1] in the recorded order, each batch split evenly between threads.
+    """Batches of float frames in [0, 1] in the recorded order, each batch split evenly between threads.
 
-    Pictures lie in memory with their channels last, as they are decoded and as this package's Loader has them too.
+    Frames lie in memory with their channels last, as they are decoded and as this package's Loader has them too.
     """
     own = threading.local()
 

@@ -56,7 +56,7 @@ class Peer:
         self._signal(signal.SIGSTOP)
 
     def ask(self, answer: str, **request: Any) -> Any:
-        """Lets it go on until it has answered. Between its turns nothing of it runs, so it gains nothing and takes nothing."""
+        """Lets it continue until it has answered. Between its turns nothing of it runs, so it neither gains nor takes time."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):  # how it ended is told by the missing answer

@@ -18,7 +18,7 @@ def batches(spec: Spec) -> Iterator[Batch]:
 
         def decode(numbers: list[int]) -> torch.Tensor:
             wanted = sorted(set(numbers))
-            # The decoder writes its next pictures where these lie, so they are copied, by stack.
+            # The decoder writes its next frames where these lie, so they are copied, by stack.
             found = torch.stack([torch.from_dlpack(frame) for frame in decoder.get_batch_frames_by_index(wanted)])
             return found[[wanted.index(number) for number in numbers]]
 

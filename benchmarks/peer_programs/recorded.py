@@ -53,7 +53,7 @@ class Recorded:
         self._paths = {camera: self._video_paths(info["video_path"], table, camera) for camera in self.cameras}
         self.episode, self.frame = self._order(batch_size, batches, seed)
         self._decoder = functools.cache(VideoDecoder)
-        # The peers show the same samples, so most pictures are asked for several times.
+        # The peers show the same samples, so most frames are asked for several times.
         self.picture = functools.lru_cache(256)(self._picture)
 
     def _columns(self) -> list[str]:
@@ -75,7 +75,7 @@ class Recorded:
         """Writes the order for the peers, and returns the video files.
 
         `index`, `episode_index`, `frame_index` (N,), and for the nth camera `files_n` (N,) and `numbers_n` (N, steps): which
-        of the files, and which picture of it.
+        of the files, and which frame of it.
         """
         files: dict[str, int] = {}
         arrays = {"index": self._first[self.episode] + self.frame, "episode_index": self.episode, "frame_index": self.frame}
@@ -106,7 +106,7 @@ class Recorded:
 
     def _picture(self, camera: str, episode: int, frame: int) -> np.ndarray:
         decoder = self._decoder(self._paths[camera][episode])
-        # Half a frame later is the same picture, however the times were rounded.
+        # Half a frame later is the same frame, however the times were rounded.
         found = decoder.get_frame_played_at(float(self.seconds(camera, episode, frame)) + 0.5 / self.fps)
         pixels = found.data[None]
         if self._image_size:
@@ -115,5 +115,5 @@ class Recorded:
 
 
 def _read(paths: list[Path], columns: list[str]) -> dict[str, np.ndarray]:
-    table = pa.concat_tables([pq.read_table(path, columns=columns) for path in paths])
+    table = pa.concat_tables([pq.read_index(path, columns=columns) for path in paths])
     return {name: table[name].to_numpy() for name in columns}

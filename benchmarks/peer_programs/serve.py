@@ -78,7 +78,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 class Delivered:
-    """What the consumer was given: the rows' numbers of all samples, and the pictures of a few."""
+    """What the consumer was given: the rows' numbers of all samples, and the frames of a few."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -111,7 +111,7 @@ class Delivered:
             kept.append(batch[key][:few].clone())
 
     def write(self) -> int:
-        """Writes it to where the spec says: rows (N,), and of the `checked` ones pictures (n, steps, C, H, W) per camera."""
+        """Writes it to where the spec says: rows (N,), and of the `checked` ones frames (n, steps, C, H, W) per camera."""
         arrays: dict[str, Any] = {key: np.concatenate(found) for key, found in self._rows.items()}
         for n, kept in enumerate(self._pictures.values()):
             found = torch.cat(kept).mul(255).round().to(torch.uint8).cpu()

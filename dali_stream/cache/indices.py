@@ -6,7 +6,7 @@ import threading
 
 from dali_stream.errors import DatasetError, DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
 from dali_stream.workers import Once
 
@@ -23,17 +23,17 @@ class IndexCache:
 
     def __init__(self, dataset: DatasetFiles) -> None:
         self._dataset = dataset
-        self._indices: dict[tuple[str, int], SampleTable | DecodeError] = {}
+        self._indices: dict[tuple[str, int], VideoIndex | DecodeError] = {}
         self._seen: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
         self._once = Once()
         self.read_bytes = 0
 
-    def of(self, camera: str, episode: int, store: Store) -> SampleTable:
+    def of(self, camera: str, episode: int, store: Store) -> VideoIndex:
         """The index of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""
         return self.read(camera, int(self._dataset.table.video[camera].index[self._dataset.rows[episode]]), store)
 
-    def read(self, camera: str, file: int, store: Store) -> SampleTable:
+    def read(self, camera: str, file: int, store: Store) -> VideoIndex:
         """The index of a file, by its number among those of the camera. As `of`."""
         found = self._indices.get((camera, file))
         if found is None:
@@ -52,16 +52,16 @@ class IndexCache:
         with self._lock:
             self._indices.pop((camera, file), None)
 
-    def _read(self, camera: str, file: int, store: Store) -> SampleTable | DecodeError:
+    def _read(self, camera: str, file: int, store: Store) -> VideoIndex | DecodeError:
         key = camera, file
         try:
-            index: SampleTable | DecodeError = read_table(store, self._dataset.table.video[camera].paths[file])
+            index: VideoIndex | DecodeError = read_index(store, self._dataset.table.video[camera].paths[file])
         except DatasetError as error:  # there is no such file
             index = DecodeError(str(error))
         except DecodeError as error:
             index = error
         with self._lock:
-            if isinstance(index, SampleTable) and key not in self._seen:
+            if isinstance(index, VideoIndex) and key not in self._seen:
                 self.read_bytes += index.index_bytes
                 self._seen.add(key)
             self._indices[key] = index

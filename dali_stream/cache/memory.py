@@ -17,7 +17,7 @@ from dali_stream.counters import Counters
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.rows import Found, RowReader
-from dali_stream.mp4.index import LACKING, SampleTable
+from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import find_samples
 from dali_stream.schedule.byte_cache import Drop
 from dali_stream.schedule.reads import Read
@@ -141,7 +141,7 @@ class Memory:
         """Values of a feature: `episode` is (B,), `frame` (B,) or (B, T); the result has the shape of `frame` in front."""
         return self._rows.gather(key, episode, frame)
 
-    def index(self, camera: str, episode: int) -> SampleTable:
+    def index(self, camera: str, episode: int) -> VideoIndex:
         """The index of the file that holds an episode. Raises DecodeError where it has none."""
         return self._indices.of(camera, episode, self._source)
 

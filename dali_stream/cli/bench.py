@@ -32,7 +32,7 @@ def bench(
     image_size: Annotated[
         str, typer.Option(metavar="HxW|recorded", help="Size to resize frames to, or the recorded one.")
     ] = "224x224",
-    image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Of the pictures.")] = "uint8",
+    image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Of the frames.")] = "uint8",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where batches are made.")] = "auto",
     consumers: Annotated[
         int | None,

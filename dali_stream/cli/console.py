@@ -25,7 +25,7 @@ def results() -> Console:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A plain table; the columns in `right` hold numbers. Cells that are too long go on in the next line."""
+    """A plain table; the columns in `right` hold numbers. Cells that are too long continue in the next line."""
     from rich import box
     from rich.table import Table
 

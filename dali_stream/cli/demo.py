@@ -25,7 +25,7 @@ def demo(
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Episodes to write; 16 unless given.")
     ] = None,
     size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Pictures' size, even, from 120x128 up; 240x320 unless given.")
+        str | None, typer.Option(metavar="HxW", help="Frames' size, even, from 120x128 up; 240x320 unless given.")
     ] = None,
     codec: Annotated[str | None, typer.Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Of the videos; av1 by default.")] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 32,
@@ -38,7 +38,7 @@ def demo(
 ) -> None:
     """Make a small dataset unless it is there, stream one epoch of it, and say how fast and how exactly that went.
 
-    The dataset is a simulated robot that pushes blocks, seen by two cameras; every picture says which frame it is.
+    The dataset is a simulated robot that pushes blocks, seen by two cameras; every frame says which frame it is.
     """
     wanted = {"episodes": episodes, "size": arguments.size("--size", size), "codec": codec}
     out = Path(f"{root.absolute()}-sheet.png") if out is None else arguments.png("--out", out)
@@ -114,7 +114,7 @@ def _draw_sheet(out: Path, dataset: Dataset, epoch: Epoch) -> None:
     from dali_stream.cli import sheet
 
     title = f"{Path(dataset.uri).name}: the first batch, {len(epoch.first)} of {dataset.num_frames} frames"
-    width = sum(strip.pictures.shape[2] for strip in epoch.first[0].strips)
+    width = sum(strip.frames.shape[2] for strip in epoch.first[0].strips)
     sheet.save(out, title, epoch.first, columns=max(1, 2000 // width))
 
 
@@ -137,7 +137,7 @@ def _table(report: dict[str, Any]) -> Table:
     if report["peak_gpu_bytes"] is not None:
         made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, by all processes")
     made.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
-    made.add_row("right frames", f"yes: {report['pictures_checked']} pictures of the first batch say who they are")
+    made.add_row("right frames", f"yes: {report['pictures_checked']} frames of the first batch say who they are")
     made.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
     made.add_row("contact sheet", report["sheet"])
     return made

@@ -31,7 +31,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
     """Streams one epoch.
 
     Raises:
-        DecodeError: a picture is of another frame than its row says.
+        DecodeError: a frame is of another frame than its row says.
     """
     environment.forget_peak()
     task = bar.add_task("streaming one epoch", total=dataset.num_frames)
@@ -70,7 +70,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
         "frames": len(indices),
         "unique_frames": len(set(indices)),
         "exactly_once": sorted(indices) == list(range(dataset.num_frames)),
-        "pictures_checked": _check_pictures(dataset, first),
+        "pictures_checked": _check_frames(dataset, first),
         "samples_per_s": timed / seconds,
         "frames_per_s": timed * len(dataset.cameras) / seconds,
         "epoch_s": ends[-1] - started,
@@ -89,17 +89,17 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
     return Epoch(report, first)
 
 
-def _check_pictures(dataset: Dataset, shown: list[sheet.Sample]) -> int:
-    """Holds what the pictures say they are against what their rows say; returns how many pictures that were."""
+def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
+    """Holds what the frames say they are against what their rows say; returns how many frames that were."""
     for number, camera in enumerate(dataset.cameras):
         try:
-            found = read_identities(np.concatenate([sample.strips[number].pictures for sample in shown])).tolist()
+            found = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()
         except ValueError as error:
-            raise dali_stream.DecodeError(f"{camera}: a picture of the first batch came out damaged: {error}") from error
+            raise dali_stream.DecodeError(f"{camera}: a frame of the first batch came out damaged: {error}") from error
         for sample, (episode, frame, _) in zip(shown, found, strict=True):
             if (episode, frame) != (sample.episode, sample.frame):
                 raise dali_stream.DecodeError(
-                    f"{camera}: episode {sample.episode}, frame {sample.frame} was asked for, and the picture is of episode "
+                    f"{camera}: episode {sample.episode}, frame {sample.frame} was asked for, and the frame is of episode "
                     f"{episode}, frame {frame}; try --decode torchcodec, and please report it"
                 )
     return len(shown) * len(dataset.cameras)

@@ -23,7 +23,7 @@ def preview(
         ),
     ] = None,
     image_size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Resize pictures, as Loader(image_size=...) does.")
+        str | None, typer.Option(metavar="HxW", help="Resize frames, as Loader(image_size=...) does.")
     ] = None,
     seed: Annotated[
         int, typer.Option(metavar="N", parser=arguments.natural, help="Seed of the order: another one shows other frames.")
@@ -35,7 +35,7 @@ def preview(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Draw the first batch of an epoch as the model would see it, with tasks and indices below the pictures."""
+    """Draw the first batch of an epoch as the model would see it, with tasks and indices below the frames."""
     arguments.png("--out", out)
     size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
     dataset = arguments.dataset(

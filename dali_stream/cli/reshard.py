@@ -35,8 +35,8 @@ def reshard(
 ) -> None:
     """Write a dataset anew, laid out for streaming: large row groups, MP4s with their index in front, few files.
 
-    Nothing is decoded or encoded: rows and encoded pictures stay what they are, which is verified at the end. May be
-    interrupted: the same command goes on where it was. OUT is a dataset when it is done, and not before.
+    Nothing is decoded or encoded: rows and encoded frames stay what they are, which is verified at the end. May be
+    interrupted: the same command continues where it was. OUT is a dataset when it is done, and not before.
     """
     sizes = byte_count(data_file_size, "--data-file-size"), byte_count(video_file_size, "--video-file-size")
     from dali_stream.tools.reshard import reshard as write
@@ -58,7 +58,7 @@ def reshard(
         console.print_json(report.as_dict())
         return
     console.results().print(_table(report))
-    typer.echo(f"{out}: {report.episodes} episodes, {report.frames} frames; every row and every encoded picture is verified")
+    typer.echo(f"{out}: {report.episodes} episodes, {report.frames} frames; every row and every encoded frame is verified")
 
 
 def _table(report: Report) -> Table:

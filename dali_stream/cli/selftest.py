@@ -1,4 +1,4 @@
-"""`dali-stream selftest`: whether this machine's decoder delivers the right pictures through DALI, and how fast."""
+"""`dali-stream selftest`: whether this machine's decoder delivers the right frames through DALI, and how fast."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Contact sheets: a batch as the model sees it, in native pixels, with what it is written below.
 
-A sample is a cell: its cameras side by side, each camera's window as a strip of pictures. The PNG's text chunk
-`dali_stream` says as JSON which picture is where.
+A sample is a cell: its cameras side by side, each camera's window as a strip of frames. The PNG's text chunk
+`dali_stream` says as JSON which frame is where.
 
     top                 side
     -0.1 s    now       -0.1 s    now
@@ -32,15 +32,15 @@ TITLE, TEXT, SMALL = 20, 15, 13  # font sizes; a line is a third higher
 _BACKGROUND, _BRIGHT, _PLAIN, _DIM, _PAD = "#14161a", "#ffffff", "#d5d8de", "#8d939e", "#f0a63c"
 _MOST_LINES = 3  # of a task
 
-Pictures = npt.NDArray[np.uint8]
+Frames = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Strip:
-    """One camera's window: `pictures` (T, H, W, 3), the seconds of each step, and which lie outside the episode."""
+    """One camera's window: `frames` (T, H, W, 3), the seconds of each step, and which lie outside the episode."""
 
     camera: str
-    pictures: Pictures
+    frames: Frames
     seconds: tuple[float, ...]
     padded: tuple[bool, ...]
 
@@ -57,8 +57,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """Where a picture is on the sheet: `box` is (left, top, right, bottom)."""
+class Placed:
+    """Where a frame is on the sheet: `box` is (left, top, right, bottom)."""
 
     sample: int
     camera: str
@@ -67,7 +67,7 @@ class Picture:
 
 
 def samples(batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[str, Sequence[float]]) -> list[Sample]:
-    """Copies out of a batch what a sheet shows of it. Pictures are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
+    """Copies out of a batch what a sheet shows of it. Frames are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
     strips = [_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras]
     numbers = (batch[key].tolist() for key in ("episode_index", "frame_index", "index"))
     tasks = batch.get("task") or [""] * len(batch["index"])
@@ -78,29 +78,29 @@ def samples(batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[s
 
 
 def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -> list[Strip]:
-    pictures = batch[camera]
-    if pictures.ndim == 4:
-        pictures = pictures[:, None]
-    found = pictures.movedim(-3, -1).cpu().contiguous().numpy().copy()
+    frames = batch[camera]
+    if frames.ndim == 4:
+        frames = frames[:, None]
+    found = frames.movedim(-3, -1).cpu().contiguous().numpy().copy()
     if found.shape[-1] == 1:
         found = np.repeat(found, 3, -1)
     masks = batch[f"{camera}_is_pad"].tolist() if f"{camera}_is_pad" in batch else [[False] * len(seconds)] * len(found)
     return [Strip(camera, shown, seconds, tuple(mask)) for shown, mask in zip(found, masks, strict=True)]
 
 
-def draw(title: str, shown: Sequence[Sample], columns: int = 1) -> tuple[Image.Image, list[Picture]]:
-    """Draws samples in `columns`, row after row. Returns the sheet and where each picture is."""
+def draw(title: str, shown: Sequence[Sample], columns: int = 1) -> tuple[Image.Image, list[Placed]]:
+    """Draws samples in `columns`, row after row. Returns the sheet and where each frame is."""
     layout = _Layout(shown, columns)
     image = Image.new("RGB", layout.size, _BACKGROUND)
     pen = ImageDraw.Draw(image)
     pen.text((MARGIN, MARGIN), _cut(title, layout.size[0] - 2 * MARGIN, TITLE), _BRIGHT, _font(TITLE))
     for column in range(layout.columns):
         _draw_header(pen, shown[0], layout.left(column), layout.header_top, layout.windowed)
-    pictures = []
+    frames = []
     for number, sample in enumerate(shown):
         left, top = layout.left(number % layout.columns), layout.top(number // layout.columns)
-        pictures += _draw_cell(image, pen, number, sample, left, top, layout)
-    return image, pictures
+        frames += _draw_cell(image, pen, number, sample, left, top, layout)
+    return image, frames
 
 
 def save(path: Path, title: str, shown: Sequence[Sample], columns: int = 1) -> None:
@@ -109,13 +109,13 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int = 1) -> N
     Raises:
         DaliStreamError: it cannot be written there.
     """
-    image, pictures = draw(title, shown, columns)
+    image, frames = draw(title, shown, columns)
     where = [
         {
             "sample": p.sample, "camera": p.camera, "step": p.step, "box": p.box,
             "episode": shown[p.sample].episode, "frame": shown[p.sample].frame, "index": shown[p.sample].index,
         }
-        for p in pictures
+        for p in frames
     ]  # fmt: skip
     text = PngImagePlugin.PngInfo()
     text.add_text("dali_stream", json.dumps({"title": title, "pictures": where}))
@@ -126,17 +126,17 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int = 1) -> N
 
 
 class _Layout:
-    """Sizes and places. All samples of a batch have pictures of the same sizes, so all cells are alike."""
+    """Sizes and places. All samples of a batch have frames of the same sizes, so all cells are alike."""
 
     def __init__(self, shown: Sequence[Sample], columns: int) -> None:
         self.columns = min(columns, len(shown))
         strips = shown[0].strips
         widths = [_strip_width(strip) for strip in strips]
         self.cell_width = max(LEAST_CELL, sum(widths) + CAMERA_GAP * (len(widths) - 1))
-        self.picture_height = max(strip.pictures.shape[1] for strip in strips)
+        self.frame_height = max(strip.frames.shape[1] for strip in strips)
         self.tasks = [_wrapped(sample.task, self.cell_width) for sample in shown]
         lines = max(map(len, self.tasks))
-        self.cell_height = self.picture_height + 8 + lines * _line(TEXT) + _line(SMALL)
+        self.cell_height = self.frame_height + 8 + lines * _line(TEXT) + _line(SMALL)
         self.windowed = any(strip.seconds != (0.0,) for strip in strips)
         self.header_top = MARGIN + _line(TITLE) + 14
         self.cells_top = self.header_top + _line(SMALL) * (2 if self.windowed else 1) + 4
@@ -160,32 +160,32 @@ def _draw_header(pen: ImageDraw.ImageDraw, sample: Sample, left: int, top: int, 
         pen.text((left, top), _camera_name(strip.camera, width), _PLAIN, _font(SMALL))
         if windowed:
             for step, seconds in enumerate(strip.seconds):
-                at = left + step * (strip.pictures.shape[2] + STEP_GAP)
+                at = left + step * (strip.frames.shape[2] + STEP_GAP)
                 text = f"{seconds:+.4g} s" if seconds else "now"
-                pen.text((at, top + _line(SMALL)), _cut(text, strip.pictures.shape[2], SMALL), _DIM, _font(SMALL))
+                pen.text((at, top + _line(SMALL)), _cut(text, strip.frames.shape[2], SMALL), _DIM, _font(SMALL))
         left += width + CAMERA_GAP
 
 
 def _draw_cell(
     image: Image.Image, pen: ImageDraw.ImageDraw, number: int, sample: Sample, left: int, top: int, layout: _Layout
-) -> list[Picture]:
-    pictures, at = [], left
+) -> list[Placed]:
+    frames, at = [], left
     for strip in sample.strips:
-        height, width = strip.pictures.shape[1:3]
-        for step, (picture, padded) in enumerate(zip(strip.pictures, strip.padded, strict=True)):
-            image.paste(Image.fromarray(picture), (at, top))
-            pictures.append(Picture(number, strip.camera, step, (at, top, at + width, top + height)))
+        height, width = strip.frames.shape[1:3]
+        for step, (one, padded) in enumerate(zip(strip.frames, strip.padded, strict=True)):
+            image.paste(Image.fromarray(one), (at, top))
+            frames.append(Placed(number, strip.camera, step, (at, top, at + width, top + height)))
             if padded:
                 _mark_padded(pen, at, top, width)
             at += width + STEP_GAP
         at += CAMERA_GAP - STEP_GAP
-    below = top + layout.picture_height + 6
+    below = top + layout.frame_height + 6
     for line in layout.tasks[number]:
         pen.text((left, below), line, _BRIGHT, _font(TEXT))
         below += _line(TEXT)
     where = f"episode {sample.episode}  ·  frame {sample.frame}  ·  index {sample.index}"
     pen.text((left, below), _cut(where, layout.cell_width, SMALL), _DIM, _font(SMALL))
-    return pictures
+    return frames
 
 
 def _mark_padded(pen: ImageDraw.ImageDraw, left: int, top: int, width: int) -> None:
@@ -197,7 +197,7 @@ def _mark_padded(pen: ImageDraw.ImageDraw, left: int, top: int, width: int) -> N
 
 
 def _strip_width(strip: Strip) -> int:
-    steps, _, width = strip.pictures.shape[:3]
+    steps, _, width = strip.frames.shape[:3]
     return steps * (width + STEP_GAP) - STEP_GAP
 
 

@@ -1,4 +1,4 @@
-"""`dali-stream transcode`: the same dataset, its videos encoded anew for the decoder at hand."""
+"""`dali-stream transcode`: the same dataset, its videos re-encoded for the decoder at hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def transcode(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or not there yet.")],
     codec: Annotated[str, typer.Option(help="hevc, h264, av1 or vp9.")],
     gop: Annotated[
-        int, typer.Option(parser=arguments.count, metavar="N", help="Distance of key frames: 2 is best for single frames.")
+        int, typer.Option(parser=arguments.count, metavar="N", help="Distance of keyframes: 2 is best for single frames.")
     ] = 2,
     encoder: Annotated[str, typer.Option(help="nvenc, cpu, or auto: NVENC where it works.")] = "auto",
     crf: Annotated[
@@ -39,10 +39,10 @@ def transcode(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Write a dataset with its videos encoded anew, so that the decoder at hand, such as a GPU's, can decode them.
+    """Write a dataset with its videos re-encoded, so that the decoder at hand, such as a GPU's, can decode them.
 
-    Rows, files and times stay what they are. Every picture comes out once, at its time, in closed GOPs without B-frames, as
-    8 bit 4:2:0 in BT.601; a few of each episode are compared with the source. May be interrupted: the same command goes on
+    Rows, files and times stay what they are. Every frame comes out once, at its time, in closed GOPs without B-frames, as
+    8 bit 4:2:0 in BT.601; a few of each episode are compared with the source. May be interrupted: the same command continues
     where it was. OUT is a dataset when it is done, and not before. Needs the program ffmpeg.
     """
     from dali_stream.tools.transcode import transcode as write
@@ -102,4 +102,4 @@ def _compared(report: Report) -> str:
     if copied == files:
         return f"its {files} video files needed nothing and are copied"
     rest = f"; {copied} needed nothing and are copied" if copied else ""
-    return f"{files - copied} video files encoded, their counts and times checked, and pictures of each episode compared{rest}"
+    return f"{files - copied} video files encoded, their counts and times checked, and frames of each episode compared{rest}"

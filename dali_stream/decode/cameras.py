@@ -25,7 +25,7 @@ from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.mp4.clip import HiddenFrames, config, pack
 from dali_stream.mp4.format import VideoFormat, describe
-from dali_stream.mp4.index import LACKING, SampleTable
+from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import explain
 from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.storage import Store
@@ -45,7 +45,7 @@ def frames_at_once(size: tuple[int, int]) -> int:
 
 
 class RouteChange(DaliStreamError):
-    """Cameras on the DALI route that cannot stay there: a file is unsafe for it, or it failed. The loader builds anew."""
+    """Cameras on the DALI route that cannot stay there: a file is unsafe for it, or it failed. The loader rebuilds."""
 
     def __init__(self, cameras: Sequence[str], reason: str) -> None:
         super().__init__(f"{', '.join(cameras)}: {reason}")
@@ -71,7 +71,7 @@ class Gop(NamedTuple):
         slots: where they go.
     """
 
-    table: SampleTable
+    table: VideoIndex
     episode: int
     frames: list[int]
     packets: list[int]
@@ -92,24 +92,24 @@ class VideoFiles:
         self.key, self._dataset, self._gpu, self._counters = key, dataset, gpu, counters
         self._formats: dict[bytes, VideoFormat] = {}
 
-    def describe(self, indices: IndexCache, episode: int) -> tuple[SampleTable, VideoFormat]:
+    def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
         """Index and format of the file that holds an episode. Raises DecodeError."""
         table = indices.of(self.key, episode, self._dataset.data_store)
         return table, self._format(table, 0)
 
-    def checked(self, table: SampleTable, packets: Int64) -> None:
+    def checked(self, table: VideoIndex, packets: Int64) -> None:
         """Holds the descriptions of these packets against the metadata. Raises DecodeError."""
         for number in np.unique(table.config[packets]).tolist():
             self._check_size(table, self._format(table, int(np.argmax(table.config == number))))
 
-    def lacking(self, memory: Memory, table: SampleTable, episode: int, frame: int) -> DecodeError:
+    def lacking(self, memory: Memory, table: VideoIndex, episode: int, frame: int) -> DecodeError:
         """The error for a frame that the video lacks."""
         [timestamp] = memory.gather("timestamp", np.array([episode]), np.array([frame]))
         interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
         why = explain(table, interval, timestamp, self._dataset.fps)
         return DecodeError(f"{self._dataset.data_store.where(table.path)}: {why}")
 
-    def _format(self, table: SampleTable, sample: int) -> VideoFormat:
+    def _format(self, table: VideoIndex, sample: int) -> VideoFormat:
         config = table.configs[table.config[sample]]
         if config not in self._formats:
             try:
@@ -118,16 +118,16 @@ class VideoFiles:
                 raise DecodeError(f"{self._dataset.data_store.where(table.path)}: {error}") from error
         return self._formats[config]
 
-    def _check_size(self, table: SampleTable, video: VideoFormat) -> None:
+    def _check_size(self, table: VideoIndex, video: VideoFormat) -> None:
         """A file's size has to be the promised one: batches are of one shape, and a broken size takes memory at will."""
         size = self._dataset.picture_size(self.key)
         if (video.height, video.width) != size:
             raise DecodeError(
-                f"{self._dataset.data_store.where(table.path)}: has pictures of {video.height}×{video.width}, and "
+                f"{self._dataset.data_store.where(table.path)}: has frames of {video.height}×{video.width}, and "
                 f"meta/info.json promises {size[0]}×{size[1]}"
             )
 
-    def _named(self, episode: int, frames: Array, table: SampleTable, error: DecodeError) -> DecodeError:
+    def _named(self, episode: int, frames: Array, table: VideoIndex, error: DecodeError) -> DecodeError:
         where = self._dataset.data_store.where(table.path)
         return named(self._dataset, self.key, episode, frames, DecodeError(f"{where}: {error}"))
 
@@ -274,7 +274,7 @@ class Request(NamedTuple):
     episode: int
     frames: Array
     samples: Array
-    table: SampleTable
+    table: VideoIndex
 
 
 class Packed(NamedTuple):
@@ -324,7 +324,7 @@ class PackedVideo(VideoFiles):
                 clips.tasks.append(pool.submit(self._pack, store, request, clips))
         return clips
 
-    def _locate(self, memory: Memory, episode: int, frames: Int64, samples: Int64) -> SampleTable:
+    def _locate(self, memory: Memory, episode: int, frames: Int64, samples: Int64) -> VideoIndex:
         """The index of the episode's file, with all checked that can be before decoding."""
         try:
             table = memory.index(self.key, episode)
@@ -352,7 +352,7 @@ class PackedVideo(VideoFiles):
         except DecodeError as error:
             clips.failed[request.row] = self._named(request.episode, request.frames, request.table, error)
             return
-        self._counters.add(clips=1, decoded_frames=clip.pictures)
+        self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)

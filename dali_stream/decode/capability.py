@@ -64,7 +64,7 @@ class Capability:
     max_macroblocks: int = 0
 
     def refusal(self, height: int, width: int) -> str:
-        """Why pictures of this size are not decoded; empty where they are."""
+        """Why frames of this size are not decoded; empty where they are."""
         if not self.supported:
             return self.reason
         small, large = self.min_size, self.max_size

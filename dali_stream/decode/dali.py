@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from dali_stream.mp4.clip import Clip
 
 Frames = npt.NDArray[np.uint8]
-Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # a clip's bytes, and which pictures of it, rising and each once
+Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # a clip's bytes, and which frames of it, rising and each once
 
 COLOUR_TOLERANCE = 4.0
-"""How far DALI's pictures may be from FFmpeg's: mean absolute difference of 8 bit RGB values. DALI upsamples chroma and
+"""How far DALI's frames may be from FFmpeg's: mean absolute difference of 8 bit RGB values. DALI upsamples chroma and
 converts to RGB in its own way, so the two are never equal; 1.6 was measured with VP9 on a CPU. It does not tell BT.709 from
-BT.601, which are 2.6 apart on a demo picture: that is told by what a file says of its colours."""
+BT.601, which are 2.6 apart on a demo frame: that is told by what a file says of its colours."""
 
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Of every pipeline; read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to another
@@ -66,14 +66,14 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
 
     Args:
         clips: MP4s in memory, one a sample.
-        frames: per sample, which pictures of it, rising and each once: DALI would decode from the beginning again for one
+        frames: per sample, which frames of it, rising and each once: DALI would decode from the beginning again for one
             that is repeated.
         gpu: the CUDA device; None on a CPU.
 
     Returns:
         (F, H, W, 3) uint8 RGB a sample.
     """
-    # pad_mode "none" makes a picture that is not there an error; other modes return padding without a word. affine pins
+    # pad_mode "none" makes a frame that is not there an error; other modes return padding without a word. affine pins
     # threads to cores, to the same ones in every process of a machine.
     device = "cpu" if gpu is None else "mixed"
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)

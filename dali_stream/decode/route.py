@@ -8,7 +8,7 @@ from dali_stream.decode.capability import capability
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.format import PROFILES, VideoFormat
 from dali_stream.mp4.hidden import hidden_frames, hidden_frames_refusal
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
 DECODE = ("auto", "dali", "torchcodec")
@@ -25,7 +25,7 @@ class Route:
     reason: str
 
 
-def choose(decode: str, gpu: int | None, video: VideoFormat, table: SampleTable, store: Store) -> Route:
+def choose(decode: str, gpu: int | None, video: VideoFormat, table: VideoIndex, store: Store) -> Route:
     """The route of a camera.
 
     Args:
@@ -51,14 +51,14 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, table: SampleTable,
     return Route("torchcodec", refused)
 
 
-def refusal_of_file(gpu: int | None, video: VideoFormat, table: SampleTable, store: Store) -> str:
-    """Why DALI must not decode this video, with a look at its first pictures; empty where it may."""
+def refusal_of_file(gpu: int | None, video: VideoFormat, table: VideoIndex, store: Store) -> str:
+    """Why DALI must not decode this video, with a look at its first frames; empty where it may."""
     if refused := refusal(gpu, video, table):
         return refused
     return hidden_frames_refusal(video.codec) if gpu is not None and hidden_frames(store, table, video.codec)[0] else ""
 
 
-def refusal(gpu: int | None, video: VideoFormat, table: SampleTable) -> str:
+def refusal(gpu: int | None, video: VideoFormat, table: VideoIndex) -> str:
     """Why DALI must not decode this video, as far as its index tells; empty where it may."""
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
@@ -68,13 +68,13 @@ def refusal(gpu: int | None, video: VideoFormat, table: SampleTable) -> str:
     if len(table.configs) > 1:
         return f"the file has {len(table.configs)} sample descriptions, and a clip for DALI is made of one"
     if table.track_header[:36] != UPRIGHT:
-        return "the file says that its pictures are to be turned, which DALI does not do"
+        return "the file says that its frames are to be turned, which DALI does not do"
     if table.open_gops:
-        return "open GOPs: a clip may begin with pictures that NVDEC would show and FFmpeg drops"
+        return "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
     return "" if gpu is None else _unsafe_on_nvdec(video, table)
 
 
-def _unsafe_on_nvdec(video: VideoFormat, table: SampleTable) -> str:
+def _unsafe_on_nvdec(video: VideoFormat, table: VideoIndex) -> str:
     """What DALI's sources say that it gets wrong on a GPU, or what nobody has seen it get right there."""
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"

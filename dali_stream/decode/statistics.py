@@ -16,9 +16,9 @@ from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.metadata import TABULAR, Stats, stats_of
 from dali_stream.lerobot.rows import Columns, RowReader
-from dali_stream.lerobot.stats import MAX_PICTURES, Histogram, picture_histogram, picture_stats, table_stats
+from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, image_histogram, image_stats, table_stats
 from dali_stream.mp4.format import describe
-from dali_stream.mp4.index import LACKING, SampleTable, read_table
+from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_samples
 from dali_stream.storage import Store
 
@@ -42,7 +42,7 @@ def compute_stats(dataset: DatasetFiles, keys: Iterable[str] | None = None) -> S
                 _of_video(dataset, store, camera, rows) if camera in dataset.videos else _of_images(dataset, store, camera)
             )
             jobs = [functools.partial(of_episode, *chosen) for chosen in _sample(dataset).items()]
-            found[camera] = picture_stats([part for parts in _each(dataset, jobs) for part in parts])
+            found[camera] = image_stats([part for parts in _each(dataset, jobs) for part in parts])
     finally:
         store.close()
     return stats_of({key: found[key] for key in wanted})
@@ -64,7 +64,7 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
 
 def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
     """{episode: frames} to look at, evenly spread: about 100 an episode, and at most 10 000 in all."""
-    count = min(dataset.num_frames, MAX_PICTURES * dataset.num_episodes, _MAX_FRAMES)
+    count = min(dataset.num_frames, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
     places = np.linspace(0, dataset.num_frames - 1, count).round().astype(np.int64)
     stops = np.cumsum(dataset.lengths)
     episodes = np.searchsorted(stops, places, side="right")
@@ -108,8 +108,8 @@ def _of_video(
     files = dataset.table.video[camera]
 
     @functools.lru_cache(_INDICES)
-    def index(path: str) -> SampleTable:
-        return read_table(store, path)
+    def index(path: str) -> VideoIndex:
+        return read_index(store, path)
 
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         try:
@@ -123,7 +123,7 @@ def _of_video(
                 video, same = describe(table.configs[description]), list(alike)
                 for at in range(0, len(same), _FRAMES_AT_ONCE):
                     part = same[at : at + _FRAMES_AT_ONCE]
-                    found.append(picture_histogram(decode.decode(store, [table] * len(part), part, video)[0]))
+                    found.append(image_histogram(decode.decode(store, [table] * len(part), part, video)[0]))
             return found
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
@@ -138,7 +138,7 @@ def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[in
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         encoded = reader.read(episode)[episode][camera]
         try:
-            return [picture_histogram(image.decode(encoded[f], dataset.picture_size(camera))[None]) for f in frames]
+            return [image_histogram(image.decode(encoded[f], dataset.picture_size(camera))[None]) for f in frames]
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
 

@@ -1,7 +1,7 @@
 """The torchcodec route: frames out of packed clips, on the CPU. No state between calls, one thread a clip.
 
-FFmpeg is told nothing of where a clip came from, so a picture is known by its time alone: it is compared with the time
-that was asked for, since a decoder that met damage may skip a picture and deliver its neighbour without a word.
+FFmpeg is told nothing of where a clip came from, so a frame is known by its time alone: it is compared with the time
+that was asked for, since a decoder that met damage may skip a frame and deliver its neighbour without a word.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dali_stream.counters import Timed, untimed
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
 try:
@@ -37,7 +37,7 @@ Frames = npt.NDArray[np.uint8]
 
 
 def decode(
-    store: Store, tables: Sequence[SampleTable], samples: Sequence[int], expected: VideoFormat, timed: Timed = untimed
+    store: Store, tables: Sequence[VideoIndex], samples: Sequence[int], expected: VideoFormat, timed: Timed = untimed
 ) -> tuple[Frames, int]:
     """Decodes samples, in the order asked for.
 
@@ -45,14 +45,14 @@ def decode(
         store: where the files are.
         tables: per request, the table of its file; all with the same sample description.
         samples: per request, the sample in its file.
-        expected: what the sample description says, in particular the size of the pictures.
+        expected: what the sample description says, in particular the size of the frames.
         timed: counts the time of reading and packing.
 
     Returns:
-        (n, H, W, 3) uint8 RGB, and how many pictures were decoded for it.
+        (n, H, W, 3) uint8 RGB, and how many frames were decoded for it.
 
     Raises:
-        DecodeError: the decoder failed, or delivered another picture than the one asked for.
+        DecodeError: the decoder failed, or delivered another frame than the one asked for.
     """
     frames, decoded = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
     for requests, part, more in decode_in_parts(store, tables, samples, expected, len(samples), timed):
@@ -63,7 +63,7 @@ def decode(
 
 def decode_in_parts(
     store: Store,
-    tables: Sequence[SampleTable],
+    tables: Sequence[VideoIndex],
     samples: Sequence[int],
     expected: VideoFormat,
     part: int,
@@ -87,7 +87,7 @@ def decode_in_parts(
                 yield [group[i] for i in requests], frames, decoded
             continue
         except DecodeError:
-            # Of an H.264 file with open GOPs, only the first picture is sure to be one that FFmpeg shows all pictures after.
+            # Of an H.264 file with open GOPs, only the first frame is sure to be one that FFmpeg shows all frames after.
             if not (mine[0].open_gops and is_avc(mine[0])):
                 raise
         with timed("pack_s"):
@@ -96,7 +96,7 @@ def decode_in_parts(
             yield [group[i] for i in requests], frames, decoded
 
 
-def _groups(tables: Sequence[SampleTable], samples: Sequence[int]) -> list[list[int]]:
+def _groups(tables: Sequence[VideoIndex], samples: Sequence[int]) -> list[list[int]]:
     """Requests, by number, that may share a clip: those of one description, and in open GOPs those of one run."""
     groups: dict[Hashable, list[int]] = {}
     for i, (table, sample) in enumerate(zip(tables, samples, strict=True)):
@@ -115,13 +115,13 @@ def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
 
 def _decode_clip(clip: Clip, expected: VideoFormat, part: int) -> Iterator[tuple[list[int], Frames, int]]:
     """The requests of a clip in the order in which they are shown, `part` at a time. As `decode_in_parts`."""
-    order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.pictures
+    order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.coded_frames
     try:
         decoder = _open(clip)
         size = decoder.metadata.height, decoder.metadata.width
-        if size != (expected.height, expected.width):  # before memory is taken for pictures of that size
+        if size != (expected.height, expected.width):  # before memory is taken for frames of that size
             raise DecodeError(
-                f"its encoded pictures are {size[0]}×{size[1]}, and its sample description says "
+                f"its encoded frames are {size[0]}×{size[1]}, and its sample description says "
                 f"{expected.height}×{expected.width}"
             )
         for start in range(0, len(order), part):
@@ -137,14 +137,12 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> Fr
     """What torchcodec delivered, if it is what it was asked for."""
     frames: Frames = batch.data.numpy()
     if frames.shape[1:] != (expected.height, expected.width, 3):
-        raise DecodeError(
-            f"a decoded picture has shape {frames.shape[1:]}, and its file says {expected.height}×{expected.width}"
-        )
+        raise DecodeError(f"a decoded frame has shape {frames.shape[1:]}, and its file says {expected.height}×{expected.width}")
     shown = zip(batch.pts_seconds.tolist(), indices, strict=True)
     wrong = sum(abs(seconds * TIMESCALE / TICK - index) > 0.25 for seconds, index in shown)
     if wrong:
         raise DecodeError(
-            f"the {expected.codec} decoder delivered other pictures than the {wrong} asked for: the encoded data "
+            f"the {expected.codec} decoder delivered other frames than the {wrong} asked for: the encoded data "
             "is damaged before or at them"
         )
     return frames
@@ -153,12 +151,12 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> Fr
 def _open(clip: Clip) -> VideoDecoder:
     # A tensor: given bytes, torchcodec changes the warning filters of the whole process, which no two threads may do.
     data = torch.frombuffer(clip.data, dtype=torch.uint8)
-    # "approximate" spares a scan; a clip's pictures are one tick apart, so an index is a time exactly.
+    # "approximate" spares a scan; a clip's frames are one tick apart, so an index is a time exactly.
     return VideoDecoder(data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate", device="cpu")
 
 
 def colour_space(clip: Clip) -> str | None:
-    """FFmpeg's name of the matrix of a clip's colours, out of its pictures or its index; None where neither names one."""
+    """FFmpeg's name of the matrix of a clip's colours, out of its frames or its index; None where neither names one."""
     named = getattr(_open(clip).metadata, "color_space", None)  # torchcodec has it since 0.10
     return None if named is None else str(named)
 

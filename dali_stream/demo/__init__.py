@@ -1,4 +1,4 @@
-"""A small simulated robot dataset in LeRobot's format, whose every picture says which frame it is."""
+"""A small simulated robot dataset in LeRobot's format, whose every frame says which frame it is."""
 
 from __future__ import annotations
 

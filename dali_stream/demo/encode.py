@@ -1,4 +1,4 @@
-"""Encoding of the demo's pictures to MP4 by torchcodec, with key frames exactly where they are asked for."""
+"""Encoding of the demo's frames to MP4 by torchcodec, with keyframes exactly where they are asked for."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Codec:
-    """An FFmpeg encoder and its settings. `options` may hold `{gop}`, which becomes the distance of key frames."""
+    """An FFmpeg encoder and its settings. `options` may hold `{gop}`, which becomes the distance of keyframes."""
 
     encoder: str
     crf: int | None
     preset: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     min_gop: int = 1
-    """SVT-AV1 at GOP 1 marks only the first picture as a key frame."""
+    """SVT-AV1 at GOP 1 marks only the first frame as a keyframe."""
     alone: bool = False
     """Two at a time in a process crash it: SVT-AV1 fills and frees global tables whenever an encoder starts or ends
     (https://github.com/syntalos/syntalos/issues/193 found it in 2.3.0; here 1.4.1 fell in every second run)."""
@@ -41,8 +41,8 @@ CODECS = {
         "ultrafast",
         {"x265-params": "open-gop=0:scenecut=0:keyint={gop}:min-keyint={gop}:log-level=none"},
     ),
-    # deadline 1 is realtime. Alternate reference frames are pictures that are never shown: without them, a packet of
-    # the file is a picture.
+    # deadline 1 is realtime. Alternate reference frames are frames that are never shown: without them, a packet of
+    # the file is a frame.
     "vp9": Codec("libvpx-vp9", 32, None, {"deadline": 1, "cpu-used": 8, "auto-alt-ref": 0, "lag-in-frames": 0, "b": 0}),
     # Part 2, as older recordings have it. A quantiser of 3, in FFmpeg's unit of 1/118; no scene is ever cut.
     "mpeg4": Codec("mpeg4", None, None, {"flags": "+qscale", "global_quality": 3 * 118, "sc_threshold": 1_000_000_000}),
@@ -51,8 +51,8 @@ CODECS = {
 _one_at_a_time = threading.Lock()
 
 
-def encode_video(pictures: np.ndarray, path: Path, *, codec: str, gop: int, fps: int) -> None:
-    """Write pictures (N, H, W, 3) uint8 to an MP4 file: yuv420p, BT.601, limited range, a key frame every `gop`.
+def encode_video(images: np.ndarray, path: Path, *, codec: str, gop: int, fps: int) -> None:
+    """Write frames (N, H, W, 3) uint8 to an MP4 file: yuv420p, BT.601, limited range, a keyframe every `gop`.
 
     Raises:
         RuntimeError: FFmpeg lacks the encoder or refuses the settings.
@@ -63,7 +63,7 @@ def encode_video(pictures: np.ndarray, path: Path, *, codec: str, gop: int, fps:
 
     settings = CODECS[codec]
     options = {key: value.format(gop=gop) if isinstance(value, str) else value for key, value in settings.options.items()}
-    frames = torch.from_numpy(pictures).permute(0, 3, 1, 2)
+    frames = torch.from_numpy(images).permute(0, 3, 1, 2)
     try:
         with _one_at_a_time if settings.alone else nullcontext():
             VideoEncoder(frames, frame_rate=fps).to_file(

@@ -1,7 +1,7 @@
-"""A bar code in each picture that says which frame it is: episode, frame and camera, with a checksum.
+"""A bar code in each frame that says which frame it is: episode, frame and camera, with a checksum.
 
 Shapes and timestamps cannot tell a frame from its neighbour; this can. The code is a strip of black and white cells
-along the lower edge, placed in fractions of the picture's size, so that a resize to any size of at least `MIN_SIZE`
+along the lower edge, placed in fractions of the frame's size, so that a resize to any size of at least `MIN_SIZE`
 (also with another aspect ratio) keeps it readable. A crop or a flip does not.
 
     row 0   | episode, 16 bits              | frame, first 8 bits       |
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 ROWS, COLUMNS = 2, 24
-STRIP = 1 / 15  # the strip's share of the picture's height: 16 of 240 rows
+STRIP = 1 / 15  # the strip's share of the frame's height: 16 of 240 rows
 MIN_SIZE = (120, 128)  # (height, width): a cell is then 4 rows by 5 columns; smaller ones were not tried
 MAX_EPISODE, MAX_FRAME, MAX_CAMERA = 2**16 - 1, 2**12 - 1, 2**4 - 1
 _BLACK, _WHITE = 16, 235
@@ -26,15 +26,15 @@ def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
     """Draw the identity into `image` (H, W, 3) uint8, in place.
 
     Args:
-        image: the picture; at least `MIN_SIZE`; its lowest fifteenth is overwritten.
+        image: the frame; at least `MIN_SIZE`; its lowest fifteenth is overwritten.
         episode: 0 to 65535.
         frame: 0 to 4095, counted within the episode.
         camera: 0 to 15.
 
     Raises:
-        ValueError: a picture that is too small or of another kind, or a number out of range.
+        ValueError: a frame that is too small or of another kind, or a number out of range.
     """
-    _check_pictures(image[None] if image.ndim == 3 else image)
+    _check_images(image[None] if image.ndim == 3 else image)
     cells = encode_cells(episode, frame, camera).reshape(ROWS, COLUMNS)
     height, width = image.shape[:2]
     top = (1 - STRIP) * height
@@ -45,27 +45,27 @@ def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
 
 
 def read_identity(image: np.ndarray) -> tuple[int, int, int]:
-    """Read (episode, frame, camera) from one picture (H, W, 3) uint8.
+    """Read (episode, frame, camera) from one frame (H, W, 3) uint8.
 
     Raises:
-        ValueError: the checksum does not fit, or the picture is too small or of another kind.
+        ValueError: the checksum does not fit, or the frame is too small or of another kind.
     """
     image = np.asarray(image)
     if image.ndim != 3:
-        raise ValueError(f"Invalid picture of shape {image.shape}. Give one picture (H, W, 3), or use read_identities.")
+        raise ValueError(f"Invalid frame of shape {image.shape}. Give one frame (H, W, 3), or use read_identities.")
     episode, frame, camera = read_identities(image[None])[0].tolist()
     return episode, frame, camera
 
 
 def read_identities(batch: np.ndarray) -> np.ndarray:
-    """Read the identities of pictures (N, H, W, 3) uint8, as int64 (N, 3): episode, frame, camera.
+    """Read the identities of frames (N, H, W, 3) uint8, as int64 (N, 3): episode, frame, camera.
 
     Raises:
-        ValueError: a checksum does not fit (the message names the pictures), or the pictures are too small or of
+        ValueError: a checksum does not fit (the message names the frames), or the frames are too small or of
             another kind.
     """
     batch = np.asarray(batch)
-    _check_pictures(batch)
+    _check_images(batch)
     bits = _sample_cells(batch) > (_BLACK + _WHITE) / 2
     payload, found = bits[:, :-_CRC_BITS], _numbers(bits[:, -_CRC_BITS:])
     expected = _crc16(payload)
@@ -73,8 +73,8 @@ def read_identities(batch: np.ndarray) -> np.ndarray:
     if wrong.size:
         first = int(wrong[0])
         raise ValueError(
-            f"No readable identity in {wrong.size} of {len(batch)} pictures, the first at position {first}: checksum "
-            f"{int(found[first]):#06x}, expected {int(expected[first]):#06x}. The picture must be a whole frame of a "
+            f"No readable identity in {wrong.size} of {len(batch)} frames, the first at position {first}: checksum "
+            f"{int(found[first]):#06x}, expected {int(expected[first]):#06x}. The frame must be a whole frame of a "
             "demo dataset (channels last; not cropped, flipped or normalised)."
         )
     episode_end, frame_end = _BITS[0], _BITS[0] + _BITS[1]
@@ -122,14 +122,14 @@ def _numbers(bits: np.ndarray) -> np.ndarray:
     return bits.astype(np.int64) @ (1 << np.arange(bits.shape[1], dtype=np.int64)[::-1])
 
 
-def _check_pictures(batch: np.ndarray) -> None:
+def _check_images(batch: np.ndarray) -> None:
     if batch.ndim != 4 or batch.shape[-1] != 3 or batch.dtype != np.uint8:
         raise ValueError(
-            f"Invalid pictures: shape {batch.shape}, dtype {batch.dtype}. Give uint8 with channels last, (H, W, 3) for "
-            "one picture and (N, H, W, 3) for several."
+            f"Invalid frames: shape {batch.shape}, dtype {batch.dtype}. Give uint8 with channels last, (H, W, 3) for "
+            "one frame and (N, H, W, 3) for several."
         )
     if batch.shape[1] < MIN_SIZE[0] or batch.shape[2] < MIN_SIZE[1]:
         raise ValueError(
-            f"Invalid picture size {batch.shape[1]}x{batch.shape[2]} (height x width). The identity strip needs at "
+            f"Invalid frame size {batch.shape[1]}x{batch.shape[2]} (height x width). The identity strip needs at "
             f"least {MIN_SIZE[0]}x{MIN_SIZE[1]}."
         )

@@ -1,4 +1,4 @@
-"""Pictures of the tabletop: a painter's algorithm over convex polygons with soft edges, in NumPy.
+"""Frames of the tabletop: a painter's algorithm over convex polygons with soft edges, in NumPy.
 
 A polygon's coverage of a pixel is its signed distance to the nearest edge line, clipped to [0, 1] over one pixel (an
 anti-aliased edge) or over several (the edge of a shadow). The table and its goals do not move within an episode, so
@@ -40,7 +40,7 @@ class Camera:
         return np.stack([right, np.cross(forward, right), forward])
 
     def focal_length(self, size: tuple[int, int]) -> float:
-        """In pixels; a picture narrower than 4:3 keeps the width of the view instead of its height."""
+        """In pixels; a frame narrower than 4:3 keeps the width of the view instead of its height."""
         return min(size[0], size[1] * 0.75) / 2 / np.tan(self.field_of_view / 2)
 
     def project(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -86,7 +86,7 @@ _FACES = (
 
 
 def render_episode(episode: scene.Episode, camera: Camera, size: tuple[int, int]) -> Iterator[np.ndarray]:
-    """The pictures of an episode, one uint8 (H, W, 3) per frame; `size` is (height, width)."""
+    """The frames of an episode, one uint8 (H, W, 3) per frame; `size` is (height, width)."""
     background, table_mask = _background(episode.goals, camera, size)
     for state, blocks, yaws in zip(episode.state, episode.block_positions, episode.block_yaws, strict=True):
         boxes = _boxes(state, blocks, yaws)
@@ -185,7 +185,7 @@ def _paint_box(image: np.ndarray, box: Box, camera: Camera, size: tuple[int, int
 def _coverage(
     polygon: np.ndarray, size: tuple[int, int], softness: float, grow: float = 0.0
 ) -> tuple[tuple[slice, slice], np.ndarray]:
-    """A convex polygon's window in the picture, and its share (h, w), 0 to 1, of each pixel there.
+    """A convex polygon's window in the frame, and its share (h, w), 0 to 1, of each pixel there.
 
     `polygon` (n, 2) holds pixel positions in either direction around; the edge is `softness` pixels wide and moved out
     by `grow` pixels.
@@ -208,7 +208,7 @@ def _coverage(
 
 
 def _blend(image: np.ndarray, window: tuple[slice, slice], coverage: np.ndarray, colour: np.ndarray) -> None:
-    """Lay a colour (3,) or colours (h, w, 3) over a window of the picture."""
+    """Lay a colour (3,) or colours (h, w, 3) over a window of the frame."""
     part = image[window]
     part += coverage[..., None] * (np.asarray(colour, dtype=np.float32) - part)
 

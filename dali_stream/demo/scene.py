@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Episode:
-    """A recorded episode of T frames. Row t holds what the pictures of frame t show, and the action taken then."""
+    """A recorded episode of T frames. Row t holds what the frames of frame t show, and the action taken then."""
 
     task: str
     goals: np.ndarray

@@ -50,7 +50,7 @@ def file_numbers(episodes: int, cuts: tuple[int, ...]) -> list[int]:
 def write_tables(
     root: Path, recorded: list[scene.Episode], size: tuple[int, int], codec: str, fps: int, histograms: Histograms
 ) -> None:
-    """Write all Parquet and JSON files; `histograms` are those of the pictures per (camera, episode)."""
+    """Write all Parquet and JSON files; `histograms` are those of the frames per (camera, episode)."""
     tasks = list(dict.fromkeys(episode.task for episode in recorded))  # numbered by first use, as LeRobot does
     starts = np.cumsum([0, *map(len, recorded)]).tolist()
     rows = [_rows(episode, i, starts[i], tasks.index(episode.task), fps) for i, episode in enumerate(recorded)]
@@ -61,13 +61,13 @@ def write_tables(
     entries = _episode_entries(recorded, starts, fps)
     for i, entry in enumerate(entries):
         found = {key: stats.table_stats(values) for key, values in rows[i].items()}
-        found |= {camera: stats.picture_stats([histograms[camera, i]]) for camera in render.CAMERAS}
+        found |= {camera: stats.image_stats([histograms[camera, i]]) for camera in render.CAMERAS}
         entry |= {f"stats/{key}/{name}": value for key, one in found.items() for name, value in one.items()}
         entry |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
     pq.write_table(pa.Table.from_pylist(entries), path)
     overall = {key: stats.table_stats(np.concatenate([row[key] for row in rows])) for key in rows[0]}
     for camera in render.CAMERAS:
-        overall[camera] = stats.picture_stats([histograms[camera, i] for i in range(len(recorded))])
+        overall[camera] = stats.image_stats([histograms[camera, i] for i in range(len(recorded))])
     _write_json(root / "meta/stats.json", overall)
     _write_json(root / "meta/info.json", _info(rows, len(tasks), size, codec, fps))
 
@@ -154,7 +154,7 @@ def _episode_entries(recorded: list[scene.Episode], starts: list[int], fps: int)
 
 def _info(rows: list[dict[str, np.ndarray]], tasks: int, size: tuple[int, int], codec: str, fps: int) -> dict[str, Any]:
     """The contents of info.json."""
-    picture = {
+    image = {
         "video.height": size[0],
         "video.width": size[1],
         "video.codec": codec,
@@ -164,7 +164,7 @@ def _info(rows: list[dict[str, np.ndarray]], tasks: int, size: tuple[int, int], 
         "video.channels": 3,
         "has_audio": False,
     }
-    video = {"dtype": "video", "shape": [*size, 3], "names": ["height", "width", "channels"], "info": picture}
+    video = {"dtype": "video", "shape": [*size, 3], "names": ["height", "width", "channels"], "info": image}
     features: dict[str, Any] = dict.fromkeys(render.CAMERAS, video)
     for key, values in rows[0].items():
         shape = list(values.shape[1:]) or [1]

@@ -29,16 +29,16 @@ def write_demo(
 ) -> Path:
     """Write a dataset of simulated episodes in which a gripper pushes a block to a goal, seen by two cameras.
 
-    The rows depend on `episodes`, `fps` and `seed` alone. Every picture carries its identity: read it with
+    The rows depend on `episodes`, `fps` and `seed` alone. Every frame carries its identity: read it with
     `read_identity`. The dataset is written beside `root` and renamed at the end, so a run that is cut short leaves
     nothing at `root`.
 
     Args:
         root: folder to write; must not exist, or be empty.
         episodes: 1 to 65536; of about 50 to 140 frames each at 20 frames per second.
-        size: (height, width) of the pictures, even, at least (120, 128).
+        size: (height, width) of the frames, even, at least (120, 128).
         codec: "av1", "h264", "hevc", "vp9" or "mpeg4".
-        gop: distance of key frames, in frames; at least 1, for AV1 at least 2.
+        gop: distance of keyframes, in frames; at least 1, for AV1 at least 2.
         fps: frames per second, 5 to 60.
         seed: of all randomness; not negative.
         progress: called in this thread as progress(done_frames, total_frames) after each video file; a frame counts
@@ -107,7 +107,7 @@ def _write_videos(
     fps: int,
     progress: Callable[[int, int], None] | None,
 ) -> tables.Histograms:
-    """Draw and encode all files, two at a time; returns the pictures' histograms per (camera, episode)."""
+    """Draw and encode all files, two at a time; returns the frames' histograms per (camera, episode)."""
     files: dict[tuple[str, int], list[int]] = {}
     for camera, cuts in tables.VIDEO_CUTS.items():
         for episode, number in enumerate(tables.file_numbers(len(recorded), cuts)):
@@ -116,12 +116,12 @@ def _write_videos(
     done, total = 0, len(tables.VIDEO_CUTS) * sum(map(len, recorded))
 
     def write(camera: str, number: int, held: list[int]) -> int:
-        pictures, found = _draw({episode: recorded[episode] for episode in held}, camera, size)
+        images, found = _draw({episode: recorded[episode] for episode in held}, camera, size)
         path = root / tables.VIDEO_PATH.format(video_key=camera, **tables.place(number))
         path.parent.mkdir(parents=True, exist_ok=True)
-        encode_video(pictures, path, codec=codec, gop=gop, fps=fps)
+        encode_video(images, path, codec=codec, gop=gop, fps=fps)
         histograms.update(found)
-        return len(pictures)
+        return len(images)
 
     with quiet_encoders(), ThreadPoolExecutor(max_workers=2, thread_name_prefix="demo-video") as pool:
         jobs = [pool.submit(write, camera, number, held) for (camera, number), held in files.items()]
@@ -137,16 +137,16 @@ def _write_videos(
 
 
 def _draw(held: dict[int, scene.Episode], camera: str, size: tuple[int, int]) -> tuple[np.ndarray, tables.Histograms]:
-    """The stamped pictures of one video file, uint8 (N, H, W, 3), and their histograms."""
-    pictures = np.empty((sum(map(len, held.values())), *size, 3), dtype=np.uint8)
+    """The stamped frames of one video file, uint8 (N, H, W, 3), and their histograms."""
+    images = np.empty((sum(map(len, held.values())), *size, 3), dtype=np.uint8)
     camera_number = list(render.CAMERAS).index(camera)
     histograms: tables.Histograms = {}
     start = 0
     for index, episode in held.items():
-        part = pictures[start : start + len(episode)]
-        for frame, picture in enumerate(render.render_episode(episode, render.CAMERAS[camera], size)):
-            part[frame] = picture
+        part = images[start : start + len(episode)]
+        for frame, image in enumerate(render.render_episode(episode, render.CAMERAS[camera], size)):
+            part[frame] = image
             identity.stamp(part[frame], index, frame, camera_number)
-        histograms[camera, index] = stats.picture_histogram(part)
+        histograms[camera, index] = stats.image_histogram(part)
         start += len(episode)
-    return pictures, histograms
+    return images, histograms

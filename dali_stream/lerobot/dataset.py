@@ -150,7 +150,7 @@ class DatasetFiles:
         return total
 
     def picture_size(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's pictures. Its shape is (H, W, C); some datasets have (C, H, W)."""
+        """(height, width) of a camera's frames. Its shape is (H, W, C); some datasets have (C, H, W)."""
         shape = self.features[camera]["shape"]
         height, width = shape[1:] if shape[0] in (1, 3) and shape[-1] not in (1, 3) else shape[:2]
         return height, width

@@ -263,9 +263,9 @@ def _readable(key: str, feature: Any, store: Store) -> bool:
 
 
 def is_depth(feature: dict[str, Any]) -> bool:
-    """Whether a video feature holds distances, which mean something to the bit, and no pictures."""
+    """Whether a video feature holds distances, which mean something to the bit, and no frames."""
     said: dict[str, Any] = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
-    deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bit may be a camera's picture
+    deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bit may be a camera's frame
     return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
-MAX_PICTURES = 100  # LeRobot samples about this many of an episode
-Histogram = tuple[np.ndarray, int]  # of some pictures, as `picture_histogram` gives it
+MAX_IMAGES = 100  # LeRobot samples about this many of an episode
+Histogram = tuple[np.ndarray, int]  # of some frames, as `image_histogram` gives it
 
 
 def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
@@ -32,21 +32,21 @@ def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
     }
 
 
-def picture_histogram(pictures: np.ndarray) -> Histogram:
-    """How often each value occurs per channel, int64 (3, 256), in a sample of pictures (N, H, W, 3); and its size.
+def image_histogram(pictures: np.ndarray) -> Histogram:
+    """How often each value occurs per channel, int64 (3, 256), in a sample of frames (N, H, W, 3); and its size.
 
-    At most 100 pictures, evenly spaced. Of sides of 300 pixels and more, LeRobot takes every n-th row and column, so that about
+    At most 100 frames, evenly spaced. Of sides of 300 pixels and more, LeRobot takes every n-th row and column, so that about
     150 of the longer are left; so does this.
     """
-    chosen = np.unique(np.linspace(0, len(pictures) - 1, min(len(pictures), MAX_PICTURES)).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(pictures) - 1, min(len(pictures), MAX_IMAGES)).round().astype(int))
     longest = max(pictures.shape[1:3])
     step = 1 if longest < 300 else longest // 150
     sample = pictures[chosen, ::step, ::step]
     return np.stack([np.bincount(sample[..., channel].ravel(), minlength=256) for channel in range(3)]), len(chosen)
 
 
-def picture_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
-    """Statistics of the pictures behind some histograms: as `table_stats`, shape (3, 1, 1), values in [0, 1]."""
+def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
+    """Statistics of the frames behind some histograms: as `table_stats`, shape (3, 1, 1), values in [0, 1]."""
     counts = sum(histogram for histogram, _ in histograms)
     assert isinstance(counts, np.ndarray)
     values = np.arange(256) / 255

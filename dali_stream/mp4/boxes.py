@@ -10,7 +10,7 @@ from dali_stream.storage import Store
 
 MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
-UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of pictures shown as they are
+UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of frames shown as they are
 HEAD = 1 << 12  # bytes fetched to look for `moov`; the rest of it is one exact read
 TAIL = 1 << 22  # bytes fetched of what follows the media data, which is hardly ever more than `moov`
 

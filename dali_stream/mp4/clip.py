@@ -1,4 +1,4 @@
-"""Packed clips: small MP4s in memory that hold only the pictures which some requested frames need.
+"""Packed clips: small MP4s in memory that hold only the frames which some requested frames need.
 
     file A   |I p|I p|I p|I p|I p| ...        requests: A2 (the p of the second pair), A7, B4
     file B   |I p|I p|I p| ...
@@ -6,9 +6,9 @@
     clip     |I p|I p|I|     the prefixes of the GOPs of A2, A7 and B4, packed end to end
     frames    1   3   4      where the requests are in the clip, counted in the order of showing
 
-Decoding starts at a sync sample and goes on to the requested picture: that prefix is all that a request costs. Each run
-of samples keeps its decode order; times are made anew, one tick a picture, so that a picture's index is its time. The
-shifts of `ctts` are negative where needed (version 1): the first picture is shown at 0, and nothing is delivered late.
+Decoding starts at a keyframe and continues to the requested frame: that prefix is all that a request costs. Each run
+of samples keeps its decode order; times are rewritten, one tick per frame, so that a frame's index is its time. The
+shifts of `ctts` are negative where needed (version 1): the first frame is shown at 0, and nothing is delivered late.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dali_stream.mp4 import hidden
 from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import codec_of
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
-TIMESCALE, TICK = 15360, 512  # 30 pictures a second, the numbers FFmpeg writes; a clip's own time means nothing else
+TIMESCALE, TICK = 15360, 512  # 30 frames a second, the numbers FFmpeg writes; a clip's own time means nothing else
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Clip:
     Attributes:
         data: the file; not `bytes`, which torch takes with a warning only.
         frames: per request, its index in the order of showing.
-        pictures: how many encoded pictures the clip holds.
+        coded_frames: how many the clip holds.
     """
 
     data: bytearray
     frames: list[int]
-    pictures: int
+    coded_frames: int
 
 
 class HiddenFrames(DecodeError):
@@ -52,17 +52,17 @@ class HiddenFrames(DecodeError):
 
 
 class _Run:
-    """Samples of one file that are decoded one after the other, beginning with a sync sample."""
+    """Samples of one file that are decoded one after the other, beginning with a keyframe."""
 
     __slots__ = ("ranks", "samples", "sizes", "table")
 
-    # Python's own numbers: most runs are a few pictures long, and then the interpreter is done with them sooner.
-    def __init__(self, table: SampleTable, start: int, stop: int) -> None:
+    # Python's own numbers: most runs are a few frames long, and then the interpreter is done with them sooner.
+    def __init__(self, table: VideoIndex, start: int, stop: int) -> None:
         self.table = table
         self.samples: Sequence[int] = range(start, stop + 1)
         self.sizes: list[int] = table.size[start : stop + 1].tolist()
         if table.open_gops:
-            # What leads the run's own sync sample needs pictures that are not in the clip. No other picture refers to those,
+            # What leads the run's own keyframe needs frames that are not in the clip. No other frame refers to those,
             # and `span` begins a GOP earlier for who asks for one, so they are left out.
             own = np.arange(start, stop + 1)
             own = own[(table.head[own] != start) | (table.pts[own] >= table.pts[start])]
@@ -75,13 +75,13 @@ class _Run:
         """The place of one sample in the order of showing."""
         if sample not in self.samples:
             raise DecodeError(
-                "the picture refers to others before the file's beginning: the file was cut there, in the middle of an open "
+                "the frame refers to others before the file's beginning: the file was cut there, in the middle of an open "
                 "GOP; record or convert it again"
             )
         return self.ranks[self.samples.index(sample)]
 
     def read(self, store: Store) -> bytes:
-        """The encoded pictures end to end."""
+        """The encoded frames end to end."""
         table, samples = self.table, self.samples
         first, last = samples[0], samples[-1]
         if table.stretch[first] == table.stretch[last] and last - first == len(samples) - 1:
@@ -109,37 +109,37 @@ class _Run:
         for sample, size in zip(self.samples, self.sizes, strict=True):
             if check and size and (wrong := check(data, at, at + size, at == 0)):
                 raise DecodeError(
-                    f"the encoded picture at bytes {table.offset[sample]} to "
+                    f"the encoded frame at bytes {table.offset[sample]} to "
                     f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or leave its episodes out"
                 )
             if look and hidden.hidden(codec, data[at : at + size]):
-                what = f"the {codec} picture at byte {table.offset[sample]} comes with frames that are never shown"
+                what = f"the {codec} frame at byte {table.offset[sample]} comes with frames that are never shown"
                 raise HiddenFrames(f"{hidden.hidden_frames_refusal(codec)} ({what})")
             at += size
 
 
 def pack(
     store: Store,
-    tables: Sequence[SampleTable],
+    tables: Sequence[VideoIndex],
     samples: Sequence[int],
     *,
     from_the_start: bool = False,
     shown_only: bool = False,
     timed: Timed = untimed,
 ) -> Clip:
-    """Packs the pictures that `samples` need into one clip.
+    """Packs the frames that `samples` need into one clip.
 
     Args:
         store: where the files are.
         tables: per request, the table of its file; all with the same sample description.
         samples: per request, the sample in its file. The same request may come more than once.
-        from_the_start: decode from the file's first picture on.
+        from_the_start: decode from the file's first frame on.
         shown_only: refuse frames that are never shown.
         timed: counts the time that reading takes.
 
     Raises:
         HiddenFrames: there are some, and `shown_only` is set.
-        DecodeError: open GOPs of more than one run (`SampleTable.open_gops` tells), samples of several descriptions, or a
+        DecodeError: open GOPs of more than one run (`VideoIndex.open_gops` tells), samples of several descriptions, or a
             file that has changed.
     """
     stops: dict[tuple[int, int], int] = {}
@@ -150,26 +150,26 @@ def pack(
     for key, (_, stop) in zip(keys, spans, strict=True):
         stops[key] = max(stops.get(key, 0), stop)
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
-        raise DecodeError("pictures of open GOPs cannot share a clip with others: each run needs a clip of its own")
+        raise DecodeError("frames of open GOPs cannot share a clip with others: each run needs a clip of its own")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
     found = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
     mixed = [run for run in runs.values() if len(run.table.configs) > 1]
     if len(found.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
-        raise DecodeError("pictures of different sample descriptions (stsd) cannot share a clip")
+        raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
     return Clip(_mux(store, list(runs.values()), shown_only, timed), frames, sum(len(run.samples) for run in runs.values()))
 
 
-def config(table: SampleTable, sample: int) -> bytes:
+def config(table: VideoIndex, sample: int) -> bytes:
     """What a clip's samples have in common: the sample description and the track's matrix."""
     return table.configs[table.config[sample]] + table.track_header
 
 
-def span(table: SampleTable, sample: int) -> tuple[int, int]:
+def span(table: VideoIndex, sample: int) -> tuple[int, int]:
     """The samples, first and last, that are decoded for `sample`.
 
-    A picture that follows an open GOP's sync sample but is shown before it refers to the GOP before that one too.
+    A frame that follows an open GOP's keyframe but is shown before it refers to the GOP before that one too.
     """
     start = int(table.head[sample])
     if not table.open_gops:
@@ -179,22 +179,22 @@ def span(table: SampleTable, sample: int) -> tuple[int, int]:
     return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
 
 
-def is_avc(table: SampleTable) -> bool:
+def is_avc(table: VideoIndex) -> bool:
     """Whether this is H.264."""
     return table.configs[0][4:8] in (b"avc1", b"avc3")
 
 
-def _stop(table: SampleTable, sample: int) -> int:
+def _stop(table: VideoIndex, sample: int) -> int:
     """The last sample to decode for one of an open GOP of H.264.
 
     FFmpeg does not show what it still holds back at the end of a clip that began with something else than an IDR
-    picture. So the clip goes on until as many pictures that are shown later have been decoded as push this one out.
+    frame. So the clip continues until as many frames that are shown later have been decoded as push this one out.
     """
     later = np.flatnonzero(table.pts[sample + 1 : sample + 65] > table.pts[sample])[:_HELD_BACK]
     return sample + 1 + int(later[-1]) if len(later) else sample
 
 
-_HELD_BACK = 4  # encoders of hierarchical B-frames delay pictures by two or three; where more are, `decode` starts earlier
+_HELD_BACK = 4  # encoders of hierarchical B-frames delay frames by two or three; where more are, `decode` starts earlier
 
 
 def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> bytearray:
@@ -202,8 +202,8 @@ def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> byte
     n = sum(lengths)
     sizes = np.array([size for run in runs for size in run.sizes], ">u4")
     table, first = runs[0].table, runs[0].samples[0]
-    # A run that goes on over an open GOP's sync sample does not name it: a decoder that seeks to it, since it is decoded
-    # before the picture that is asked for, loses the pictures that lead it.
+    # A run that continues over an open GOP's keyframe does not name it: a decoder that seeks to it, since it is decoded
+    # before the frame that is asked for, loses the frames that lead it.
     sync = np.cumsum([1, *lengths[:-1]])
     tables = [
         full_box(b"stsd", 0, 0, struct.pack(">I", 1), table.configs[table.config[first]]),

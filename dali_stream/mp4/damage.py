@@ -1,14 +1,14 @@
-"""Damage in encoded pictures that decoders pass over, found in the structure of the bitstream before it is decoded.
+"""Damage in encoded frames that decoders pass over, found in the structure of the bitstream before it is decoded.
 
 FFmpeg hides damage in H.264, HEVC and MPEG-4 by painting over it, and the arithmetic decoders of AV1 and VP9 read
-something out of any bytes; either way a wrong picture comes out without an error. MP4 has no checksums. What a bitstream
+something out of any bytes; either way a wrong frame comes out without an error. MP4 has no checksums. What a bitstream
 cannot contain shows damage all the same:
 
     H.264, HEVC   NAL units that do not add up to the sample; headers that are not allowed; no slice; 00 00 00, 00 00 01 or
                   00 00 02 inside a unit, where an encoder would have put a 03 in between
     AV1           OBUs that do not add up, of kinds that are not; no frame
-    VP9, VP8      frame markers, sizes in the superframe index, start codes of key frames
-    MPEG-4        no start code in front, no picture, 24 zero bits in a row, start codes that are none
+    VP9, VP8      frame markers, sizes in the superframe index, start codes of keyframes
+    MPEG-4        no start code in front, no frame, 24 zero bits in a row, start codes that are none
     MJPEG         no start of image
     arithmetic    more equal bytes (00 or ff) in a row than arithmetic coding writes: AV1, VP9, HEVC, H.264 with CABAC
 
@@ -17,7 +17,7 @@ that were lost or inserted and other bytes in place of a sample's beginning. Wha
 possible bitstream: flipped bits, and blocks of other bytes inside the payload. Decoders report part of that in AV1 and VP9
 and hardly any in H.264, HEVC and MPEG-4; the rest comes out as wrong pixels (`benchmarks/damage.py` counts it for a file).
 FFmpeg logs most of it for H.264 and MPEG-4, but a log callback needs the
-interpreter's lock for each of some ten messages a picture, which made decoding four times slower beside a busy main thread.
+interpreter's lock for each of some ten messages a frame, which made decoding four times slower beside a busy main thread.
 
 Sources: ISO/IEC 14496-10 and 23008-2, 7.4.1 (emulation prevention); the AV1 bitstream, 5.3 and annex B of the ISO binding;
 the VP9 bitstream, 6.2 and annex B; RFC 6386, 9.1; ISO/IEC 14496-2, 6.2.1 (start codes).
@@ -40,7 +40,7 @@ _TOO_LONG = f"it has {_RUN} equal bytes in a row, which arithmetic coding does n
 _ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
-_NO_KEY = "decoding starts at it, and it is no key frame"
+_NO_KEY = "decoding starts at it, and it is no keyframe"
 _TRAILING = bytes(8)  # zeros that muxers leave at the end of a unit
 
 
@@ -89,13 +89,13 @@ def _nal_check(codec: str, config: bytes) -> Check:
                     return _TOO_LONG
             if at := _unprotected(data, unit, start):
                 return f"it has the bytes {data[at : at + 3].hex(' ')} inside a NAL unit, where they are not allowed"
-        return "" if slices else "it has no slice of a picture"
+        return "" if slices else "it has no slice of a frame"
 
     return check
 
 
 def _is_intra(data: bytes, unit: int) -> bool:
-    """Whether an H.264 picture's first slice is an IDR, I or SI slice (ISO/IEC 14496-10, 7.3.3).
+    """Whether an H.264 frame's first slice is an IDR, I or SI slice (ISO/IEC 14496-10, 7.3.3).
 
     In exponential Golomb code, the first macroblock is 1 for 0, and slice types 2, 4, 7 and 9 follow.
     """
@@ -104,9 +104,9 @@ def _is_intra(data: bytes, unit: int) -> bool:
 
 
 def is_intra_refresh(config: bytes, data: bytes) -> bool:
-    """Whether the beginning of an H.264 sync sample says that decoding cannot start there.
+    """Whether the beginning of an H.264 keyframe says that decoding cannot start there.
 
-    With periodic intra refresh, x264 marks the pictures at which a refresh begins, and only the first is whole.
+    With periodic intra refresh, x264 marks the frames at which a refresh begins, and only the first is whole.
     """
     start, end = 0, len(data)
     avcc = next((config[a:b] for kind, a, b in children(config, 86, len(config)) if kind == b"avcC"), b"")
@@ -120,7 +120,7 @@ def is_intra_refresh(config: bytes, data: bytes) -> bool:
 
 
 def _is_cabac(avcc: bytes) -> bool:
-    """Whether all picture parameter sets in avcC choose arithmetic coding (ISO/IEC 14496-10, 7.3.2.2)."""
+    """Whether all frame parameter sets in avcC choose arithmetic coding (ISO/IEC 14496-10, 7.3.2.2)."""
     at = 6
     for _ in range(avcc[5] & 31):
         at += 2 + int.from_bytes(avcc[at : at + 2], "big")
@@ -199,7 +199,7 @@ def _vp9_check(config: bytes) -> Check:
                 return f"a frame begins with {header:02x}, which is not allowed"
             is_key = not header & (0x06 if own == 3 else 0x0C)  # neither the repetition of another frame nor predicted
             if is_key and own < 3 and data[first + 1 : first + 4] != b"\x49\x83\x42":
-                return "a key frame lacks its sync code"
+                return "a keyframe lacks its sync code"
             if key and first == start and not is_key:
                 return _NO_KEY
             if _monotonous(data, first, last):
@@ -233,7 +233,7 @@ def _vp8(data: bytes, start: int, end: int, key: bool) -> str:
     if key and not is_key:
         return _NO_KEY
     if is_key and data[start + 3 : start + 6] != b"\x9d\x01\x2a":
-        return "a key frame lacks its start code"
+        return "a keyframe lacks its start code"
     if start + (10 if is_key else 3) + (tag >> 5) > end:
         return "its first partition is larger than it is"
     return ""
@@ -242,10 +242,10 @@ def _vp8(data: bytes, start: int, end: int, key: bool) -> str:
 def _mpeg4(data: bytes, start: int, end: int, key: bool) -> str:
     if data[start : start + 3] != b"\0\0\1":
         return "it does not begin with a start code"
-    picture = data.find(b"\0\0\1\xb6", start, end)
-    if picture < 0:
-        return "it has no picture (VOP)"
-    for found in _MPEG4_CODES.finditer(data, picture, end):
+    vop = data.find(b"\0\0\1\xb6", start, end)
+    if vop < 0:
+        return "it has no frame (VOP)"
+    for found in _MPEG4_CODES.finditer(data, vop, end):
         at = found.start()
         if data[at + 2] == 0 and data[at:end] not in _TRAILING:
             return "it has 24 zero bits in a row, which no encoder writes"

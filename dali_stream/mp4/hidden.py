@@ -11,12 +11,12 @@ import contextlib
 import numpy as np
 
 from dali_stream.mp4.damage import leb128, vp9_frames
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
 CODECS = ("av1", "vp9", "vp8")  # of the others, every frame that is decoded is shown, if perhaps later
 
-_PICTURES, _BYTES, _READS = 128, 8 << 20, 16  # of a file's beginning: some mini-GOPs of any encoder
+_FRAMES, _BYTES, _READS = 128, 8 << 20, 16  # of a file's beginning: some mini-GOPs of any encoder
 
 
 def hidden(codec: str, data: bytes) -> int:
@@ -35,12 +35,12 @@ def hidden(codec: str, data: bytes) -> int:
     return int(not data[0] & 0x10)
 
 
-def hidden_frames(store: Store, table: SampleTable, codec: str) -> tuple[int, int]:
-    """(frames that are decoded and not shown, pictures looked into), of the first pictures of a file."""
+def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int]:
+    """(frames that are decoded and not shown, frames looked into), of the first frames of a file."""
     if codec not in CODECS:
         return 0, 0
     count = seen = 0
-    first = np.arange(min(len(table), _PICTURES))
+    first = np.arange(min(len(table), _FRAMES))
     first = first[np.cumsum(table.size[first]) <= _BYTES]
     stretches = np.split(first, np.flatnonzero(np.diff(table.stretch[first])) + 1)
     for samples in stretches[:_READS]:
@@ -69,7 +69,7 @@ def _av1(data: bytes) -> int:
         size, at = leb128(data, at) if sized else (len(data) - at, at)
         if not size:
             continue
-        if kind == 1:  # sequence header: profile (3 bits), still picture (1), reduced still picture header (1)
+        if kind == 1:  # sequence header: profile (3 bits), still frame (1), reduced still frame header (1)
             reduced = data[at] & 0x08
         elif kind in (3, 6) and not reduced:  # frame header, frame: show_existing_frame, frame_type (2 bits), show_frame
             count += not data[at] & 0x90

@@ -1,4 +1,4 @@
-"""The sample table of an MP4's video track (ISO/IEC 14496-12, section 8): where each picture's bytes lie, when it is shown.
+"""The sample table of an MP4's video track (ISO/IEC 14496-12, section 8): where each frame's bytes lie, when it is shown.
 
 Files come from anywhere, so every count is held against the bytes that are there before memory is taken for it.
 """
@@ -23,8 +23,8 @@ LACKING = -1  # in place of a sample, for a row whose frame the video lacks; see
 
 
 @dataclass(frozen=True, eq=False)
-class SampleTable:
-    """Samples (encoded pictures) of one file in decode order; n of them.
+class VideoIndex:
+    """Samples (encoded frames) of one file in decode order; n of them.
 
     Attributes:
         path: the file, relative to the dataset.
@@ -34,13 +34,13 @@ class SampleTable:
         offset, size: (n,) place and bytes of each sample.
         pts: (n,) presentation time in ticks, with the edit list applied.
         sync: indices of the samples that decoding can start at.
-        head: (n,) the sync sample that each sample follows.
+        head: (n,) the keyframe that each sample follows.
         config: (n,) which of `configs`.
         shown: (n,) samples in the order in which they are shown.
         stretch: (n,) samples of one number lie end to end in the file.
-        reordered: whether pictures are shown in another order than they are decoded in (B-frames).
-        longest_gop: pictures of the longest GOP.
-        open_gops: whether pictures that follow a sync sample are shown before it, and so need the GOP before.
+        reordered: whether frames are shown in another order than they are decoded in (B-frames).
+        longest_gop: frames of the longest GOP.
+        open_gops: whether frames that follow a keyframe are shown before it, and so need the GOP before.
         index_bytes: of the `moov` box that this was read from.
     """
 
@@ -70,9 +70,9 @@ class SampleTable:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
     def keyframes(self, samples: Int64) -> Int64:
-        """Per sample, the sync sample that decoding it begins with.
+        """Per sample, the keyframe that decoding it begins with.
 
-        That is the one it follows, or, for a picture that an open GOP shows before its sync sample, the one before that.
+        That is the one it follows, or, for a frame that an open GOP shows before its keyframe, the one before that.
         """
         head = self.head[samples].astype(np.int64)
         if not self.open_gops:
@@ -90,8 +90,8 @@ class SampleTable:
         return self.shown[place].astype(np.int64), np.abs(shown_at[place] - seconds)
 
 
-def read_table(store: Store, path: str) -> SampleTable:
-    """Reads a file's index: its `moov` box, and of H.264 the beginning of one picture, to see whether it is a key frame.
+def read_index(store: Store, path: str) -> VideoIndex:
+    """Reads a file's index: its `moov` box, and of H.264 the beginning of one frame, to see whether it is a keyframe.
 
     Raises:
         DecodeError: no MP4, truncated, fragmented, more than one video track, an edit list that trims, or an index that
@@ -105,7 +105,7 @@ def read_table(store: Store, path: str) -> SampleTable:
         raise DecodeError(f"{store.where(path)}: its index (moov) is broken: {error}") from error
 
 
-def _parse(store: Store, path: str, moov: bytes, file_size: int) -> SampleTable:
+def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     track = _video_track(moov)
     stbl = find(moov, *track, b"mdia", b"minf", b"stbl")
     if stbl is None:
@@ -141,13 +141,13 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> SampleTable:
             sync = sync[:1]
     shown = np.argsort(pts, kind="stable")
     if (np.diff(pts[shown]) == 0).any():
-        raise DecodeError("its index shows two pictures at the same time (stts, ctts): which one a timestamp means is open")
+        raise DecodeError("its index shows two frames at the same time (stts, ctts): which one a timestamp means is open")
     head = np.repeat(sync, np.diff(np.append(sync, n)))
     if (config != config[head]).any():
-        raise DecodeError("its sample description (stsd) changes between pictures that are decoded together (stsc, stss)")
+        raise DecodeError("its sample description (stsd) changes between frames that are decoded together (stsc, stss)")
     stretch = np.cumsum(np.append(0, offset[1:] != offset[:-1] + size[:-1]))
     tkhd = _required(find(moov, *track, b"tkhd"), "tkhd")
-    return SampleTable(
+    return VideoIndex(
         path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale, offset, size, pts, sync,
         head.astype(np.int32), config, shown.astype(np.int32), stretch.astype(np.int32),
         index_bytes=len(moov),
@@ -181,7 +181,7 @@ def _sizes(boxes: dict[bytes, bytes]) -> Int64:
         raise DecodeError("its video track has no sample sizes (stsz)")
     fixed, n = struct.unpack_from(">II", stsz, 4)
     # A table of n sizes has 4 n bytes. One size for all takes none, so its n is held against what encoded video can be:
-    # pictures of equal size are rare, and a table that claims millions of them is broken.
+    # frames of equal size are rare, and a table that claims millions of them is broken.
     if n > (len(stsz) - 12) // 4 and not (fixed and n <= 65536):
         raise DecodeError(f"its sample table claims {n} samples and holds the sizes of {(len(stsz) - 12) // 4}")
     return np.full(n, fixed, np.int64) if fixed else np.frombuffer(stsz, ">u4", n, 12).astype(np.int64)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.mp4.index import LACKING, Int64, SampleTable
+from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 
 TOLERANCE = 0.25  # of a frame: no other frame can be meant, and files whose clock is coarse (milliseconds) still fit
 Interval = tuple[float, float]  # from_timestamp and to_timestamp of an episode: [start, stop) in seconds of the file
 
 
-def find_samples(table: SampleTable, interval: Interval, timestamp: npt.NDArray[Any], fps: float) -> Int64:
+def find_samples(table: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float) -> Int64:
     """The samples that are the frames of an episode's rows.
 
     Args:
@@ -37,7 +37,7 @@ def not_rising(timestamp: npt.NDArray[Any]) -> int | None:
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
-def explain(table: SampleTable, interval: Interval, timestamp: float, fps: float) -> str:
+def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float) -> str:
     """Why `find_samples` has no sample for this row, and what to do."""
     seconds = _seconds(interval, np.array([timestamp]))
     [sample], [away] = table.nearest(seconds)
@@ -63,7 +63,7 @@ def _seconds(interval: Interval, timestamp: npt.NDArray[Any]) -> npt.NDArray[np.
     return interval[0] + timestamp.astype(np.float64)
 
 
-def _inside(table: SampleTable, interval: Interval, samples: Int64, fps: float) -> npt.NDArray[np.bool_]:
+def _inside(table: VideoIndex, interval: Interval, samples: Int64, fps: float) -> npt.NDArray[np.bool_]:
     at = table.pts[samples] / table.timescale + TOLERANCE / fps
     inside: npt.NDArray[np.bool_] = (interval[0] <= at) & (at < interval[1])
     return inside

@@ -14,18 +14,18 @@ import numpy as np
 
 from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
 from dali_stream.errors import DaliStreamError
-from dali_stream.pipeline.producer import SAMPLE
+from dali_stream.pipeline.config import SAMPLE
 
 # isort: split
 from nvidia.dali import fn, types
-from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
     from nvidia.dali.pipeline import Pipeline
 
     from dali_stream.decode.route import Route
-    from dali_stream.pipeline.producer import Plan, Stage
+    from dali_stream.pipeline.config import Config
+    from dali_stream.pipeline.producer import BatchProducer
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
 Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
@@ -38,18 +38,18 @@ _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np
 
 
 def build(
-    plan: Plan,
-    stage: Stage,
+    config: Config,
+    producer: BatchProducer,
     routes: dict[str, Route],
     user: Graph | None,
 ) -> tuple[Pipeline, list[str]]:
     """Builds the pipeline.
 
     Args:
-        plan: features, windows, batch size, dtype of pictures, threads and device.
-        stage: the external source.
+        config: features, windows, batch size, dtype of frames, threads and device.
+        producer: the external source.
         routes: the decoder of each camera.
-        user: the user's graph function, given (F)HWC pictures and tabular nodes on the pipeline's device.
+        user: the user's graph function, given (F)HWC frames and tabular nodes on the pipeline's device.
 
     Returns:
         The pipeline and the names of its outputs.
@@ -59,13 +59,13 @@ def build(
         DaliStreamError: DALI does not build what it returns.
     """
     # The stage is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
-    pipeline = dali.empty_pipeline(plan.batches.largest, plan.gpu, plan.threads, prefetch=1)
+    pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, config.threads, prefetch=1)
     with pipeline:
-        nodes = _read(plan, stage, routes)
-        for camera in [camera for camera in plan.dataset.cameras if camera in nodes]:
+        nodes = _read(config, producer, routes)
+        for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
             # The CPU's frames have been resized where they were decoded.
-            size = plan.image_size if routes[camera].decoder == "dali" else None
-            nodes[camera] = _picture(nodes[camera], size, plan.image_dtype)
+            size = config.image_size if routes[camera].decoder == "dali" else None
+            nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
         given = nodes
         if user is not None:
             nodes = _applied(user, nodes)
@@ -79,7 +79,7 @@ def build(
         hint = "" if user is None else _HINT
         raise DaliStreamError(f"DALI does not build the graph: {dali.explanation(error).rstrip('.')}{hint}") from error
     used = _ancestors(nodes.values())
-    for camera in plan.dataset.cameras if user is not None else ():
+    for camera in config.dataset.cameras if user is not None else ():
         if _place(given[camera]) not in used:
             _log.warning("pipeline drops %s, which is decoded nevertheless; leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
@@ -101,75 +101,36 @@ def _place(node: DataNode) -> tuple[int, int]:
     return id(node.source), node.index
 
 
-class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
-    """DALIGenericIterator that does not wait for the batch after the one it returns.
-
-    As it comes, it starts the pipeline's next run before it returns a batch, and so waits for the frames of the next one; an
-    error there would take this batch with it. Here that run starts early only where its input is ready, else when it is
-    asked for. The layouts of the outputs, which it drops, are kept: they say where a picture's channels are.
-    """
-
-    def __init__(self, pipeline: Pipeline, names: list[str], ready: Callable[[], bool]) -> None:
-        self.layouts: dict[str, str] = {}
-        self._input_ready, self._owes_run = ready, False
-        super().__init__([pipeline], names, prepare_first_batch=False)
-
-    def _schedule_runs(self, release_outputs: bool = True) -> None:
-        if self._ever_scheduled and not self._input_ready():
-            self._owes_run = True
-        else:
-            super()._schedule_runs(release_outputs)
-
-    def _get_outputs(self) -> Any:
-        if self._owes_run:
-            self._owes_run = False
-            super()._schedule_runs()
-        outputs = super()._get_outputs()
-        self.layouts = {name: out.layout() for name, out in zip(self.output_map, outputs[0], strict=True)}
-        for name, out in zip(self.output_map, outputs[0], strict=True):
-            if not out.is_dense_tensor():
-                raise DaliStreamError(_ragged(name, out.shape()))
-        return outputs
-
-
-def _ragged(name: str, shapes: list[tuple[int, ...]]) -> str:
-    other = next(shape for shape in shapes if shape != shapes[0])
-    return (
-        f"{name!r} comes out of the graph with shapes that differ from sample to sample, such as {shapes[0]} and {other}; a "
-        "batch is one tensor, so bring the samples to one shape in pipeline (fn.resize, fn.crop, fn.pad), or leave the key out"
-    )
-
-
-def _read(plan: Plan, stage: Stage, routes: dict[str, Route]) -> dict[str, DataNode]:
+def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> dict[str, DataNode]:
     """The stage's arrays as nodes, with encoded cameras decoded; all on the pipeline's device, but what goes past DALI."""
-    kinds: list[Kind] = [(key, *_column(plan, key)) for key in plan.columns()]
-    pictures: list[Kind] = []
-    for camera in plan.dataset.cameras:
+    kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
+    decoded: list[Kind] = []
+    for camera in config.dataset.cameras:
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
-            kinds += [] if plan.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
-        elif not plan.past_dali:
-            layout = "HWC" if plan.squeezed(camera) else "FHWC"
-            pictures.append((camera, types.UINT8, len(layout), layout))
+            kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
+        elif not config.past_dali:
+            layout = "HWC" if config.squeezed(camera) else "FHWC"
+            decoded.append((camera, types.UINT8, len(layout), layout))
     # A key comes once, but for an encoded camera's.
     grouped: dict[str, list[DataNode]] = {}
-    for key, node in _source(stage.source, kinds):
+    for key, node in _source(producer.source, kinds):
         grouped.setdefault(key, []).append(node)
 
     def placed(node: DataNode) -> DataNode:
-        return node if plan.gpu is None else node.gpu()
+        return node if config.gpu is None else node.gpu()
 
     nodes = {}
     for key, parts in grouped.items():
         if key in routes:
-            nodes[key] = _decoded(parts, plan.gpu)
+            nodes[key] = _decoded(parts, config.gpu)
         else:
             # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
-            nodes[key] = parts[0] if key == SAMPLE and plan.augments else placed(parts[0])
-    # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Pictures are much,
+            nodes[key] = parts[0] if key == SAMPLE and config.augments else placed(parts[0])
+    # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Frames are much,
     # so they stay where they are, and an operator copies them, in threads of its own, where no other makes new ones of them.
-    for camera, node in _source(stage.pictures, pictures, no_copy=True) if pictures else ():
-        made_anew = plan.gpu is None and plan.image_dtype == "float32"
+    for camera, node in _source(producer.frames, decoded, no_copy=True) if decoded else ():
+        made_anew = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if made_anew else fn.copy(node))
     return nodes
 
@@ -181,24 +142,24 @@ def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: A
     return list(zip(keys, nodes, strict=True))
 
 
-def _column(plan: Plan, key: str) -> tuple[Any, int, str]:
-    if key == SAMPLE and plan.augments:
+def _column(config: Config, key: str) -> tuple[Any, int, str]:
+    if key == SAMPLE and config.augments:
         return types.FLOAT, 1, ""
-    if key not in plan.dataset.features:
+    if key not in config.dataset.features:
         return types.BOOL, 1, ""  # a pad mask
-    feature = plan.dataset.features[key]
+    feature = config.dataset.features[key]
     kind = np.float32 if feature["dtype"].startswith("float") else np.bool_ if feature["dtype"] == "bool" else np.int64
     ndim = 0 if tuple(feature["shape"]) == (1,) else len(feature["shape"])
-    return _TYPES[np.dtype(kind)], ndim + (key in plan.windows), ""
+    return _TYPES[np.dtype(kind)], ndim + (key in config.windows), ""
 
 
 def _decoded(parts: list[DataNode], gpu: int | None) -> DataNode:
-    """The pictures of a window out of its clip, HWC without an order of steps, else FHWC."""
+    """The frames of a window out of its clip, HWC without an order of steps, else FHWC."""
     video = dali.operator(parts[0], parts[1], gpu)
     return fn.squeeze(video, axes=[0]) if len(parts) == 2 else fn.sequence_rearrange(video, new_order=parts[2])
 
 
-def _picture(node: DataNode, image_size: tuple[int, int] | None, image_dtype: str) -> DataNode:
+def _scaled(node: DataNode, image_size: tuple[int, int] | None, image_dtype: str) -> DataNode:
     as_float = image_dtype == "float32"
     if image_size is not None:
         node = fn.resize(node, size=image_size, dtype=types.FLOAT if as_float else types.UINT8)

@@ -2,19 +2,17 @@
 
 planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
 decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
-DALI's caller:   `Stage.source()` and `pictures()` take the next batch in order, wait for its frames and copy them
+DALI's caller:   `BatchProducer.source()` and `frames()` take the next batch in order, wait for its frames and copy them
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import math
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.rows import SPARE, size_of
 from dali_stream.cache.slots import Slots
@@ -31,11 +28,10 @@ from dali_stream.counters import Counters
 from dali_stream.decode.cameras import CLIP_FRAMES, Clips, DecodedImages, DecodedVideo, Packed, PackedVideo
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
-from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.order import Order, Shuffle, windows
-from dali_stream.order.batches import Batches
+from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.buffers import Buffers
+from dali_stream.pipeline.config import SAMPLE, Config
 from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
 from dali_stream.schedule.frames import NONE, FrameStep
@@ -47,94 +43,10 @@ from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
-SAMPLE = "sample"  # the key of what a sample brings for augmentation
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a stage is to make: all that does not change from epoch to epoch."""
-
-    dataset: DatasetFiles
-    batches: Batches
-    windows: dict[str, npt.NDArray[np.int64]]
-    shuffle: Shuffle
-    seed: int
-    consumers: int
-    episode_pool_size: int
-    rank: int
-    threads: int
-    prefetch: int | None
-    memory_budget: int
-    image_size: tuple[int, int] | None
-    image_dtype: str
-    indices: IndexCache
-    substitute: bool
-    gpu: int | None
-    augments: bool
-
-    def order(self, epoch: int) -> Order:
-        """The order of one epoch."""
-        return Order(self.dataset.lengths, self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size)
-
-    def frame_size(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's frames when the CPU has decoded and resized them."""
-        return self.image_size or self.dataset.picture_size(camera)
-
-    @property
-    def past_dali(self) -> bool:
-        """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
-        return self.gpu is None and not self.augments
-
-    def steps(self, camera: str) -> int:
-        """Frames of a camera's window."""
-        return len(self.windows.get(camera, (0,)))
-
-    def squeezed(self, camera: str) -> bool:
-        """Whether a sample has one picture without a time axis. LeRobot drops the axis of one step for videos only."""
-        return self.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
-
-    def window(self, camera: str) -> npt.NDArray[np.int64]:
-        """(T,) frame offsets of a camera."""
-        return self.windows.get(camera, np.zeros(1, np.int64))
-
-    def sizes(self, on_cpu: Sequence[str]) -> Sizes:
-        """What batches need of memory_budget. Reads the indices of the first video files."""
-        dataset, indices = self.dataset, {}
-        for camera in dataset.videos:
-            with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
-                indices[camera] = self.indices.of(camera, 0, dataset.data_store)
-        return Sizes(
-            lengths=dataset.lengths,
-            batch_size=self.batches.batch_size,
-            episodes=min(self._episodes(), dataset.num_episodes),
-            row_bytes=dataset.row_bytes,
-            least_row_bytes=dataset.row_bytes_without_objects,
-            files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows])) for camera in dataset.videos},
-            indices=indices,
-            windows={camera: self.window(camera) for camera in dataset.videos},
-            fetched=dataset.data_store.remote,
-            frame_bytes=sum(math.prod(self.frame_size(camera)) * 3 for camera in on_cpu),
-        )
-
-    def _episodes(self) -> int:
-        """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
-        batches, lengths = self.batches, self.dataset.lengths
-        if self.shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
-            return self.consumers // batches.world_size * (self.episode_pool_size + 1)
-        if self.shuffle is False:
-            ends = np.cumsum(lengths)
-            return int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
-        return batches.batch_size
-
-    def columns(self) -> list[str]:
-        """Keys that go through DALI as plain arrays."""
-        features = self.dataset.features.items()
-        keys = [key for key, f in features if f["dtype"] not in ("video", "image", "string")]
-        return keys + [f"{key}_is_pad" for key in self.windows] + [SAMPLE] * self.augments
 
 
 class Decoded(NamedTuple):
@@ -156,39 +68,39 @@ class Batch:
     padded: int
 
 
-class Stage:
+class BatchProducer:
     """Makes batches from a position on, without end: one epoch follows another.
 
     Args:
-        plan: what to make.
+        config: what to make.
         routes: the decoder of each camera.
         epoch, position: where to begin.
         counters: what to add to.
     """
 
-    def __init__(self, plan: Plan, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
-        self._plan, self._counters = plan, counters
-        dataset = plan.dataset
+    def __init__(self, config: Config, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
+        self._config, self._counters = config, counters
+        dataset = config.dataset
         self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
         on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
-        sizes = plan.sizes(on_cpu)
-        self._shares, depth = divide(plan.memory_budget, sizes), self._depth()
-        self._memory = Memory(dataset, plan.indices, self._shares.encoded, counters)
+        sizes = config.sizes(on_cpu)
+        self._shares, depth = divide(config.memory_budget, sizes), self._depth()
+        self._memory = Memory(dataset, config.indices, self._shares.encoded, counters)
         self._schedule = Schedule(
             dataset.lengths,
-            samples(plan.order, plan.batches, plan.rank, epoch, position),
-            plan.batches.largest,
-            {key: plan.window(key) for key in on_cpu},
+            samples(config.order, config.batches, config.rank, epoch, position),
+            config.batches.largest,
+            {key: config.window(key) for key in on_cpu},
             self._limits(depth, sizes),
             self._storage(sizes),
-            {key: plan.window(key) for key in self._on_dali},
+            {key: config.window(key) for key in self._on_dali},
         )
-        for (key, file), index_bytes in plan.indices.held().items():
+        for (key, file), index_bytes in config.indices.held().items():
             self._schedule.reads.there(key, file, index_bytes)
-        self._packed = {key: PackedVideo(dataset, key, plan.gpu, counters) for key in self._on_dali}
+        self._packed = {key: PackedVideo(dataset, key, config.gpu, counters) for key in self._on_dali}
         self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
         for key in on_cpu:
-            size = plan.frame_size(key)
+            size = config.frame_size(key)
             slots = Slots(self._schedule.frames[key].slots, size)
             decoder = DecodedVideo if key in dataset.videos else DecodedImages
             self._decoded[key] = decoder(dataset, key, counters, slots, size)
@@ -196,7 +108,7 @@ class Stage:
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
         self._buffers = Buffers()
-        self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `pictures`
+        self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `frames`
         self._current: tuple[Batch, dict[str, Any]]
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that DALI may be at
         self._made: deque[Batch | BaseException] = deque()
@@ -205,36 +117,36 @@ class Stage:
         self._stopping = False
         self._pid = os.getpid()
         self.delivered: deque[dict[str, Any]] = deque()  # what goes past DALI, of the batches that DALI has taken
-        self._pool = Workers("dali_stream decode", plan.threads)
-        self._copiers = Workers("dali_stream copy", min(plan.threads, _COPY_THREADS) - 1)
+        self._pool = Workers("dali_stream decode", config.threads)
+        self._copiers = Workers("dali_stream copy", min(config.threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
         self._planner.start()
 
     def source(self) -> tuple[Any, ...]:
-        """The next batch for DALI: the arrays of `Plan.columns`, then per camera on the DALI route lists: clips, frames in
+        """The next batch for DALI: the arrays of `Config.columns`, then per camera on the DALI route lists: clips, frames in
         them and, for a window, order of its steps.
 
         Raises:
             DaliStreamError: whatever kept the batch from being made. The stage is of no use then.
         """
         batch, frames = self._turn(0)
-        arrays: list[Any] = [batch.columns[key] for key in self._plan.columns()]
+        arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
         for key in self._on_dali:
             clips, places, orders = (list(part) for part in zip(*frames[key], strict=True))
-            arrays += [clips, places] if self._plan.squeezed(key) else [clips, places, orders]
+            arrays += [clips, places] if self._config.squeezed(key) else [clips, places, orders]
         return tuple(arrays)
 
-    def pictures(self) -> tuple[Array, ...]:
+    def frames(self) -> tuple[Array, ...]:
         """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, 3) or (B, T, H, W, 3) uint8.
 
         They are overwritten some time after nobody refers to them any more. Errors as in `source`.
         """
         _, frames = self._turn(1)
-        return tuple(self._shown(key, frames[key]) for key in self._plan.dataset.cameras if key not in self._on_dali)
+        return tuple(self._shown(key, frames[key]) for key in self._config.dataset.cameras if key not in self._on_dali)
 
     def _shown(self, key: str, frames: Array) -> Array:
-        """Frames (B, T, ...) as a batch has them: without T where a sample has one picture."""
-        return frames[:, 0] if self._plan.squeezed(key) else frames
+        """Frames (B, T, ...) as a batch has them: without T where a sample has one frame."""
+        return frames[:, 0] if self._config.squeezed(key) else frames
 
     def _turn(self, which: int) -> tuple[Batch, dict[str, Any]]:
         """The batch whose turn it is for one of the two sources; DALI asks for one, the other or both, as the graph is."""
@@ -261,7 +173,7 @@ class Stage:
         self._clips.append({key: frames[key] for key in self._on_dali})
         self._counters.padded += batch.padded
         past: dict[str, Any] = dict(batch.strings)
-        if self._plan.past_dali:
+        if self._config.past_dali:
             past |= {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in batch.decoded}
         self.delivered.append(past)
         return batch, frames
@@ -318,19 +230,19 @@ class Stage:
 
     def _depth(self) -> int:
         """Batches under way: as asked for, else enough for all threads to have work while the oldest batch is waited for."""
-        if self._plan.prefetch is not None:
-            return self._plan.prefetch
-        frames = self._plan.batches.batch_size * sum(self._plan.steps(camera) for camera in self._plan.dataset.cameras)
-        return int(np.clip(-(-2 * self._plan.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
+        if self._config.prefetch is not None:
+            return self._config.prefetch
+        frames = self._config.batches.batch_size * sum(self._config.steps(camera) for camera in self._config.dataset.cameras)
+        return int(np.clip(-(-2 * self._config.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
 
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
-        kept, frames = self._shares.frames, self._plan.dataset.num_frames
+        kept, frames = self._shares.frames, self._config.dataset.num_frames
         larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
         ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), LOOK_AHEAD)
         return Limits(kept, depth, ahead, larger)
 
     def _storage(self, sizes: Sizes) -> Storage:
-        dataset, remote = self._plan.dataset, self._plan.dataset.data_store.remote
+        dataset, remote = self._config.dataset, self._config.dataset.data_store.remote
         return Storage(
             files={camera: dataset.table.video[camera].index[dataset.rows] for camera in dataset.videos},
             row_bytes=dataset.row_bytes * SPARE[0] // SPARE[1],
@@ -338,7 +250,7 @@ class Stage:
             fetched=dataset.videos if remote else (),
             room=self._shares.encoded,
             block=self._shares.block,
-            look_ahead=look_ahead(self._plan.batches.batch_size) if remote else 0,
+            look_ahead=look_ahead(self._config.batches.batch_size) if remote else 0,
         )
 
     # ---- planner thread
@@ -379,30 +291,30 @@ class Stage:
                 others = {episode: size_of(rows) for episode, rows in found.items() if episode != read.number}
                 self._memory.keep(found, reads.arrived(read, size, others))
         self._count_indices()
-        episodes, remote = reads.ready(), self._plan.dataset.data_store.remote
+        episodes, remote = reads.ready(), self._config.dataset.data_store.remote
         for key, camera in (*self._decoded.items(), *self._packed.items()):
             for episode in self._schedule.unknown(key, episodes):
                 packets, keyframes = camera.learn(self._memory, episode)
-                fetched = remote and key in self._plan.dataset.videos and (packets != NONE).any()
+                fetched = remote and key in self._config.dataset.videos and (packets != NONE).any()
                 index = self._memory.index(key, episode) if fetched else None
                 self._schedule.learn(key, episode, packets, keyframes, index)
 
     def _prepare(self) -> Batch:
-        plan, dataset, memory = self._plan, self._plan.dataset, self._memory
+        config, dataset, memory = self._config, self._config.dataset, self._memory
         with self._counters.timed("rows_s"):
             self._learn()
         step = self._schedule.plan()
         batch, stores = step.samples, self._read(step)
         columns: dict[str, Array] = {}
         shown, pads = {}, {}
-        for key, offset in plan.windows.items():
+        for key, offset in config.windows.items():
             shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
         for key in dataset.features:
             if key not in dataset.cameras:
                 with self._counters.timed("gather_s"):
                     columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
-        if plan.augments:
-            columns[SAMPLE] = uniforms(plan.seed, batch.epoch, batch.position)
+        if config.augments:
+            columns[SAMPLE] = uniforms(config.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
         clips = {
@@ -438,7 +350,7 @@ class Stage:
                         failed[row] = camera.missing(self._memory, int(batch.episode[row]), int(frames[key][row, t]))
             found[key] = Decoded(
                 planned,
-                camera.submit(self._pool, planned, self._memory, stores.get(key, self._plan.dataset.data_store)),
+                camera.submit(self._pool, planned, self._memory, stores.get(key, self._config.dataset.data_store)),
                 failed,
             )
         return found
@@ -462,7 +374,7 @@ class Stage:
         self._counters.evicted_early = self._before[1] + self._schedule.reads.cache.evicted_early
 
     def _advise(self, advice: Advice) -> None:
-        budget = self._plan.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
+        budget = self._config.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
         _log.info(
             "memory_budget=%.1fGiB would lower decoded frames per delivered frame from %.2f to %.2f",
             *(-(-budget * 10 // (1 << 30)) / 10, advice.now, advice.then),
@@ -470,7 +382,7 @@ class Stage:
 
     def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:
         """Text goes past DALI: string features, and the name of the current frame's task."""
-        dataset = self._plan.dataset
+        dataset = self._config.dataset
         texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f["dtype"] == "string"}
         for key, index, names in (("task", "task_index", dataset.tasks), ("subtask", "subtask_index", dataset.subtasks)):
             if index in columns and (names or key == "task"):
@@ -497,17 +409,17 @@ class Stage:
         for key, clips in batch.clips.items():
             frames[key] = clips.packed
             failed |= clips.failed
-        as_float = self._plan.past_dali and self._plan.image_dtype == "float32"
+        as_float = self._config.past_dali and self._config.image_dtype == "float32"
         for key, decoded in batch.decoded.items():
-            shape = (*decoded.step.show.shape, *self._plan.frame_size(key), 3)
+            shape = (*decoded.step.show.shape, *self._config.frame_size(key), 3)
             frames[key] = self._buffers.take(shape, np.float32 if as_float else np.uint8)
             failed |= decoded.failed | self._decoded[key].slots.gather(decoded.step.show, frames[key], self._copiers)
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
-        self._counters.frames += rows * sum(map(self._plan.steps, frames))
+        self._counters.frames += rows * sum(map(self._config.steps, frames))
         if failed:
             good = [row for row in range(rows) if row not in failed]
-            if not self._plan.substitute or not good:
+            if not self._config.substitute or not good:
                 raise failed[min(failed)]
             for row, error in sorted(failed.items()):
                 _log.warning("a sample was substituted by another of its batch: %s", error)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.mp4.clip import is_avc
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.frame_table import FrameTable
 from dali_stream.schedule.uses import NEVER, Uses
 
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     last: Int64
 
 
-def cut(table: SampleTable, packet: Int64, keyframe: Int64, size: int = BLOCK) -> Cut:
+def cut(table: VideoIndex, packet: Int64, keyframe: Int64, size: int = BLOCK) -> Cut:
     """Cuts what an episode needs of a file into blocks of about `size` bytes. `packet` and `keyframe` are as in `learn`."""
     first = np.full(len(packet), -1, np.int64)
     last = first.copy()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.blocks import BLOCK
 
 Int64 = npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class Sizes:
     row_bytes: int
     least_row_bytes: int
     files: Mapping[str, int]
-    indices: Mapping[str, SampleTable]
+    indices: Mapping[str, VideoIndex]
     windows: Mapping[str, Int64]
     fetched: bool
     frame_bytes: int
@@ -148,7 +148,7 @@ def _bounds(refused: float) -> Iterator[int]:
         bound *= 1.1
 
 
-def window_bytes(index: SampleTable, offsets: Int64) -> int:
+def window_bytes(index: VideoIndex, offsets: Int64) -> int:
     """Bytes of encoded video that one sample may need: the GOPs of its window's frames."""
     largest = int(np.add.reduceat(index.size, index.sync).max())
     stretch = int(offsets.max() - offsets.min()) * int(index.size.sum()) // len(index)

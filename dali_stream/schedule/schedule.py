@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.order.windows import window
 from dali_stream.schedule.advice import Advice, Advisor
 from dali_stream.schedule.blocks import cut
@@ -164,7 +164,7 @@ class Schedule:
         episode: int,
         packet: npt.NDArray[np.integer],
         keyframe: npt.NDArray[np.integer],
-        index: SampleTable | None = None,
+        index: VideoIndex | None = None,
     ) -> None:
         """Says where the frames of an episode are, see `FrameCache.learn`. Only for those that `unknown` names.
 

@@ -37,7 +37,7 @@ class RangeCache:
     """Byte ranges of remote files in a folder, within a limit: what was used least recently goes.
 
     Safe to use from several threads and processes. A damaged entry counts as absent. Where the folder does not take
-    writes any more (full, read-only, gone), that is said once and reading goes on. Whoever can write to the folder is
+    writes any more (full, read-only, gone), that is said once and reading continues. Whoever can write to the folder is
     trusted.
 
     Args:
@@ -101,7 +101,7 @@ class RangeCache:
     def fetching(self, file: str, start: int, stop: int) -> Iterator[None]:
         """One thread of one process at a time is in here for a range; a process that dies lets go of it.
 
-        Ranges share locks, so a thread that is in here must not ask for a second one. Who waits for very long goes on
+        Ranges share locks, so a thread that is in here must not ask for a second one. Who waits for very long continues
         without the lock, as where the folder has no room for one: to fetch twice costs bytes and no more.
         """
         stripe = int.from_bytes(_hash(f"{start}-{stop} {file}")[:8], "little") % _STRIPES

@@ -187,7 +187,7 @@ def _argument(error: BaseException) -> BaseException | None:
 
 class _Timed(io.RawIOBase):
     """What a socket brings, each read of it within what is left of the time. A socket's own timeout ends at silence only: a
-    server that sends a byte now and then, in headers too, would go on for ever."""
+    server that sends a byte now and then, in headers too, would continue for ever."""
 
     def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
         self._sock, self._raw = sock, raw

@@ -125,7 +125,7 @@ class _Api:
         found = re.search(r'<([^>]+)>;\s*rel="?next"?', headers.get("Link", ""))
         following = urljoin(url, found[1]) if found else None
         if following is not None and origin(following) != origin(self._endpoint):
-            raise StorageError(f"hf://{self._what}: its listing goes on at another host, which is not asked")
+            raise StorageError(f"hf://{self._what}: its listing continues at another host, which is not asked")
         return following
 
     @property

@@ -18,7 +18,7 @@ from dali_stream.decode.route import Route, choose, refusal
 from dali_stream.lerobot import metadata
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.format import describe as describe_format
-from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
 
 LOOK_AT = 32  # video files per camera: each is a read of its index, which may be far away
@@ -26,7 +26,7 @@ _AT_A_TIME = 16  # reads under way: each waits for its answer, where the files a
 _PROFILES = {
     "av1": {0: "Main", 1: "High", 2: "Professional"},
     "h264": {66: "Baseline", 77: "Main", 88: "Extended", 100: "High", 110: "High 10", 122: "High 4:2:2", 244: "High 4:4:4"},
-    "hevc": {1: "Main", 2: "Main 10", 3: "Main Still Picture", 4: "Range Extensions"},
+    "hevc": {1: "Main", 2: "Main 10", 3: "Main Still Frame", 4: "Range Extensions"},
     "vp9": {0: "Profile 0", 1: "Profile 1", 2: "Profile 2", 3: "Profile 3"},
 }
 
@@ -46,13 +46,13 @@ class CameraReport:
 
     Attributes:
         kind: "video" or "image".
-        height, width: of a picture, in pixels.
+        height, width: of a frame, in pixels.
         codec, profile, pixel_format: of the first episode's file; `pixel_format` is FFmpeg's name.
         other_formats: formats of other files that differ from the first, as "codec profile pixel_format HxW".
-        gop_min, gop_max: pictures of the shortest and the longest GOP. A file's last GOP ends with the file, so it
+        gop_min, gop_max: frames of the shortest and the longest GOP. A file's last GOP ends with the file, so it
             does not count as shortest unless it is the only one.
-        b_frames: whether any file shows pictures in another order than it decodes them in.
-        open_gops: whether in any file pictures after a key frame refer to those before it.
+        b_frames: whether any file shows frames in another order than it decodes them in.
+        open_gops: whether in any file frames after a keyframe refer to those before it.
         files, files_looked_at: how many there are, and how many of them all of this was read from.
         bytes: of all its files.
         route: the decoder that a Loader begins with on this machine.
@@ -164,7 +164,7 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         return CameraReport("image", height, width, Route("torchcodec", "its frames are images in Parquet rows"))
     paths, chosen = video_files(dataset, key, look_at)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        tables = list(pool.map(lambda path: read_table(dataset.data_store, path), chosen))
+        tables = list(pool.map(lambda path: read_index(dataset.data_store, path), chosen))
     return describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), _bytes(dataset.data_store, paths))
 
 
@@ -175,7 +175,7 @@ def video_files(dataset: Dataset, key: str, look_at: int = LOOK_AT) -> tuple[lis
     return paths, [paths[i] for i in chosen]
 
 
-def describe_video(tables: list[SampleTable], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
+def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
     """What a camera's videos are.
 
     Args:
@@ -216,7 +216,7 @@ def _bytes(store: Store, paths: list[str]) -> int:
         return sum(pool.map(store.size, paths))
 
 
-def _route_change(route: Route, gpu: int | None, tables: list[SampleTable]) -> str:
+def _route_change(route: Route, gpu: int | None, tables: list[VideoIndex]) -> str:
     if route.decoder == "dali":
         for table in tables:
             for config in table.configs:
@@ -225,8 +225,8 @@ def _route_change(route: Route, gpu: int | None, tables: list[SampleTable]) -> s
     return ""
 
 
-def _gops(table: SampleTable) -> tuple[int, int]:
-    """(shortest, longest) GOP of a file, in pictures."""
+def _gops(table: VideoIndex) -> tuple[int, int]:
+    """(shortest, longest) GOP of a file, in frames."""
     lengths = np.diff(np.append(table.sync, len(table)))
     return int((lengths[:-1] if len(lengths) > 1 else lengths).min()), int(lengths.max())
 

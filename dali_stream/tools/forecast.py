@@ -20,7 +20,7 @@ from dali_stream.schedule.schedule import Limits, Schedule
 
 if TYPE_CHECKING:
     from dali_stream.loader import Loader
-    from dali_stream.mp4.index import SampleTable
+    from dali_stream.mp4.index import VideoIndex
 
 BUDGETS = tuple(1 << 28 + i for i in range(8))  # 256 MiB to 32 GiB
 _BATCHES = 400  # that are counted, once the cache is full
@@ -76,7 +76,7 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
     return found
 
 
-def _decodes(loader: Loader, table: SampleTable, camera: str, kept: int) -> tuple[float, float]:
+def _decodes(loader: Loader, table: VideoIndex, camera: str, kept: int) -> tuple[float, float]:
     """Frames decoded per delivered frame, in the first epoch and later."""
     plan = loader._plan
     gop = max(int(np.median(np.diff(np.append(table.sync, len(table))))), 1)
@@ -100,7 +100,7 @@ def _decodes(loader: Loader, table: SampleTable, camera: str, kept: int) -> tupl
     return (decoded / shown, 0.0) if kept >= frames else (decoded / shown, decoded / shown)
 
 
-def _seconds_per_frame(loader: Loader, camera: str, table: SampleTable) -> float:
+def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
     """Seconds that one thread takes to decode and resize a frame of the camera's first file."""
     plan = loader._plan
     packets = list(range(min(_TIMED, len(table))))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
 from dali_stream.lerobot.metadata import Files, parquet_errors
-from dali_stream.mp4.index import read_table
+from dali_stream.mp4.index import read_index
 from dali_stream.storage import Store
 
 THREADS = 16  # nearly all of the time is spent waiting for answers
@@ -39,7 +39,7 @@ class IndexReport:
 def build_index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
     """Reads the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache.
 
-    What the cache has is not fetched again, so a run that was interrupted goes on where it was.
+    What the cache has is not fetched again, so a run that was interrupted continues where it was.
 
     Args:
         dataset: a remote dataset with a `cache_dir`.
@@ -99,7 +99,7 @@ def _used(dataset: Dataset, files: Files) -> list[str]:
 def _read_moov(store: Store, path: str) -> str | None:
     """Reads it; returns why that cannot be done, if so."""
     try:
-        read_table(store, path)
+        read_index(store, path)
     except (DatasetError, DecodeError) as error:  # DatasetError: there is no such file
         return str(error)
     return None

@@ -21,7 +21,7 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add = parser.add_argument
     add("uri", help="a LeRobot v3 dataset")
     add("--out", type=Path, required=True, help="folder of the run")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out; without one there, start")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
     add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
     add("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     add("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")

@@ -1,4 +1,4 @@
-"""Pictures of a training run: the loss curves, and predicted beside recorded action chunks."""
+"""Frames of a training run: the loss curves, and predicted beside recorded action chunks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Journal:
 
     Args:
         out: folder of the run.
-        step: the step that the run goes on from, 0 at the start.
+        step: the step that the run continues from, 0 at the start.
     """
 
     def __init__(self, out: Path, step: int) -> None:

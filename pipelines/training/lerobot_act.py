@@ -18,7 +18,7 @@ class LeRobotAct(nn.Module):
 
     Args:
         cameras, action, chunk: as for `policy.ChunkPolicy`. It knows no task.
-        size: (height, width) of the pictures.
+        size: (height, width) of the frames.
         width: of the state.
         pretrained: begin with ImageNet's weights, which torchvision downloads; else with random ones.
 

@@ -1,7 +1,7 @@
-"""A compact action-chunking policy in plain torch: pictures, state and task in, a chunk of actions out.
+"""A compact action-chunking policy in plain torch: frames, state and task in, a chunk of actions out.
 
 The shape is that of ACT (Zhao et al. 2023, https://arxiv.org/abs/2304.13705) without its variational encoder: a
-convolutional backbone makes tokens of each picture, a transformer encoder mixes them with the state and the task, and a
+convolutional backbone makes tokens of each frame, a transformer encoder mixes them with the state and the task, and a
 transformer decoder asks them one query per action of the chunk. About 4 million parameters.
 
 What `train.py` needs of a policy is what `ChunkPolicy` has: `forward(batch)` is the loss to descend, `predict(batch)` the
@@ -25,7 +25,7 @@ class ChunkPolicy(nn.Module):
     """Predicts `chunk` actions, in the scale in which they come.
 
     Args:
-        cameras: keys of pictures (B, 3, H, W) in [0, 1]; all are seen by one backbone.
+        cameras: keys of frames (B, 3, H, W) in [0, 1]; all are seen by one backbone.
         state: width D of "observation.state" (B, D); 0 where there is none.
         action: width of an action.
         chunk: actions per prediction.
@@ -38,7 +38,7 @@ class ChunkPolicy(nn.Module):
         self.backbone = nn.Sequential(
             nn.Conv2d(3, 32, 4, stride=4), Block(32, 32), Block(32, 64, 2), Block(64, 128, 2), Block(128, width, 2)
         )  # a token per 32 x 32 pixels
-        self.backbone.to(memory_format=torch.channels_last)  # as the pictures lie
+        self.backbone.to(memory_format=torch.channels_last)  # as the frames lie
         self.state = nn.Linear(state, width) if state else None
         self.task = nn.Embedding(tasks, width)
         self.camera = nn.Parameter(torch.randn(len(self.cameras), 1, width) * 0.02)
@@ -70,7 +70,7 @@ class ChunkPolicy(nn.Module):
         return self.head(self.decoder(self.query.expand(len(memory), -1, -1), memory)).float()
 
     def _see(self, pictures: Tensor, camera: Tensor) -> Tensor:
-        """Tokens (B, N, width) of one camera's pictures."""
+        """Tokens (B, N, width) of one camera's frames."""
         seen = self.backbone(pictures * 4 - 2)  # about 0 in the mean, with a deviation of about 1
         return seen.flatten(2).transpose(1, 2) + places(*seen.shape[2:], seen.shape[1], seen.device) + camera
 

@@ -16,7 +16,7 @@ from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.hidden import hidden_frames
-from dali_stream.mp4.index import LACKING, SampleTable, read_table
+from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_samples
 from dali_stream.tools.describe import CameraReport, describe_video, video_files
 from dali_stream.tools.doctor import timing
@@ -61,7 +61,7 @@ class Camera:
         for route, each in found.items():
             others = [name for name, other in found.items() if not other.error]
             if each.error and others:  # so it is not the file
-                remedy = f"the loader goes on with {others[0]}; look at this decoder's version and driver, and please report it"
+                remedy = f"the loader uses {others[0]}; check this decoder's version and driver, and please report it"
                 text = f"{each.error}; {others[0]} decodes it"
                 yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
             elif each.error:
@@ -95,12 +95,12 @@ class Camera:
         self.findings.append(timing.examine(self._dataset, self.key, tables, timestamps))
         self._choose_frame(table, video, timestamps, list(self._routes(video, table, reports)))
 
-    def _tables(self, chosen: list[str]) -> list[SampleTable]:
+    def _tables(self, chosen: list[str]) -> list[VideoIndex]:
         """The sample tables of those files that have one; the others are findings."""
         tables, broken = [], 0
         for path in chosen:
             try:
-                tables.append(read_table(self._dataset.data_store, path))
+                tables.append(read_index(self._dataset.data_store, path))
             except DaliStreamError as error:
                 broken += 1
                 if broken <= _SHOWN:
@@ -117,7 +117,7 @@ class Camera:
         text = f"{'' if str(error).startswith(where) else f'{where}: '}{error}{'; ' if said else ''}{said}"
         return Finding("dataset", f"{self.key} {name}", PROBLEM, text, remedy or "copy or fetch the dataset again")
 
-    def _describe(self, report: CameraReport, video: VideoFormat, table: SampleTable) -> None:
+    def _describe(self, report: CameraReport, video: VideoFormat, table: VideoIndex) -> None:
         gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
         kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
         text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {report.files_looked_at} of {report.files} files looked at"
@@ -127,7 +127,7 @@ class Camera:
         edits = edit_list(self._dataset.data_store, table.path)
         hidden, of = hidden_frames(self._dataset.data_store, table, video.codec)
         has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"edit list ({edits})": bool(edits),
-               f"{hidden} hidden frames in {of} pictures": bool(hidden)}  # fmt: skip
+               f"{hidden} hidden frames in {of} frames": bool(hidden)}  # fmt: skip
         traits = [name for name, there in has.items() if there]
         text = f"{', '.join(traits) or 'no open GOPs, B-frames, edit list or hidden frames'}; colours {video.matrix_name}"
         self.findings.append(Finding("dataset", f"{self.key} structure", OK, text))
@@ -154,9 +154,9 @@ class Camera:
         return Finding("dataset", name, WARNING, text, remedy)
 
     def _choose_frame(
-        self, table: SampleTable, video: VideoFormat, timestamps: Timestamps, routes: list[tuple[str, bool, int | None]]
+        self, table: VideoIndex, video: VideoFormat, timestamps: Timestamps, routes: list[tuple[str, bool, int | None]]
     ) -> None:
-        """The middle of the first selected episode in this file, so that pictures before it are needed."""
+        """The middle of the first selected episode in this file, so that frames before it are needed."""
         dataset = self._dataset
         files = dataset.table.video[self.key]
         episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(table.path)))
@@ -172,14 +172,14 @@ class Camera:
         size = dataset.picture_size(self.key)
         if (video.height, video.width) != size:
             promised = f"meta/info.json promises {size[0]}×{size[1]}"
-            raise DatasetError(f"has pictures of {video.height}×{video.width}, and {promised}")
-        # FFmpeg shows all pictures of an H.264 file with open GOPs only where it begins with the first (see `decode`).
+            raise DatasetError(f"has frames of {video.height}×{video.width}, and {promised}")
+        # FFmpeg shows all frames of an H.264 file with open GOPs only where it begins with the first (see `decode`).
         clip = pack(dataset.data_store, [table], [sample], from_the_start=table.open_gops and is_avc(table))
         if routes:
             self.task = Task(self.key, clip, video, routes)
 
     def _routes(
-        self, video: VideoFormat, table: SampleTable, reports: Mapping[str, CameraReport]
+        self, video: VideoFormat, table: VideoIndex, reports: Mapping[str, CameraReport]
     ) -> Iterator[tuple[str, bool, int | None]]:
         """The decoders that a Loader could choose for this video."""
         if self._decoders.torchcodec:

@@ -18,7 +18,7 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.tools.doctor.asking import ask
 
 # Of luma, since decoders upsample chroma each in its own way: in RGB, DALI is at 31 dB from FFmpeg where colours are loud.
-# Measured in luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn pictures and on the G1 recording. The next frame
+# Measured in luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording. The next frame
 # of a drawn scene that moves: up to 22. BT.601 taken for BT.709: 32 with loud colours; with muted ones it is not told, nor is
 # a neighbouring frame of a scene that stands still.
 LEAST_PSNR_DB = 35.0
@@ -46,16 +46,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Attributes: `error`, empty where there is a picture; `psnr_db` against the first decoder that had one (None: this)."""
+    """Attributes: `error`, empty where there is a frame; `psnr_db` against the first decoder that had one (None: this)."""
 
     error: str = ""
     psnr_db: float | None = None
 
 
 def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded]]:
-    """{camera: {route: what came of it}}. A process per route decodes all cameras; where it dies, the next goes on."""
+    """{camera: {route: what came of it}}. A process per route decodes all cameras; where it dies, the next continues."""
     found: dict[str, dict[str, Decoded]] = {task.camera: {} for task in tasks}
-    pictures: dict[str, npt.NDArray[np.uint8]] = {}
+    decoded: dict[str, npt.NDArray[np.uint8]] = {}
     with tempfile.TemporaryDirectory(prefix="dali-stream-doctor-") as folder:
         for number, task in enumerate(tasks):
             Path(folder, f"{number}.mp4").write_bytes(task.clip.data)
@@ -67,14 +67,14 @@ def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded
                 if answer.error:
                     found[camera][route[0]] = Decoded(answer.error)
                     continue
-                picture = np.load(_out(folder, number))
-                first = pictures.setdefault(camera, picture)
-                found[camera][route[0]] = Decoded("", None if first is picture else psnr(first, picture))
+                frame = np.load(_out(folder, number))
+                first = decoded.setdefault(camera, frame)
+                found[camera][route[0]] = Decoded("", None if first is frame else psnr(first, frame))
     return found
 
 
 def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
-    """Peak signal to noise ratio in dB of two pictures' luma; 0 where their shapes differ, 99 where they are equal."""
+    """Peak signal to noise ratio in dB of two frames' luma; 0 where their shapes differ, 99 where they are equal."""
     if one.shape != other.shape:
         return 0.0
     error = float(np.mean(((one.astype(np.float64) - other) @ _LUMA) ** 2))

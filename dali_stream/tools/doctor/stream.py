@@ -1,4 +1,4 @@
-"""What lies in a video file beside its pictures: its edit list."""
+"""What lies in a video file beside its frames: its edit list."""
 
 from __future__ import annotations
 

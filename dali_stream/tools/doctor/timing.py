@@ -10,7 +10,7 @@ import numpy.typing as npt
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.mp4.index import LACKING, SampleTable
+from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import TOLERANCE, explain, find_samples
 from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
 
@@ -45,7 +45,7 @@ def spread(dataset: Dataset, episodes: Sequence[int]) -> list[int]:
     return [episodes[i] for i in np.linspace(0, len(episodes) - 1, most).round().astype(int).tolist()]
 
 
-def examine(dataset: Dataset, camera: str, tables: Iterable[SampleTable], timestamps: Timestamps) -> Finding:
+def examine(dataset: Dataset, camera: str, tables: Iterable[VideoIndex], timestamps: Timestamps) -> Finding:
     """Whether the rows of episodes in these files have their frames there. Raises StorageError."""
     files = dataset.table.video[camera]
     number = {path: n for n, path in enumerate(files.paths)}
@@ -71,7 +71,7 @@ def examine(dataset: Dataset, camera: str, tables: Iterable[SampleTable], timest
     )
 
 
-def _fault(dataset: Dataset, camera: str, table: SampleTable, episode: int, timestamp: npt.NDArray[np.float32]) -> str | None:
+def _fault(dataset: Dataset, camera: str, table: VideoIndex, episode: int, timestamp: npt.NDArray[np.float32]) -> str | None:
     interval = dataset.table.interval(camera, dataset.rows[episode])
     lacking = find_samples(table, interval, timestamp, dataset.fps) == LACKING
     if not lacking.any():

@@ -17,7 +17,7 @@ from dali_stream.errors import DatasetError, DecodeError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.rows import check_rising
 from dali_stream.mp4.boxes import children, find, read_moov
-from dali_stream.mp4.index import LACKING, Int64, SampleTable
+from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import Interval, explain, find_samples
 from dali_stream.storage import LocalStore, Store
 from dali_stream.storage.store import checked
@@ -26,7 +26,7 @@ from dali_stream.storage.store import checked
 def check_whole(dataset: Dataset, info: dict[str, Any]) -> None:
     there = {key for key, feature in info["features"].items() if feature.get("dtype") == "image"}
     if dataset.num_episodes != len(dataset.table.index) or not there <= set(dataset.cameras):
-        raise ValueError("a part of the dataset is selected, and only a whole one is written anew; leave out the selection")
+        raise ValueError("a part of the dataset is selected, and only a whole one is rewritten; leave out the selection")
 
 
 def check_outside(dataset: Dataset, out: str | os.PathLike[str]) -> None:
@@ -82,7 +82,7 @@ def refuse_sound(store: Store, path: str) -> None:
             )
 
 
-def shown(where: str, table: SampleTable, interval: Interval, timestamp: npt.NDArray[np.float32], fps: float) -> Int64:
+def shown(where: str, table: VideoIndex, interval: Interval, timestamp: npt.NDArray[np.float32], fps: float) -> Int64:
     """The samples that show an episode's rows, as `find_samples` has them.
 
     Args:

@@ -6,7 +6,7 @@
     OUT/<stage>/meta/         the metadata, until all is verified; then it becomes OUT/meta, and the stage goes
 
 So OUT is no dataset before it is a verified one. The stage has a name of each command's own, such as `.reshard`, so that
-none goes on with what another has begun.
+none continues with what another has begun.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Folder:
             raise
 
     def close(self) -> None:
-        """Lets another process go on with it."""
+        """Lets another process continue with it."""
         self._lock.release()
 
     def finished(self, path: str) -> Any:
@@ -94,12 +94,12 @@ class Folder:
         self._put(path, incoming, note)
 
     def discard(self, path: str) -> None:
-        """Has a file written anew by the next run."""
+        """Has a file rewritten by the next run."""
         for name in (path, f"{self.stage.name}/done/{path}"):
             self._place(name).unlink(missing_ok=True)
 
     def refuse(self, path: str, how: str) -> NoReturn:
-        """Has a file written anew by the next run, and says so."""
+        """Has a file rewritten by the next run, and says so."""
         self.discard(path)
         raise DaliStreamError(f"{self.root / path}: {how}. The file is removed; {AGAIN}")
 
@@ -159,7 +159,7 @@ class Folder:
                 differs = [name for name in job if not isinstance(found, dict) or found.get(name) != job[name]]
                 raise ValueError(
                     f"{self.root} holds an unfinished copy that was begun with another {' and another '.join(differs)}; "
-                    "give the same as then to go on with it, remove it, or name another folder"
+                    "give the same as then to continue with it, remove it, or name another folder"
                 )
         elif set(os.listdir(self.root)) != {self.stage.name}:
             raise ValueError(f"{self.root} holds files, and {plan}, which would say of what, is gone; name another folder")

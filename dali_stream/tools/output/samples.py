@@ -1,18 +1,18 @@
-"""Encoded pictures out of a video file, as many at a time as one request brings."""
+"""Encoded frames out of a video file, as many at a time as one request brings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.index import SampleTable
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 from dali_stream.tools.output.copy import RANGE
 
 HOLE = 256 << 10  # bytes between samples that are rather fetched than left out
 
 
-def read_samples(store: Store, table: SampleTable, start: int, stop: int) -> Iterator[list[memoryview]]:
+def read_samples(store: Store, table: VideoIndex, start: int, stop: int) -> Iterator[list[memoryview]]:
     """The samples [start, stop) in decode order, as many at a time as one range of a few megabytes holds.
 
     Raises:

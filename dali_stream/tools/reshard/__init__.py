@@ -1,7 +1,7 @@
-"""A dataset laid out anew for streaming: larger row groups, MP4s with their index in front, files of a chosen size.
+"""A dataset laid out again for streaming: larger row groups, MP4s with their index in front, files of a chosen size.
 
 rows     which episodes go into which Parquet file, and writing them
-video    which encoded pictures go into which MP4; mp4 writes what stands before them
+video    which encoded frames go into which MP4; mp4 writes what stands before them
 meta     the files below meta/
 verify   reading all of it back
 job      one after the other

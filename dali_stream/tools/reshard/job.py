@@ -13,7 +13,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.mp4.index import Int64, SampleTable, read_table
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import Interval
 from dali_stream.storage import LocalStore
 from dali_stream.tools.output.checks import check_outside, check_whole, content_hash, identity, shown
@@ -43,7 +43,7 @@ def reshard(
 ) -> Report:
     """Writes the same dataset, laid out for streaming, into a local folder, and verifies it.
 
-    A run that was cut short goes on where it was when the same is asked for again. Until all is verified, the folder is
+    A run that was cut short continues where it was when the same is asked for again. Until all is verified, the folder is
     no dataset. Up to 4 files are written at a time; each takes the memory of one row group of the source, encoded and
     decoded, and of one that is written, or of 8 MiB of video and 16 indices together.
 
@@ -94,7 +94,7 @@ class Job:
         check_names(self.layout, self.videos)
         read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
         self.table = metadata.read_episodes(dataset.store, read, self.videos)
-        self.table_of = functools.lru_cache(_TABLES)(lambda path: read_table(self.store, path))
+        self.table_of = functools.lru_cache(_TABLES)(lambda path: read_index(self.store, path))
         self.order: Int64 = np.lexsort((self.table.index, self.table.first_row))
         self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
         self.identity = {
@@ -176,7 +176,7 @@ class Job:
         self.work.each("video", every, lambda item: self._write_video(*item), total)
         return files, recorder.reads
 
-    def shown(self, camera: str, episode: int, interval: Interval, table: SampleTable) -> Int64:
+    def shown(self, camera: str, episode: int, interval: Interval, table: VideoIndex) -> Int64:
         """The samples that show an episode's rows, in a file where it has this interval."""
         where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
         return shown(where, table, interval, self.timestamps[episode], self.dataset.fps)
@@ -184,7 +184,7 @@ class Job:
     def _read_source(self, recorder: Recorder, camera: str, number: int) -> Source:
         files = self.table.video[camera]
 
-        def of_rows(table: SampleTable) -> dict[int, Int64]:
+        def of_rows(table: VideoIndex) -> dict[int, Int64]:
             return {e: self.shown(camera, e, self.table.interval(camera, e), table) for e in files.rows(number).tolist()}
 
         return video.read_source(recorder, files.paths[number], self.dataset.fps, of_rows)

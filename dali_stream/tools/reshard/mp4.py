@@ -1,6 +1,6 @@
 """The head of an MP4 with one video track: all that stands before its samples, `moov` included.
 
-Times are in the track's own ticks, and the first picture is shown at 0 without an edit list: pictures that are decoded
+Times are in the track's own ticks, and the first frame is shown at 0 without an edit list: frames that are decoded
 before their turn have a negative `ctts` (version 1), as in a packed clip.
 """
 
@@ -32,7 +32,7 @@ class Track:
         size, pts: (n,) bytes, and presentation time in ticks, the lowest 0.
         sync: (n,) whether decoding can start at it.
         config: (n,) which of `configs`.
-        last: ticks that the picture shown last stays.
+        last: ticks that the frame shown last stays.
     """
 
     timescale: int
@@ -63,7 +63,7 @@ def _tables(track: Track) -> tuple[list[bytes], Int64]:
     shown = np.sort(track.pts)
     stay, late = np.append(np.diff(shown), track.last), track.pts - shown
     if stay.max() > _U32 or np.abs(late).max() > _U32 // 2:
-        raise DecodeError("its times cannot be written: two pictures are more than 2^32 ticks apart")
+        raise DecodeError("its times cannot be written: two frames are more than 2^32 ticks apart")
     begin = np.cumsum(track.size) - track.size
     first, per_chunk = _chunks(begin, track.config)
     tables = [

@@ -13,7 +13,7 @@ from dali_stream.errors import DaliStreamError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import Episodes
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.mp4.index import read_table
+from dali_stream.mp4.index import read_index
 from dali_stream.tools.output.copy import check_same, episode_files, small_files
 from dali_stream.tools.output.folder import AGAIN
 from dali_stream.tools.output.samples import read_samples
@@ -48,7 +48,7 @@ def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[Vid
         out.close()
 
 
-_REST = "a part of it that belongs to no episode has changed since it was written"  # its head or footer, shared pictures
+_REST = "a part of it that belongs to no episode has changed since it was written"  # its head or footer, shared frames
 
 
 def _call(check: Callable[[], None]) -> None:
@@ -112,7 +112,7 @@ class _Check:
         job, out, marks = self._job, self._out, list[bytes]()
         note, files = job.folder.finished(file.path), self._table.video[camera]
         with job.folder.blaming(file.path, f"{camera}: its index cannot be read: "):
-            table = read_table(self.indices, file.path)
+            table = read_index(self.indices, file.path)
         for samples in read_samples(out.data_store, table, 0, len(table)):
             marks += map(video.mark, samples)
             job.work.advance(sum(map(len, samples)))
@@ -123,5 +123,5 @@ class _Check:
                 shown = job.shown(camera, episode, self._table.interval(camera, episode), table)
             there = files.paths[files.index[episode]] == file.path
             if not there or video.digest(table, shown, whole) != note["video"][str(episode)]:
-                job.folder.refuse(file.path, f"{what}its encoded pictures or their times differ from the source's")
+                job.folder.refuse(file.path, f"{what}its encoded frames or their times differ from the source's")
         job.folder.check(file.path, _REST)

@@ -1,7 +1,7 @@
 """MP4 files: which samples go into which file and when they are shown there, and copying them.
 
-Nothing is encoded anew. What is copied of a source file is cut at sync samples, so each file begins with one and its
-pictures follow each other without holes. A source file with open GOPs is copied whole, since what may be left out of it
+Nothing is re-encoded. What is copied of a source file is cut at keyframes, so each file begins with one and its
+frames follow each other without holes. A source file with open GOPs is copied whole, since what may be left out of it
 without changing what is decoded depends on the decoder. Files of one output share clock, track matrix, display size
 and codec; their sample descriptions may differ.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.mp4.clip import span
-from dali_stream.mp4.index import Int64, SampleTable, read_table
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.storage import Store
 from dali_stream.tools.output.checks import refuse_sound
 from dali_stream.tools.reshard.mp4 import Track
@@ -31,8 +31,8 @@ class Source:
 
     Attributes:
         cuts: (pieces + 1,) rising samples.
-        nbytes, low, high: (pieces,) bytes, and the first and the last time of a picture.
-        picture: ticks from one picture to the next.
+        nbytes, low, high: (pieces,) bytes, and the first and the last time of a frame.
+        frame: ticks from one frame to the next.
         kind: what the files of one output have in common.
         spans: per place of an episode in the episode table, its samples, from one cut to another.
     """
@@ -41,7 +41,7 @@ class Source:
     timescale: int
     configs: tuple[bytes, ...]
     kind: tuple[Any, ...]
-    picture: int
+    frame: int
     cuts: Int64
     nbytes: Int64
     low: Int64
@@ -53,7 +53,7 @@ class Source:
         return int(self.nbytes[self._pieces(start, stop)].sum())
 
     def times(self, start: int, stop: int) -> tuple[int, int]:
-        """(first, last) time of a picture from one cut to another."""
+        """(first, last) time of a frame from one cut to another."""
         pieces = self._pieces(start, stop)
         return int(self.low[pieces].min()), int(self.high[pieces].max())
 
@@ -117,34 +117,34 @@ class VideoFile:
         for run in self.runs:
             low, high = run.source.times(run.start, run.stop)
             run.shift = at - low
-            at += high - low + run.source.picture
+            at += high - low + run.source.frame
 
 
-def read_source(store: Store, path: str, fps: float, shown: Callable[[SampleTable], dict[int, Int64]]) -> Source:
+def read_source(store: Store, path: str, fps: float, shown: Callable[[VideoIndex], dict[int, Int64]]) -> Source:
     """Reads the index of a source file.
 
     Args:
         store: where it is.
         path: the file.
-        fps: pictures per second of the dataset.
+        fps: frames per second of the dataset.
         shown: gives, per place of an episode of it, the samples that show its rows.
 
     Raises:
         DecodeError: it cannot be read, or there is sound in it.
     """
-    table = read_table(store, path)
+    table = read_index(store, path)
     refuse_sound(store, path)
     spans = {episode: _span(table, samples) for episode, samples in shown(table).items()}
     cuts = np.unique(np.array([end for ends in spans.values() for end in ends], np.int64))
     times = np.diff(table.pts[table.shown])
-    picture = int(np.median(times)) if len(times) else max(1, round(table.timescale / fps))
+    frame = int(np.median(times)) if len(times) else max(1, round(table.timescale / fps))
     kinds = frozenset(config[4:8] for config in table.configs)
     kind: tuple[Any, ...] = (table.timescale, table.track_header, kinds)
     if table.open_gops:
         leads = (table.pts[: table.sync[1] if len(table.sync) > 1 else None] < table.pts[0]).any()
         kind += (table.configs, path if leads else "")
     return Source(
-        path, table.timescale, table.configs, kind, picture, cuts,
+        path, table.timescale, table.configs, kind, frame, cuts,
         nbytes=_between(cuts, np.add, table.size),
         low=_between(cuts, np.minimum, table.pts),
         high=_between(cuts, np.maximum, table.pts),
@@ -176,20 +176,20 @@ def _fits(file: VideoFile, source: Source, start: int, stop: int, file_size: int
     return same and (not missing or file.nbytes + missing <= file_size)
 
 
-def _first_needed(table: SampleTable, shown: Int64) -> int:
+def _first_needed(table: VideoIndex, shown: Int64) -> int:
     """The sample that decoding of these has to start at."""
     earliest = shown[table.head[shown] == table.head[shown].min()]
     return min(span(table, sample)[0] for sample in earliest.tolist())
 
 
-def _span(table: SampleTable, shown: Int64) -> tuple[int, int]:
+def _span(table: VideoIndex, shown: Int64) -> tuple[int, int]:
     if table.open_gops:
         return 0, len(table)
     after = np.searchsorted(table.sync, shown.max(), side="right")
     return _first_needed(table, shown), int(table.sync[after]) if after < len(table.sync) else len(table)
 
 
-def track(file: VideoFile, tables: Callable[[str], SampleTable]) -> Track:
+def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
     """The track of a file to be written, out of the tables of its sources."""
     parts, configs = [(run, tables(run.source.path)) for run in file.runs], list(file.configs)
     numbers = [np.array([configs.index(config) for config in table.configs]) for _, table in parts]
@@ -203,11 +203,11 @@ def track(file: VideoFile, tables: Callable[[str], SampleTable]) -> Track:
         config=np.concatenate(
             [number[table.config[run.start : run.stop]] for number, (run, table) in zip(numbers, parts, strict=True)]
         ),
-        last=file.runs[-1].source.picture,
+        last=file.runs[-1].source.frame,
     )
 
 
-def _is_sync(table: SampleTable, start: int, stop: int) -> npt.NDArray[np.bool_]:
+def _is_sync(table: VideoIndex, start: int, stop: int) -> npt.NDArray[np.bool_]:
     found = np.zeros(stop - start, np.bool_)
     first, last = np.searchsorted(table.sync, [start, stop])
     found[table.sync[first:last] - start] = True
@@ -215,12 +215,12 @@ def _is_sync(table: SampleTable, start: int, stop: int) -> npt.NDArray[np.bool_]
 
 
 def mark(sample: memoryview) -> bytes:
-    """A digest of an encoded picture."""
+    """A digest of an encoded frame."""
     return hashlib.blake2b(sample, digest_size=16).digest()
 
 
-def digest(table: SampleTable, shown: Int64, marks: npt.NDArray[np.uint8], start: int = 0) -> str:
-    """A digest of what an episode's pictures are decoded from: samples, times, sync flags, descriptions.
+def digest(table: VideoIndex, shown: Int64, marks: npt.NDArray[np.uint8], start: int = 0) -> str:
+    """A digest of what an episode's frames are decoded from: samples, times, sync flags, descriptions.
 
     Args:
         table: of the file it lies in.

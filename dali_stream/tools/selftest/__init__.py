@@ -1,6 +1,6 @@
-"""Does this machine's decoder deliver the right pictures through DALI, and how fast? With videos made on the spot.
+"""Does this machine's decoder deliver the right frames through DALI, and how fast? With videos made on the spot.
 
-videos     demo datasets of every codec and GOP, whose pictures say which frame they are
+videos     demo datasets of every codec and GOP, whose frames say which frame they are
 identity   DALI's decoder on packed clips: identity and colour
 speed      DALI's decoder beside torchcodec on all cores
 lockstep   the Loader on DALI beside the Loader on torchcodec, with batches that are held

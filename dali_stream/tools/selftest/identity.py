@@ -1,4 +1,4 @@
-"""Whether DALI's decoder delivers the pictures that are asked for, in the colours that FFmpeg gives them."""
+"""Whether DALI's decoder delivers the frames that are asked for, in the colours that FFmpeg gives them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
 
     Returns:
         `refused`, why the loader would leave one of these videos to torchcodec, empty if it would not; and of each of `shapes`:
-        `pictures` asked for; `wrong`, those that are of another frame; `mean_error`, the mean absolute difference of 8 bit
-        RGB values to FFmpeg's pictures; `failed`, what DALI said if it delivered nothing.
+        `frames` asked for; `wrong`, those that are of another frame; `mean_error`, the mean absolute difference of 8 bit
+        RGB values to FFmpeg's frames; `failed`, what DALI said if it delivered nothing.
     """
     groups = [videos.read(folder) for folder in folders]
     found = [video for group in groups for video in group]
@@ -45,12 +45,12 @@ def _measure(batches: list[tuple[list[Video], int]], shape: str, gpu: int | None
     count, wrong, errors, failed = 0, 0, [], ""
     for found, clips in batches:
         asked = [_ask(found[number % len(found)], shape, rng) for number in rng.permutation(clips).tolist()]
-        pictures = sum(len(shown) for _, shown, _ in asked)
-        count += pictures
+        asked_for = sum(len(shown) for _, shown, _ in asked)
+        count += asked_for
         try:
             decoded = dali.decode([dali.encoded(clip) for _, _, clip in asked], gpu, 2)
         except DecodeError as error:
-            wrong, failed = wrong + pictures, failed or str(error)
+            wrong, failed = wrong + asked_for, failed or str(error)
             continue
         for (video, shown, clip), frames in zip(asked, decoded, strict=True):
             expected = decode_clip(clip, video.format)

@@ -28,11 +28,11 @@ def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int
     Args:
         folder: of a demo dataset.
         device: "cuda:0" or, where there is no other work, "cpu".
-        seconds: to go on for.
+        seconds: to continue for.
         image_size: (height, width) for both loaders; None for the recorded size.
 
     Returns:
-        `pictures` compared; `wrong`, those that differ by more than another decoder's rounding; `worst_mean` and `worst_block`,
+        `frames` compared; `wrong`, those that differ by more than another decoder's rounding; `worst_mean` and `worst_block`,
         mean absolute differences of 255, of a frame and of 16 × 16 pixels in it; `routes` {camera: decoder} and
         `route_changes`, of the loader on DALI; `wait_s` of its `next()` and `seconds` that all took.
     """

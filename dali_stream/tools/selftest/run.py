@@ -49,7 +49,7 @@ def selftest(
 
     Args:
         device: "auto", the GPU if there is one; "cuda:1"; "cpu": the test itself, on the codecs that DALI decodes there.
-        gops: distances of key frames, the most important one first.
+        gops: distances of keyframes, the most important one first.
         soak_s: seconds of streaming; a third of it for each comparison of loaders in lockstep.
         speed_s: seconds per measurement of speed.
         limit_s: seconds for everything. What they do not suffice for is left out, and named.
@@ -281,9 +281,9 @@ def _wrong(row: Report) -> str:
     if row["failed"]:
         return str(row["failed"])
     if row["wrong"]:
-        return f"{row['wrong']} of {row['pictures']} pictures are of another frame"
+        return f"{row['wrong']} of {row['pictures']} frames are of another frame"
     if row["mean_error"] is None or row["mean_error"] > COLOUR_TOLERANCE:
-        return f"the pictures differ from FFmpeg's by {row['mean_error']} on average, and {COLOUR_TOLERANCE} is tolerated"
+        return f"the frames differ from FFmpeg's by {row['mean_error']} on average, and {COLOUR_TOLERANCE} is tolerated"
     return ""
 
 
@@ -292,7 +292,7 @@ def _wrong_epochs(row: Report, cameras: int) -> str:
     if row.get("failed"):
         return str(row["failed"])
     if row["wrong"]:
-        return f"{row['wrong']} of {row['pictures']} pictures are of another frame"
+        return f"{row['wrong']} of {row['pictures']} frames are of another frame"
     if row["route_changes"] or set(list(row["routes"].values())[:cameras]) != {"dali"}:
         return f"a camera is not on the DALI route: {row['routes']}"
     return ""

@@ -1,4 +1,4 @@
-"""The Loader itself, epoch after epoch: every picture's identity, and memory that does not grow."""
+"""The Loader itself, epoch after epoch: every frame's identity, and memory that does not grow."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
     """Streams whole epochs of a demo dataset, with windows for the first camera, until the time is over.
 
     Returns:
-        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `pictures` delivered; `wrong`, those that are of
+        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `frames` delivered; `wrong`, those that are of
         another frame than their row says; `frames_per_s`; `memory` {"first", "last"}, bytes of this process after the first
         and the last epoch, and `gpu_memory` likewise of the GPU, None on a CPU; `wait_s` of the loader's `next()` and `seconds`
         that all took: where only one camera is on DALI, its decoding may be part of the wait.
     """
     dataset = Dataset(folder)
     windowed = dataset.cameras[0]
-    pictures = wrong = epochs = 0
+    frames = wrong = epochs = 0
     memory, gpu_memory, started = [], [], time.perf_counter()
     with Loader(
         dataset, batch_size=16, device=device, decode=decode, image_dtype="uint8", last_batch="partial", rank=0, world_size=1,
@@ -36,7 +36,7 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
             for batch in loader:
                 for number, camera in enumerate(dataset.cameras):
                     found, bad = _check(batch, camera, number, _STEPS if camera == windowed else (0,), dataset.lengths)
-                    pictures, wrong = pictures + found, wrong + bad
+                    frames, wrong = frames + found, wrong + bad
             epochs += 1
             memory.append(environment.memory_bytes("VmRSS"))
             gpu_memory.append(environment.gpu_bytes_used(batch["index"].device.index))
@@ -45,9 +45,9 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
         "routes": routes,
         "route_changes": stats["route_changes"],
         "epochs": epochs,
-        "pictures": pictures,
+        "pictures": frames,
         "wrong": wrong,
-        "frames_per_s": pictures / (time.perf_counter() - started),
+        "frames_per_s": frames / (time.perf_counter() - started),
         "wait_s": stats["wait_s"],
         "seconds": time.perf_counter() - started,
         "memory": {"first": memory[0], "last": memory[-1]},
@@ -56,7 +56,7 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
 
 
 def _check(batch: dict[str, Any], camera: str, number: int, steps: tuple[int, ...], lengths: Any) -> tuple[int, int]:
-    """(pictures, wrong ones) of one camera in a batch."""
+    """(frames, wrong ones) of one camera in a batch."""
     episode, frame = batch["episode_index"].cpu().numpy(), batch["frame_index"].cpu().numpy()
     shown = np.clip(frame[:, None] + np.array(steps), 0, lengths[episode][:, None] - 1)
     expected = np.stack(np.broadcast_arrays(episode[:, None], shown, number), -1).reshape(-1, 3)

@@ -16,12 +16,12 @@ from dali_stream.mp4.clip import Clip
 from dali_stream.tools import environment
 from dali_stream.tools.selftest import videos
 
-BATCH = 64  # pictures
+BATCH = 64  # frames
 BATCHES = 24  # that are made beforehand, and come again and again
 
 
 def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], seconds: float) -> dict[str, Any]:
-    """Decodes random pictures out of packed clips, for some seconds per setting.
+    """Decodes random frames out of packed clips, for some seconds per setting.
 
     Args:
         folder: of a demo dataset.
@@ -41,7 +41,7 @@ def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], 
 
 
 def measure_torchcodec(folder: str, threads: int, seconds: float) -> dict[str, Any]:
-    """Such pictures by torchcodec, 16 a clip, as the loader's route for the CPU has them. Returns `frames_per_s`."""
+    """Such frames by torchcodec, 16 a clip, as the loader's route for the CPU has them. Returns `frames_per_s`."""
     [video, *_] = videos.read(folder)
     batches, number = _batches(folder, 16), itertools.count()
     with ThreadPoolExecutor(threads) as pool:
@@ -67,7 +67,7 @@ def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
 
 
 def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: int) -> Callable[[], Any]:
-    """A call that decodes the next batch and returns when its pictures are there."""
+    """A call that decodes the next batch and returns when its frames are there."""
     batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in made])
     pipeline = dali.pipeline(lambda: next(batches), len(made[0]), gpu, threads, prefetch)
     pipeline.build()
@@ -83,7 +83,7 @@ def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: i
 
 
 def _rate(run: Callable[[], Any], seconds: float) -> float:
-    """Pictures a second of a call that decodes a batch of them."""
+    """Frames a second of a call that decodes a batch of them."""
     for _ in range(3):
         run()
     started, count = time.perf_counter(), 0

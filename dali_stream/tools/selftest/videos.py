@@ -1,4 +1,4 @@
-"""Videos whose pictures say which frame they are, and requests for pictures of them."""
+"""Videos whose frames say which frame they are, and requests for frames of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dali_stream import Dataset
 from dali_stream.demo import write_demo
 from dali_stream.mp4.clip import Clip, pack
 from dali_stream.mp4.format import VideoFormat, describe
-from dali_stream.mp4.index import SampleTable, read_table
+from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
 
 Int64 = npt.NDArray[np.int64]
@@ -22,15 +22,15 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Video:
-    """One MP4 of a demo dataset. `identity` is (n, 3), (episode, frame, camera) of its pictures in the order of showing."""
+    """One MP4 of a demo dataset. `identity` is (n, 3), (episode, frame, camera) of its frames in the order of showing."""
 
     store: LocalStore
-    table: SampleTable
+    table: VideoIndex
     format: VideoFormat
     identity: Int64
 
     def clip(self, shown: Sequence[int]) -> Clip:
-        """A packed clip with some of its pictures, counted in the order of showing."""
+        """A packed clip with some of its frames, counted in the order of showing."""
         return pack(self.store, [self.table] * len(shown), self.table.shown[list(shown)].tolist())
 
 
@@ -46,7 +46,7 @@ def read(folder: str) -> list[Video]:
     for number, camera in enumerate(dataset.videos):
         files = dataset.table.video[camera]
         for i, path in enumerate(files.paths):
-            table = read_table(store, path)
+            table = read_index(store, path)
             identity = [
                 (episode, frame, number)
                 for episode in np.flatnonzero(files.index == i).tolist()
@@ -60,16 +60,16 @@ SHAPES = ("one frame", "window of 4", "8 frames a second apart", "16 anywhere")
 _SECOND = 20  # frames of a demo dataset
 
 
-def request(shape: str, pictures: int, rng: np.random.Generator) -> list[int]:
-    """A request of a shape for some of so many pictures, rising and each once."""
-    first = int(rng.integers(pictures))
+def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
+    """A request of a shape for some of so many frames, rising and each once."""
+    first = int(rng.integers(count))
     if shape == "one frame":
         return [first]
     if shape == "window of 4":
-        return list(range(first, min(first + 4, pictures)))
+        return list(range(first, min(first + 4, count)))
     if shape == "8 frames a second apart":
-        return list(range(first % _SECOND, pictures, _SECOND))[:8]
-    return sorted(rng.choice(pictures, min(16, pictures), replace=False).tolist())
+        return list(range(first % _SECOND, count, _SECOND))[:8]
+    return sorted(rng.choice(count, min(16, count), replace=False).tolist())
 
 
 def mix(folder: str, top: str, side: str) -> None:

@@ -1,6 +1,6 @@
-"""A dataset with its videos encoded anew, so that the decoder at hand can decode them.
+"""A dataset with its videos re-encoded, so that the decoder at hand can decode them.
 
-encoders   what FFmpeg's encoders are told, so that every picture comes out once, in order, in closed GOPs
+encoders   what FFmpeg's encoders are told, so that every frame comes out once, in order, in closed GOPs
 ffmpeg     the program ffmpeg: what it can do, what it sees in a file, encoding one
 check      whether a file is as asked, and shows what its source shows
 video      one file: fetched, encoded, checked

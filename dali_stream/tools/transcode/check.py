@@ -15,16 +15,16 @@ from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import PROFILES, codec_of, describe
 from dali_stream.mp4.hidden import CODECS, hidden
-from dali_stream.mp4.index import Int64, SampleTable
+from dali_stream.mp4.index import Int64, VideoIndex
 from dali_stream.storage import Store
 from dali_stream.tools.output.samples import read_samples
 
-FLOOR = 25.0  # dB that every picture looked at has to have, in RGB: lossy codecs at sensible settings give 30 to 50
-# Times the error of encoding from which the difference of two pictures tells them apart. A recording holds pictures twice,
+FLOOR = 25.0  # dB that every frame looked at has to have, in RGB: lossy codecs at sensible settings give 30 to 50
+# Times the error of encoding from which the difference of two frames tells them apart. A recording holds frames twice,
 # told apart by noise alone, and what is encoded from the second may then look more like the first.
 DIFFERS = 4.0
-_MOST = 4  # pictures per episode that changed most, beside first, middle and last
-_LOSSLESS = 100.0  # dB of equal pictures, since JSON has no infinity
+_MOST = 4  # frames per episode that changed most, beside first, middle and last
+_LOSSLESS = 100.0  # dB of equal frames, since JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Video:
     """A file with its index."""
 
     store: Store
-    table: SampleTable
+    table: VideoIndex
 
 
-def refusal(table: SampleTable, codec: str, gop: int) -> str:
+def refusal(table: VideoIndex, codec: str, gop: int) -> str:
     """Why a file is not as asked, as far as its index says; empty where it is."""
     video = describe(table.configs[0])
     if video.codec != codec:
@@ -47,26 +47,26 @@ def refusal(table: SampleTable, codec: str, gop: int) -> str:
     if not video.like_bt601:
         return f"it says that its colours have matrix {video.matrix}, and not BT.601"
     if table.track_header[:36] != UPRIGHT:
-        return "its pictures are to be turned"
+        return "its frames are to be turned"
     if table.reordered or table.open_gops:
         return "it has B-frames or open GOPs"
     if table.longest_gop > gop:
-        return f"its longest GOP has {table.longest_gop} pictures"
+        return f"its longest GOP has {table.longest_gop} frames"
     return ""
 
 
-def check_times(source: SampleTable, out: SampleTable, fps: float) -> None:
-    """Raises DecodeError where not each picture of the source has come out, at its own time."""
+def check_times(source: VideoIndex, out: VideoIndex, fps: float) -> None:
+    """Raises DecodeError where not each frame of the source has come out, at its own time."""
     if len(source) != len(out):
-        raise DecodeError(f"{len(source)} pictures went in, and {len(out)} came out")
+        raise DecodeError(f"{len(source)} frames went in, and {len(out)} came out")
     away = np.abs(source.pts[source.shown] / source.timescale - out.pts[out.shown] / out.timescale)
     if away.max() > 1 / 16 / fps:
-        picture = int(np.argmax(away))
-        raise DecodeError(f"its picture {picture} has moved by {away[picture]:.4f} s")
+        packet = int(np.argmax(away))
+        raise DecodeError(f"its frame {packet} has moved by {away[packet]:.4f} s")
 
 
 def scan(video: Video) -> int:
-    """Reads every encoded picture; returns how many are never shown.
+    """Reads every encoded frame; returns how many are never shown.
 
     Raises:
         DecodeError: one is damaged, so that a decoder would paint over it, and nobody see it in what is encoded from that.
@@ -82,14 +82,14 @@ def scan(video: Video) -> int:
         check = checks[kind]
         if data and check and (wrong := check(data, 0, len(data), bool(head[number]))):
             where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
-            raise DecodeError(f"the encoded picture {where} is damaged: {wrong}. Copy the file again")
+            raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
         if codecs[kind] in CODECS:
             hidden_ones += hidden(codecs[kind], data)
     return hidden_ones
 
 
 def compare(source: Video, out: Video, shown: Int64, shown_out: Int64, what: str) -> list[float]:
-    """Holds pictures of an episode against the source's, and against the neighbours of those.
+    """Holds frames of an episode against the source's, and against the neighbours of those.
 
     Args:
         source, out: the files.
@@ -97,22 +97,22 @@ def compare(source: Video, out: Video, shown: Int64, shown_out: Int64, what: str
         what: camera and episode, for the message.
 
     Returns:
-        PSNR in dB of each picture looked at, over RGB.
+        PSNR in dB of each frame looked at, over RGB.
 
     Raises:
-        DaliStreamError: a picture is another frame's, or hardly like its source.
+        DaliStreamError: a frame is another frame's, or hardly like its source.
     """
     found = []
     for frame in _worth_a_look(out.table, shown_out):
         near = range(max(frame - 1, 0), min(frame + 2, len(shown)))
-        pictures = _decode(source, shown[near.start : near.stop])
-        own = pictures[frame - near.start]
+        sources = _decode(source, shown[near.start : near.stop])
+        own = sources[frame - near.start]
         new = _decode(out, shown_out[frame : frame + 1])[0]
         if own.shape != new.shape:
             raise DaliStreamError(f"{what}, frame {frame}: its size has changed from {own.shape[:2]} to {new.shape[:2]}")
-        errors = [_difference(new, picture) for picture in pictures]
+        errors = [_difference(new, other) for other in sources]
         error, best = errors[frame - near.start], int(np.argmin(errors))
-        if errors[best] < error and _difference(own, pictures[best]) > DIFFERS * errors[best]:
+        if errors[best] < error and _difference(own, sources[best]) > DIFFERS * errors[best]:
             raise DaliStreamError(f"{what}, frame {frame}: it looks like frame {near[best]} of the source")
         found.append(_psnr(error))
         if found[-1] < FLOOR:
@@ -123,7 +123,7 @@ def compare(source: Video, out: Video, shown: Int64, shown_out: Int64, what: str
     return found
 
 
-def _worth_a_look(table: SampleTable, shown: Int64) -> list[int]:
+def _worth_a_look(table: VideoIndex, shown: Int64) -> list[int]:
     """First, middle and last frame, and those that take most bytes to be told from the frame before: there, most changes."""
     predicted = np.where(np.isin(shown, table.sync), 0, table.size[shown])
     most = np.argsort(-predicted, kind="stable")[:_MOST]

@@ -1,7 +1,7 @@
 """What FFmpeg's encoders are told.
 
-Whatever the codec: constant quality, a key frame every `gop` pictures and nowhere else, closed GOPs, no B-frames, no
-pictures that are never shown. So a picture of the source is a packet of the file, in the same order.
+Whatever the codec: constant quality, a keyframe every `gop` frames and nowhere else, closed GOPs, no B-frames, no
+frames that are never shown. So a frame of the source is a packet of the file, in the same order.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool) -> Encoder:
     """
     one_of("codec", codec, CODECS)
     if positive("gop", gop) > _LONGEST_GOP:
-        raise ValueError(f"gop is {gop}; it is the distance of key frames in pictures, 1 to {_LONGEST_GOP}")
+        raise ValueError(f"gop is {gop}; it is the distance of keyframes in frames, 1 to {_LONGEST_GOP}")
     if nvenc and codec == "vp9":
         raise ValueError("NVENC has no VP9 encoder; use the CPU's (--encoder cpu), or another codec")
     name = f"{codec}_nvenc" if nvenc else _CPU[codec]
     if name == "libsvtav1" and gop < 2:
-        raise ValueError("gop is 1, which SVT-AV1 cannot do: it makes only the first picture a key frame; give 2 or more")
+        raise ValueError("gop is 1, which SVT-AV1 cannot do: it makes only the first frame a keyframe; give 2 or more")
     default, highest = (_NVENC_QUALITY if nvenc else _QUALITY)[name]
     quality = default if crf is None else crf
     if isinstance(quality, bool) or not 1 <= quality <= highest:
@@ -88,8 +88,8 @@ def _x265(gop: int, quality: int) -> tuple[str, str]:
 
 
 def _svt(gop: int, quality: int) -> tuple[str, str]:
-    # pred-struct=1 is low delay: otherwise there are hidden pictures in GOPs of more than 2. Temporal filtering mixes
-    # neighbouring pictures, and screen content mode was seen to lose single cells of a bar code.
+    # pred-struct=1 is low delay: otherwise there are hidden frames in GOPs of more than 2. Temporal filtering mixes
+    # neighbouring frames, and screen content mode was seen to lose single cells of a bar code.
     return "10", f"-g {gop} -preset 10 -crf {quality} -svtav1-params pred-struct=1:enable-tf=0:scm=0"
 
 

@@ -1,4 +1,4 @@
-"""The program ffmpeg: what it can do, what it sees in a file, and encoding a file anew.
+"""The program ffmpeg: what it can do, what it sees in a file, and re-encoding a file.
 
 Files come from anywhere, so the input is read as MP4 whatever it looks like, and nothing but that file is opened.
 """
@@ -43,7 +43,7 @@ _SHOWN = re.compile(r" fmt:(\S+) .*?(?:color_range:(\S+) color_space:(\S+)|\Z)",
 
 @dataclass(frozen=True)
 class Pixels:
-    """What a file's first picture is made of, in FFmpeg's names."""
+    """What a file's first frame is made of, in FFmpeg's names."""
 
     format: str
     range: str
@@ -92,7 +92,7 @@ class Program:
                 process.kill()
 
     def failure(self, encoder: Encoder, sizes: Sequence[tuple[int, int]]) -> str:
-        """Why an encoder does not work here, in the program's words; empty where it has encoded a few pictures of each size.
+        """Why an encoder does not work here, in the program's words; empty where it has encoded a few frames of each size.
 
         Sizes are (height, width): NVENC has a least and a largest one for each GPU.
         """
@@ -100,27 +100,27 @@ class Program:
             raw = ("-f", "rawvideo", "-pix_fmt", "yuv420p", "-s", f"{width}x{height}", "-r", "30", "-i", "/dev/zero")
             code, said = self._run(["-loglevel", "error", *raw, "-frames:v", "8", *encoder.arguments, "-f", "null", "-"])
             if code:
-                return f"{_short(said) or f'exit code {code}'} (pictures of {height}×{width})"
+                return f"{_short(said) or f'exit code {code}'} (frames of {height}×{width})"
         return ""
 
     def look(self, path: Path) -> Pixels:
-        """Decodes a file's first picture. Raises DecodeError."""
+        """Decodes a file's first frame. Raises DecodeError."""
         code, said = self._run([*_input(path), "-map", "0:v:0", "-frames:v", "1", "-vf", "showinfo", "-f", "null", "-"])
         found = _SHOWN.search(said)
         if code or not found:
-            raise DecodeError(f"ffmpeg cannot decode its first picture: {_short(said)}")
+            raise DecodeError(f"ffmpeg cannot decode its first frame: {_short(said)}")
         return Pixels(found[1], found[2] or "", found[3] or "")
 
     def encode(
         self, source: Path, target: Path, encoder: Encoder, timescale: int, advance: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Encodes a file's video, one picture for each picture at its own time.
+        """Encodes a file's video, one frame for each packet, at its own time.
 
         Args:
             source, target: MP4 files; `target` is not there yet.
             encoder: what with.
             timescale: ticks per second of both.
-            advance: told of every new picture, some at a time, and now and then without one.
+            advance: told of every new frame, some at a time, and now and then without one.
 
         Raises:
             DecodeError: it cannot be decoded from beginning to end, or not be encoded.
@@ -182,7 +182,7 @@ class Program:
 
 
 def choose(program: Program, codec: str, gop: int, crf: int | None, which: str, sizes: Sequence[tuple[int, int]]) -> Encoder:
-    """The encoder to take for pictures of these sizes: `which` is "auto", "nvenc" or "cpu". "auto" takes NVENC where it works.
+    """The encoder to take for frames of these sizes: `which` is "auto", "nvenc" or "cpu". "auto" takes NVENC where it works.
 
     Raises:
         ValueError: it cannot do what is asked, or NVENC is asked for and does not work.
@@ -192,7 +192,7 @@ def choose(program: Program, codec: str, gop: int, crf: int | None, which: str, 
     odd = [size for size in sizes if size[0] % 2 or size[1] % 2]
     if odd and codec in ("h264", "hevc"):
         raise ValueError(
-            f"codec is {codec!r}, and there are pictures of {odd[0][0]}×{odd[0][1]}; its encoders take even sizes; take vp9"
+            f"codec is {codec!r}, and there are frames of {odd[0][0]}×{odd[0][1]}; its encoders take even sizes; take vp9"
         )
     if which != "cpu":
         try:

@@ -42,17 +42,17 @@ def transcode(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Writes the same dataset with its videos encoded anew into a local folder, and verifies it.
+    """Writes the same dataset with its videos re-encoded into a local folder, and verifies it.
 
-    Files, episodes and times stay what they are. Pictures become 8 bit 4:2:0 in BT.601, which is what DALI converts right on
-    a GPU. Files that are as asked already, depth maps and rows are copied byte for byte. A run that was cut short goes on
+    Files, episodes and times stay what they are. Frames become 8 bit 4:2:0 in BT.601, which is what DALI converts right on
+    a GPU. Files that are as asked already, depth maps and rows are copied byte for byte. A run that was cut short continues
     where it was when the same is asked for again. Until all is verified, the folder is no dataset.
 
     Args:
         dataset: a whole one, wherever it lies. Files of a remote one are fetched one by one, and removed when done.
         out: a folder that is empty, not there, or the unfinished one of an earlier run.
         codec: "hevc", "h264", "av1" or "vp9".
-        gop: distance of key frames in pictures; for AV1 on the CPU at least 2.
+        gop: distance of keyframes in frames; for AV1 on the CPU at least 2.
         encoder: "nvenc", "cpu", or "auto" for NVENC where it works.
         crf: quality as the encoder counts it, lower is better; None: see `encoders`.
         jobs: files at a time; None: as many as keep the encoder busy.

@@ -13,12 +13,12 @@ class Camera:
     """One camera.
 
     Attributes:
-        files: MP4s, of which `copied` are copied byte for byte, since they are as asked or no pictures for a decoder to show.
-        pictures: in all of its files.
+        files: MP4s, of which `copied` are copied byte for byte, since they are as asked or no frames for a decoder to show.
+        frames: in all of its files.
         bytes_before, bytes_after: of all of its files.
         codec_before, codec_after: more than one are separated by commas.
         encoder: FFmpeg's name; empty where all files are copied.
-        psnr_min, psnr_mean: dB over RGB, of the pictures that were compared; None where all files are copied.
+        psnr_min, psnr_mean: dB over RGB, of the frames that were compared; None where all files are copied.
         episodes: per episode index of an encoded file, its (min, mean).
     """
 

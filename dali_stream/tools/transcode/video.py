@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.mp4.format import describe
-from dali_stream.mp4.index import Int64, SampleTable, read_table
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import Interval
 from dali_stream.storage import LocalStore, Store
 from dali_stream.tools.output.checks import refuse_sound, shown
@@ -64,7 +64,7 @@ class Share:
         self._advance(before - int(self._left))
 
     def pictures(self, count: int) -> Callable[[int], None]:
-        """Counts pictures, of which so many make up what is left."""
+        """Counts frames, of which so many make up what is left."""
         each = self._left / count
         return lambda number: self(number * each)
 
@@ -79,7 +79,7 @@ class Writer:
     Args:
         program: to encode with.
         encoder: the encoder of it.
-        gop: pictures of a GOP at most.
+        gop: frames of a GOP at most.
         fps: of the dataset.
         store: where the source is.
         folder: where to.
@@ -97,7 +97,7 @@ class Writer:
             DaliStreamError: what was written does not show what the source shows.
         """
         with _naming(self._store.where(file.path), file.camera), self._fetched(file.path, share) as store:
-            source = Video(store, read_table(store, file.path))
+            source = Video(store, read_index(store, file.path))
             episodes = self._shown(source, file)
             place = Path(store.address) / file.path
             size, codec = store.size(file.path), describe(source.table.configs[0]).codec
@@ -113,7 +113,7 @@ class Writer:
     def _refusal(self, video: Video, place: Path) -> str:
         """Why a file, which lies at `place`, is not as asked; empty where it is. All of it is read."""
         if hidden := scan(video):
-            return f"{hidden} of its encoded pictures are never shown"
+            return f"{hidden} of its encoded frames are never shown"
         return refusal(video.table, self._encoder.codec, self._gop) or self._program.look(place).refusal()
 
     def _shown(self, video: Video, file: VideoFile) -> dict[int, Int64]:
@@ -143,7 +143,7 @@ class Writer:
         """(min, mean) PSNR per episode index, as text, which JSON wants."""
         store = LocalStore(str(self._folder.stage / "incoming"))
         try:
-            out = Video(store, read_table(store, file.path))
+            out = Video(store, read_index(store, file.path))
             if why := self._refusal(out, incoming):
                 raise DecodeError(f"{self._encoder.name} has not written what it was told to: {why}")
             check_times(source.table, out.table, self._fps)
@@ -151,7 +151,7 @@ class Writer:
             for episode, samples in self._shown(out, file).items():
                 what = f"{self._folder.root / file.path}: {file.camera}, episode {episode}"
                 if (_rank(out.table)[samples] != _rank(source.table)[episodes[episode]]).any():
-                    raise DaliStreamError(f"{what}: a time is shown by another picture than in the source")
+                    raise DaliStreamError(f"{what}: a time is shown by another frame than in the source")
                 psnr = compare(source, out, episodes[episode], samples, what)
                 found[str(episode)] = min(psnr), sum(psnr) / len(psnr)
             return found
@@ -174,7 +174,7 @@ class Writer:
             self._folder.discard(target)
 
 
-def _rank(table: SampleTable) -> Int64:
+def _rank(table: VideoIndex) -> Int64:
     """(n,) the place of each sample in the order of showing."""
     rank = np.empty(len(table), np.int64)
     rank[table.shown] = np.arange(len(table))

@@ -1,4 +1,4 @@
-"""A stage and the DALI pipeline over it, from one position of the order on until it is closed."""
+"""A batch producer and the DALI pipeline over it, from one position of the order until it is closed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from dali_stream.decode import dali
 from dali_stream.decode.cameras import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.pipeline import graph
-from dali_stream.pipeline.producer import Plan, Stage, closed
+from dali_stream.pipeline import graph, iterator
+from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.producer import BatchProducer, closed
 
 Batch = dict[str, Any]
 _TRIED = 8  # clips at a time, when the one that a decoder failed at is looked for: memory is taken by the broken pipeline
-_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+_streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
     """In a forked process: DALI crashes where a pipeline of the parent is freed, at exit too, so it is kept for good."""
-    for run in list(_runs):
-        run._finalizer.detach()
-        for pipeline in () if run._iterator is None else run._iterator._pipes:
+    for stream in list(_streams):
+        stream._finalizer.detach()
+        for pipeline in () if stream._iterator is None else stream._iterator._pipes:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
             pipeline._pipe = None
 
@@ -33,27 +34,27 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-class Run:
-    """A stage and the DALI pipeline over it, from one position on until it is closed."""
+class BatchStream:
+    """A batch producer and the DALI pipeline over it, from one position of the order until it is closed."""
 
     def __init__(
-        self, plan: Plan, routes: dict[str, Route], user: graph.Graph | None, epoch: int, position: int, counters: Counters
+        self, config: Config, routes: dict[str, Route], user: graph.Graph | None, epoch: int, position: int, counters: Counters
     ) -> None:
-        self._routes, self._gpu, self._counters = routes, plan.gpu, counters
-        self.stage = Stage(plan, routes, epoch, position, counters)
+        self._routes, self._gpu, self._counters = routes, config.gpu, counters
+        self.producer = BatchProducer(config, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.
-        self._finalizer = weakref.finalize(self, self.stage.close)
+        self._finalizer = weakref.finalize(self, self.producer.close)
         self._iterator: Any = None
-        _runs.add(self)
+        _streams.add(self)
         try:
-            pipeline, names = graph.build(plan, self.stage, routes, user)
-            self._iterator = graph.Iterator(pipeline, names, self.stage.ready)
+            pipeline, names = graph.build(config, self.producer, routes, user)
+            self._iterator = iterator.Iterator(pipeline, names, self.producer.ready)
         except BaseException:
             self._finalizer()
             raise
 
     def next(self) -> Batch:
-        """The next batch, with pictures channels first, and with what went past DALI."""
+        """The next batch, with frames channels first, and with what went past DALI."""
         iterator = self._iterator
         if iterator is None:
             raise closed()
@@ -61,7 +62,7 @@ class Run:
             with self._counters.timed("graph_s"):  # less what the stage takes, which it asks for a batch inside of this
                 [batch] = next(iterator)
         except RuntimeError as error:
-            if "error in pipeline" not in str(error):  # of the stage, not of a DALI operator
+            if "error in pipeline" not in str(error):  # of the producer, not of a DALI operator
                 raise
             if "fn.decoders.video" in str(error):
                 raise self._route_change(dali.explanation(error)) from error
@@ -71,12 +72,12 @@ class Run:
         for key, layout in iterator.layouts.items():
             if layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)
-        return self.stage.delivered.popleft() | batch
+        return self.producer.delivered.popleft() | batch
 
     def _route_change(self, said: str) -> RouteChange:
         """Which cameras leave DALI. Its error names none, so each one's clips of the last batches are tried by themselves."""
         failed = {}
-        for camera, clips in self.stage.clips().items():
+        for camera, clips in self.producer.clips().items():
             try:
                 for i in range(0, len(clips), _TRIED):
                     dali.decode([(clip.clip, clip.frames) for clip in clips[i : i + _TRIED]], self._gpu, 1)

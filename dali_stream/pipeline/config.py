@@ -1,0 +1,103 @@
+"""What a loader is set to: all that does not change from epoch to epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.indices import IndexCache
+from dali_stream.errors import DecodeError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.order import Order, Shuffle
+from dali_stream.order.batches import Batches
+from dali_stream.schedule.budget import Sizes
+
+SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
+
+
+@dataclass(frozen=True)
+class Config:
+    """Immutable configuration of a loader."""
+
+    dataset: DatasetFiles
+    batches: Batches
+    windows: dict[str, npt.NDArray[np.int64]]
+    shuffle: Shuffle
+    seed: int
+    consumers: int
+    episode_pool_size: int
+    rank: int
+    threads: int
+    prefetch: int | None
+    memory_budget: int
+    image_size: tuple[int, int] | None
+    image_dtype: str
+    indices: IndexCache
+    substitute: bool
+    gpu: int | None
+    augments: bool
+
+    def order(self, epoch: int) -> Order:
+        """The order of one epoch."""
+        return Order(self.dataset.lengths, self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size)
+
+    def frame_size(self, camera: str) -> tuple[int, int]:
+        """(height, width) of a camera's frames when the CPU has decoded and resized them."""
+        return self.image_size or self.dataset.picture_size(camera)
+
+    @property
+    def past_dali(self) -> bool:
+        """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
+        return self.gpu is None and not self.augments
+
+    def steps(self, camera: str) -> int:
+        """Frames of a camera's window."""
+        return len(self.windows.get(camera, (0,)))
+
+    def squeezed(self, camera: str) -> bool:
+        """Whether a sample has one frame without a time axis. LeRobot drops the axis of one step for videos only."""
+        return self.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
+
+    def window(self, camera: str) -> npt.NDArray[np.int64]:
+        """(T,) frame offsets of a camera."""
+        return self.windows.get(camera, np.zeros(1, np.int64))
+
+    def sizes(self, on_cpu: Sequence[str]) -> Sizes:
+        """What batches need of memory_budget. Reads the indices of the first video files."""
+        dataset, indices = self.dataset, {}
+        for camera in dataset.videos:
+            with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
+                indices[camera] = self.indices.of(camera, 0, dataset.data_store)
+        return Sizes(
+            lengths=dataset.lengths,
+            batch_size=self.batches.batch_size,
+            episodes=min(self._episodes(), dataset.num_episodes),
+            row_bytes=dataset.row_bytes,
+            least_row_bytes=dataset.row_bytes_without_objects,
+            files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows])) for camera in dataset.videos},
+            indices=indices,
+            windows={camera: self.window(camera) for camera in dataset.videos},
+            fetched=dataset.data_store.remote,
+            frame_bytes=sum(math.prod(self.frame_size(camera)) * 3 for camera in on_cpu),
+        )
+
+    def _episodes(self) -> int:
+        """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
+        batches, lengths = self.batches, self.dataset.lengths
+        if self.shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
+            return self.consumers // batches.world_size * (self.episode_pool_size + 1)
+        if self.shuffle is False:
+            ends = np.cumsum(lengths)
+            return int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
+        return batches.batch_size
+
+    def columns(self) -> list[str]:
+        """Keys that go through DALI as plain arrays."""
+        features = self.dataset.features.items()
+        keys = [key for key, f in features if f["dtype"] not in ("video", "image", "string")]
+        return keys + [f"{key}_is_pad" for key in self.windows] + [SAMPLE] * self.augments

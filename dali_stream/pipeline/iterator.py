@@ -1,0 +1,54 @@
+"""DALIGenericIterator, changed in two private methods. Tested with DALI 2.4; `pyproject.toml` has the upper bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dali_stream.decode import dali  # noqa: F401  # before DALI itself: it says what to do where that is missing
+from dali_stream.errors import DaliStreamError
+
+# isort: split
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+if TYPE_CHECKING:
+    from nvidia.dali.pipeline import Pipeline
+
+
+class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
+    """DALIGenericIterator that does not wait for the batch after the one it returns.
+
+    As it comes, it starts the pipeline's next run before it returns a batch, and so waits for the frames of the next one; an
+    error there would take this batch with it. Here that run starts early only where its input is ready, else when it is
+    asked for. The layouts of the outputs, which it drops, are kept: they say where a frame's channels are.
+    """
+
+    def __init__(self, pipeline: Pipeline, names: list[str], ready: Callable[[], bool]) -> None:
+        self.layouts: dict[str, str] = {}
+        self._input_ready, self._owes_run = ready, False
+        super().__init__([pipeline], names, prepare_first_batch=False)
+
+    def _schedule_runs(self, release_outputs: bool = True) -> None:
+        if self._ever_scheduled and not self._input_ready():
+            self._owes_run = True
+        else:
+            super()._schedule_runs(release_outputs)
+
+    def _get_outputs(self) -> Any:
+        if self._owes_run:
+            self._owes_run = False
+            super()._schedule_runs()
+        outputs = super()._get_outputs()
+        self.layouts = {name: out.layout() for name, out in zip(self.output_map, outputs[0], strict=True)}
+        for name, out in zip(self.output_map, outputs[0], strict=True):
+            if not out.is_dense_tensor():
+                raise DaliStreamError(_ragged(name, out.shape()))
+        return outputs
+
+
+def _ragged(name: str, shapes: list[tuple[int, ...]]) -> str:
+    other = next(shape for shape in shapes if shape != shapes[0])
+    return (
+        f"{name!r} comes out of the graph with shapes that differ from sample to sample, such as {shapes[0]} and {other}; a "
+        "batch is one tensor, so bring the samples to one shape in pipeline (fn.resize, fn.crop, fn.pad), or leave the key out"
+    )
