@@ -17,8 +17,8 @@ from torchcodec.decoders import VideoDecoder
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
-from dali_stream.decode.cameras import frames_at_once
 from dali_stream.decode.resize import resize
+from dali_stream.decode.torchcodec import frames_at_once
 
 Part = tuple[Path, int, int]  # a file, and the frames of it in the order in which they are shown
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from dali_stream.cache.memory import FETCHERS
 from dali_stream.cache.rows import SPARE
-from dali_stream.decode.cameras import CLIP_FRAMES
+from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches

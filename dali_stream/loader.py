@@ -16,9 +16,10 @@ from dali_stream.arguments import byte_count, known_arguments, one_of, picture_s
 from dali_stream.cache.indices import IndexCache
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
-from dali_stream.decode.cameras import RouteChange, VideoFiles
+from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import DECODE, Route, choose
 from dali_stream.decode.trial import trial
+from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_order_arguments, check_world, default_pools, uneven, windows
@@ -494,7 +495,7 @@ class Loader:
     def _choose_route(self, key: str) -> Route:
         config = self._config
         try:
-            camera = VideoFiles(config.dataset, key, config.gpu, self._counters)
+            camera = VideoFiles(config.dataset, key)
             table, video = camera.describe(config.indices, 0)
             route = choose(self._decode, config.gpu, video, table, config.dataset.data_store)
             if route.decoder != "dali" or not (refused := trial(config.dataset.data_store, table, video, config.gpu)):

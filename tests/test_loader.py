@@ -16,7 +16,7 @@ from conftest import copied
 from loader_data import CAMERAS, SIDE, TOP, as_lerobot, check_identities, equal, read_lengths, read_rows, samples
 
 from dali_stream import Dataset, DecodeError, Loader, Order
-from dali_stream.pipeline.buffers import Buffers
+from dali_stream.cache.buffers import Buffers
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3], "observation.object_positions": [-7]}

@@ -30,6 +30,7 @@ class Slots:
     def __init__(self, count: int, size: tuple[int, int]) -> None:
         self._frames = np.empty((count, *size, 3), np.uint8)
         self._errors: dict[int, DecodeError] = {}
+        self.size = size
         self.frame_bytes = size[0] * size[1] * 3
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:

@@ -1,17 +1,30 @@
-"""The DALI route: frames out of packed clips, on NVDEC where there is a GPU, else VP8, VP9 and MJPEG on the CPU.
+"""Decoding with DALI: frames from packed clips, on NVDEC where there is a GPU, else VP8, VP9 and MJPEG on the CPU.
 
-The loader has the operator in its pipeline; `decode` runs it by itself.
+The loader has the operator in its graph, and `DaliDecoder` packs the clips for it; `decode` runs it by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.cache.buffers import Buffers
+from dali_stream.cache.memory import Memory
+from dali_stream.counters import Counters
+from dali_stream.decode.decoder import Pool, RouteChange, named, succeeded
+from dali_stream.decode.route import refusal
+from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.mp4.clip import Clip, HiddenFrames, pack
+from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.schedule.schedule import Step
+from dali_stream.storage import Store
+from dali_stream.workers import Workers
 
 try:
     from nvidia.dali import fn, types
@@ -25,9 +38,9 @@ except ImportError as error:
 if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
 
-    from dali_stream.mp4.clip import Clip
-
 Frames = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
 Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # a clip's bytes, and which frames of it, rising and each once
 
 COLOUR_TOLERANCE = 4.0
@@ -39,6 +52,112 @@ STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Of every pipeline; read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to another
 operator while they are still copied from (read in DALI 2.4's sources; not run on a GPU). `benchmarks/gpu_settings.py` tries the
 alternatives."""
+
+
+class Packed(NamedTuple):
+    """One sample: a clip, the frames in it, rising, and per step of the window which of those it shows."""
+
+    clip: Array
+    frames: Array
+    order: Array
+
+
+class Clips:
+    """The clips of one batch of a camera, in progress, as `Work`."""
+
+    def __init__(self, samples: int) -> None:
+        self.packed: list[Packed | None] = [None] * samples
+        self.tasks: list[Future[None]] = []
+        self.failed: dict[int, DecodeError] = {}
+
+    def ready(self) -> bool:
+        return not self.failed and all(map(succeeded, self.tasks))
+
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[Packed | None]:
+        return self.packed
+
+
+class _Request(NamedTuple):
+    """What one sample shows: a window of frames of one episode, and their packets."""
+
+    row: int
+    episode: int
+    frames: Array
+    samples: Array
+    table: VideoIndex
+
+
+class DaliDecoder(VideoFiles):
+    """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them.
+
+    Args:
+        dataset: where the video is.
+        key: the camera.
+        counters: what to add to.
+        gpu: the CUDA device; None on a CPU.
+    """
+
+    def __init__(self, dataset: DatasetFiles, key: str, counters: Counters, gpu: int | None) -> None:
+        super().__init__(dataset, key)
+        self._counters, self._gpu = counters, gpu
+
+    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
+        """As of `Decoder`; what is wrong with a file is told when a frame of it is asked for."""
+        packets = memory.packets(self.key, episode)
+        there = packets != LACKING
+        keyframes = np.full(len(packets), LACKING, np.int64)
+        if there.any():
+            keyframes[there] = memory.index(self.key, episode).keyframes(packets[there])
+        return packets, keyframes
+
+    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Clips:
+        """As of `Decoder`."""
+        packets, clips = step.packets[self.key], Clips(len(frames))
+        for row, episode in enumerate(step.samples.episode.tolist()):
+            try:
+                index = self._locate(memory, episode, frames[row], packets[row])
+            except DecodeError as error:
+                clips.failed[row] = error
+            else:
+                request = _Request(row, episode, frames[row], packets[row], index)
+                clips.tasks.append(pool.submit(self._pack, store, request, clips))
+        return clips
+
+    def close(self) -> None:
+        """Holds no decoded frames."""
+
+    def _locate(self, memory: Memory, episode: int, frames: Int64, samples: Int64) -> VideoIndex:
+        """The index of the episode's file, with all checked that can be before decoding."""
+        try:
+            table = memory.index(self.key, episode)
+            absent = samples == LACKING
+            if absent.any():
+                frames = frames[absent]
+                raise self.lacking(memory, table, episode, int(frames[0]))
+            self.checked(table, samples)
+        except DecodeError as error:
+            raise named(self._dataset, self.key, episode, frames, error) from error
+        if reason := refusal(self._gpu, self.format(table, int(samples[0])), table):
+            raise RouteChange([self.key], f"{self._dataset.data_store.where(table.path)}: {reason}")
+        return table
+
+    def _pack(self, store: Store, request: _Request, clips: Clips) -> None:
+        """Decode pool. Each frame of the window is decoded once, in rising order, and then put into place."""
+        unique, steps = np.unique(request.samples, return_inverse=True)
+        try:
+            with self._counters.timed("pack_s"):
+                tables, shown_only = [request.table] * len(unique), self._gpu is not None
+                clip = pack(store, tables, unique.tolist(), shown_only=shown_only, timed=self._counters.timed)
+        except HiddenFrames as error:
+            where = self._dataset.data_store.where(request.table.path)
+            raise RouteChange([self.key], f"{where}: {error}") from error
+        except DecodeError as error:
+            clips.failed[request.row] = self.named(request.episode, request.frames, request.table, error)
+            return
+        self._counters.add(clips=1, decoded_frames=clip.coded_frames)
+        places = np.array(clip.frames, np.int32)
+        order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
+        clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
 
 
 def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int) -> Pipeline:

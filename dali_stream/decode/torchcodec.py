@@ -1,4 +1,4 @@
-"""The torchcodec route: frames out of packed clips, on the CPU. No state between calls, one thread a clip.
+"""Decoding with torchcodec, on the CPU: frames from packed clips, one thread per clip, no state between calls.
 
 FFmpeg is told nothing of where a clip came from, so a frame is known by its time alone: it is compared with the time
 that was asked for, since a decoder that met damage may skip a frame and deliver its neighbour without a word.
@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dali_stream.counters import Timed, untimed
+from dali_stream.cache.memory import Memory
+from dali_stream.cache.slots import Slots
+from dali_stream.counters import Counters, Timed, untimed
+from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, Pool, even_tasks, named
+from dali_stream.decode.resize import resize
+from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.schedule.frames import FrameStep
+from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
 
 try:
@@ -34,6 +42,122 @@ if TYPE_CHECKING:
     from torchcodec import FrameBatch
 
 Frames = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
+# Of RGB at full size that a decode thread holds at a time. Threads have heaps of 64 MiB, where glibc does not use an aligned
+# block again for another of its size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a
+# heap, the process grew by gigabytes.
+PART_BYTES = 15 << 20
+
+
+class _Gop(NamedTuple):
+    """Frames of one GOP that a task decodes.
+
+    Attributes:
+        table: the index of their file.
+        episode: that they belong to.
+        frames: of the episode.
+        packets: that hold them.
+        slots: where they go.
+    """
+
+    table: VideoIndex
+    episode: int
+    frames: list[int]
+    packets: list[int]
+    slots: list[int]
+
+
+class TorchcodecDecoder(VideoFiles):
+    """A `Decoder` of a camera's video, into slots.
+
+    Args:
+        slots: where decoded frames go.
+        size: (height, width) that they are resized to.
+    """
+
+    def __init__(self, dataset: DatasetFiles, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
+        super().__init__(dataset, key)
+        self._counters, self._slots, self._size = counters, slots, size
+        self._broken: dict[int, DecodeError] = {}  # episodes whose file cannot be used
+
+    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
+        """As of `Decoder`."""
+        packets = memory.packets(self.key, episode)
+        there = packets != LACKING
+        keyframes = np.full(len(packets), LACKING, np.int64)
+        try:
+            table = memory.index(self.key, episode)
+            self.checked(table, packets[there])
+            keyframes[there] = table.keyframes(packets[there])
+        except DecodeError as error:
+            self._broken[episode] = error
+            return keyframes, keyframes
+        return packets, keyframes
+
+    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Decoded:
+        """As of `Decoder`."""
+        planned, episode = step.frames[self.key], step.samples.episode
+        failed: dict[int, DecodeError] = {}
+        for row, t in np.argwhere(planned.show == LACKING).tolist():
+            if row not in failed:
+                failed[row] = self._missing(memory, int(episode[row]), int(frames[row, t]))
+        tasks = [pool.submit(self._decode, store, task) for task in self._deal(self._gops(planned, memory))]
+        return Decoded(self._slots, planned, tasks, failed)
+
+    def close(self) -> None:
+        """Frees the slots."""
+        self._slots.free()
+
+    def _missing(self, memory: Memory, episode: int, frame: int) -> DecodeError:
+        """The error for a frame that has no packet."""
+        if (error := self._broken.get(episode)) is None:
+            error = self.lacking(memory, memory.index(self.key, episode), episode, frame)
+        return named(self._dataset, self.key, episode, np.array([frame]), error)
+
+    def _gops(self, step: FrameStep, memory: Memory) -> list[_Gop]:
+        starts = np.flatnonzero(np.diff(step.gop, prepend=LACKING)).tolist()
+        stops = [*starts, len(step.gop)][1:]
+        tables = {episode: memory.index(self.key, episode) for episode in np.unique(step.episode).tolist()}
+        columns = [values.tolist() for values in (step.frame, step.packet, step.slot)]
+        return [
+            _Gop(tables[episode], episode, *(values[start:stop] for values in columns))
+            for episode, start, stop in zip(step.episode[starts].tolist(), starts, stops, strict=True)
+        ]
+
+    def _deal(self, gops: list[_Gop]) -> list[list[_Gop]]:
+        """Tasks: GOPs of one sample description, since a clip has one; neighbours in a file together."""
+        by_config: dict[bytes, list[_Gop]] = {}
+        for gop in sorted(gops, key=lambda gop: (gop.table.path, gop.packets[0])):
+            by_config.setdefault(config(gop.table, gop.packets[0]), []).append(gop)
+        tasks = []
+        for alike in by_config.values():
+            ends = np.cumsum([len(gop.packets) for gop in alike])
+            task = even_tasks(ends)
+            tasks += [[alike[i] for i in np.flatnonzero(task == number)] for number in np.unique(task)]
+        return tasks
+
+    def _decode(self, store: Store, gops: list[_Gop]) -> None:
+        """Decode pool: fills the slots of these frames."""
+        tables = [gop.table for gop in gops for _ in gop.packets]
+        packets = [packet for gop in gops for packet in gop.packets]
+        slots = [slot for gop in gops for slot in gop.slots]
+        video, decoded = self.format(tables[0], packets[0]), 0
+        part, timed = frames_at_once((video.height, video.width)), self._counters.timed
+        try:
+            with timed("decode_s"):
+                for requests, frames, more in decode_in_parts(store, tables, packets, video, part, timed):
+                    with timed("resize_s"):
+                        frames = resize(frames, self._size)
+                    self._slots.put([slots[i] for i in requests], frames)
+                    decoded += more
+        except DecodeError as error:
+            if len(packets) > 1:
+                for gop in gops:
+                    for one in zip(gop.frames, gop.packets, gop.slots, strict=True):
+                        self._decode(store, [_Gop(gop.table, gop.episode, *([value] for value in one))])
+            else:
+                self._slots.fail(slots[0], self.named(gops[0].episode, np.array(gops[0].frames), gops[0].table, error))
+        self._counters.add(clips=1, decoded_frames=decoded)
 
 
 def decode(
@@ -165,3 +289,8 @@ def _first_line(error: Exception) -> str:
     """What torchcodec says, without the place in its source that it begins with."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(r"^\w+, \S+\.(cpp|h):\d+, ", "", line)
+
+
+def frames_at_once(size: tuple[int, int]) -> int:
+    """How many frames of this (height, width) are in memory at full size at a time, per decode thread."""
+    return int(np.clip(PART_BYTES // (size[0] * size[1] * 3), 1, CLIP_FRAMES))

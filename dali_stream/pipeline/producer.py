@@ -9,32 +9,36 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.rows import SPARE, size_of
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
-from dali_stream.decode.cameras import CLIP_FRAMES, Clips, DecodedImages, DecodedVideo, Packed, PackedVideo
+from dali_stream.decode.dali import DaliDecoder, Packed
+from dali_stream.decode.decoder import CLIP_FRAMES, Decoder, Work
+from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import Route
+from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
-from dali_stream.pipeline.buffers import Buffers
 from dali_stream.pipeline.config import SAMPLE, Config
 from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
-from dali_stream.schedule.frames import NONE, FrameStep
+from dali_stream.schedule.frames import NONE
 from dali_stream.schedule.reads import Storage
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule, Step
@@ -49,22 +53,13 @@ _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
-class Decoded(NamedTuple):
-    """The frames of one camera for one batch, on their way into slots."""
-
-    step: FrameStep
-    tasks: list[Future[None]]
-    failed: dict[int, DecodeError]  # samples with a frame that the video does not have
-
-
 @dataclass
 class Batch:
     """One rank's share of a global batch, under way."""
 
     columns: dict[str, Array]
     strings: dict[str, list[str]]
-    clips: dict[str, Clips]
-    decoded: dict[str, Decoded]
+    work: dict[str, Work]
     padded: int
 
 
@@ -97,13 +92,7 @@ class BatchProducer:
         )
         for (key, file), index_bytes in config.indices.held().items():
             self._schedule.reads.there(key, file, index_bytes)
-        self._packed = {key: PackedVideo(dataset, key, config.gpu, counters) for key in self._on_dali}
-        self._decoded: dict[str, DecodedVideo | DecodedImages] = {}
-        for key in on_cpu:
-            size = config.frame_size(key)
-            slots = Slots(self._schedule.frames[key].slots, size)
-            decoder = DecodedVideo if key in dataset.videos else DecodedImages
-            self._decoded[key] = decoder(dataset, key, counters, slots, size)
+        self._decoders: dict[str, Decoder] = {key: self._decoder(key) for key in dataset.cameras}
         self._advised = False
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
@@ -121,6 +110,16 @@ class BatchProducer:
         self._copiers = Workers("dali_stream copy", min(config.threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
         self._planner.start()
+
+    def _decoder(self, key: str) -> Decoder:
+        config, dataset = self._config, self._config.dataset
+        if key in self._on_dali:
+            return DaliDecoder(dataset, key, self._counters, config.gpu)
+        size = config.frame_size(key)
+        slots = Slots(self._schedule.frames[key].slots, size)
+        if key in dataset.videos:
+            return TorchcodecDecoder(dataset, key, self._counters, slots, size)
+        return ImageDecoder(dataset, key, self._counters, slots, size)
 
     def source(self) -> tuple[Any, ...]:
         """The next batch for DALI: the arrays of `Config.columns`, then per camera on the DALI route lists: clips, frames in
@@ -174,7 +173,8 @@ class BatchProducer:
         self._counters.padded += batch.padded
         past: dict[str, Any] = dict(batch.strings)
         if self._config.past_dali:
-            past |= {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in batch.decoded}
+            own = [key for key in batch.work if key not in self._on_dali]
+            past |= {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in own}
         self.delivered.append(past)
         return batch, frames
 
@@ -182,10 +182,7 @@ class BatchProducer:
         """Whether `source` would return at once, and without an error."""
         with self._more:
             batch = self._made[0] if self._made else None
-        if not isinstance(batch, Batch) or any(self._decoded[key].slots.broken for key in batch.decoded):
-            return False
-        works: list[Clips | Decoded] = [*batch.clips.values(), *batch.decoded.values()]
-        return all(not work.failed and all(map(_succeeded, work.tasks)) for work in works)
+        return isinstance(batch, Batch) and all(work.ready() for work in batch.work.values())
 
     def clips(self) -> dict[str, list[Packed]]:
         """Per camera on the DALI route, the clips of the batches that DALI may be at."""
@@ -201,7 +198,8 @@ class BatchProducer:
 
     def frame_cache_bytes(self) -> int:
         """Memory of decoded frames that are kept for later batches."""
-        return sum(cache.cached * self._decoded[key].slots.frame_bytes for key, cache in self._schedule.frames.items())
+        sizes = {key: math.prod(self._config.frame_size(key)) * 3 for key in self._schedule.frames}
+        return sum(cache.cached * sizes[key] for key, cache in self._schedule.frames.items())
 
     def close(self) -> None:
         """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
@@ -224,8 +222,8 @@ class BatchProducer:
         self._pool.join()
         self._copiers.join()
         self._memory.join()
-        for camera in self._decoded.values():  # DALI may hold this stage for a while
-            camera.slots.free()
+        for decoder in self._decoders.values():  # DALI may hold this producer for a while
+            decoder.close()
         self._put(closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:
@@ -292,9 +290,9 @@ class BatchProducer:
                 self._memory.keep(found, reads.arrived(read, size, others))
         self._count_indices()
         episodes, remote = reads.ready(), self._config.dataset.data_store.remote
-        for key, camera in (*self._decoded.items(), *self._packed.items()):
+        for key, decoder in self._decoders.items():
             for episode in self._schedule.unknown(key, episodes):
-                packets, keyframes = camera.learn(self._memory, episode)
+                packets, keyframes = decoder.learn(self._memory, episode)
                 fetched = remote and key in self._config.dataset.videos and (packets != NONE).any()
                 index = self._memory.index(key, episode) if fetched else None
                 self._schedule.learn(key, episode, packets, keyframes, index)
@@ -317,11 +315,12 @@ class BatchProducer:
             columns[SAMPLE] = uniforms(config.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
-        clips = {
-            key: camera.submit(self._pool, step.packets[key], memory, stores[key], batch.episode, frames[key])
-            for key, camera in self._packed.items()
+        self._count(step)
+        work = {
+            key: decoder.start(self._pool, step, frames[key], memory, stores.get(key, dataset.data_store))
+            for key, decoder in self._decoders.items()
         }
-        return Batch(columns | pads, strings, clips, self._decode(step, frames, stores), batch.padded)
+        return Batch(columns | pads, strings, work, batch.padded)
 
     def _read(self, step: Step) -> Mapping[str, Store]:
         """Fetches and drops what the step says. Returns where each camera's video is read."""
@@ -334,26 +333,13 @@ class BatchProducer:
         self._count_evicted()
         return video.view(step.samples.number, reads.needed)
 
-    def _decode(self, step: Step, frames: dict[str, Array], stores: Mapping[str, Store]) -> dict[str, Decoded]:
-        """Starts decoding what the schedule plans for the cameras that the CPU decodes."""
+    def _count(self, step: Step) -> None:
+        """Counts what the schedule plans, and says once whether more memory would help."""
         if self._schedule.advice and not self._advised:
             self._advised = True
             self._advise(self._schedule.advice)
-        found, batch = {}, step.samples
-        for key, planned in step.frames.items():
-            camera = self._decoded[key]
+        for planned in step.frames.values():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
-            failed: dict[int, DecodeError] = {}
-            if (planned.show == NONE).any():
-                for row, t in np.argwhere(planned.show == NONE).tolist():
-                    if row not in failed:
-                        failed[row] = camera.missing(self._memory, int(batch.episode[row]), int(frames[key][row, t]))
-            found[key] = Decoded(
-                planned,
-                camera.submit(self._pool, planned, self._memory, stores.get(key, self._config.dataset.data_store)),
-                failed,
-            )
-        return found
 
     def _count_indices(self) -> None:
         """Counts indices that were dropped and are read again."""
@@ -403,17 +389,12 @@ class BatchProducer:
         frames: dict[str, Any] = {}
         failed: dict[int, DecodeError] = {}
         with self._counters.timed("starved_s"):
-            tasks = [work.tasks for work in batch.clips.values()] + [work.tasks for work in batch.decoded.values()]
-            for task in itertools.chain.from_iterable(tasks):
+            for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
                 task.result()
-        for key, clips in batch.clips.items():
-            frames[key] = clips.packed
-            failed |= clips.failed
         as_float = self._config.past_dali and self._config.image_dtype == "float32"
-        for key, decoded in batch.decoded.items():
-            shape = (*decoded.step.show.shape, *self._config.frame_size(key), 3)
-            frames[key] = self._buffers.take(shape, np.float32 if as_float else np.uint8)
-            failed |= decoded.failed | self._decoded[key].slots.gather(decoded.step.show, frames[key], self._copiers)
+        for key, work in batch.work.items():
+            frames[key] = work.collect(self._buffers, np.float32 if as_float else np.uint8, self._copiers)
+            failed |= work.failed
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
         self._counters.frames += rows * sum(map(self._config.steps, frames))
@@ -432,10 +413,6 @@ class BatchProducer:
 def look_ahead(batch_size: int) -> int:
     """Batches of remote data that are read ahead, at most."""
     return int(np.clip(LOOK_AHEAD // batch_size, 16, 256))
-
-
-def _succeeded(task: Future[None]) -> bool:
-    return task.done() and not task.cancelled() and not task.exception()
 
 
 def closed() -> DaliStreamError:

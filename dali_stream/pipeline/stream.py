@@ -9,7 +9,7 @@ from typing import Any
 
 from dali_stream.counters import Counters
 from dali_stream.decode import dali
-from dali_stream.decode.cameras import RouteChange
+from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.pipeline import graph, iterator

@@ -1,0 +1,124 @@
+"""What a decoder does for the batches of a camera. Implementations: `torchcodec`, `dali` and `images`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.buffers import Buffers
+from dali_stream.cache.memory import Memory
+from dali_stream.cache.slots import Slots
+from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.schedule.frames import FrameStep
+from dali_stream.schedule.schedule import Step
+from dali_stream.storage import Store
+from dali_stream.workers import Workers
+
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
+CLIP_FRAMES = 32  # frames of a decode task, unless a single GOP has more: opening a decoder costs less than one frame
+
+
+class Pool(Protocol):
+    """Runs tasks: `Workers`, or an executor of the standard library."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Schedules a call."""
+        ...
+
+
+class Work(Protocol):
+    """The frames of one camera for one batch, in progress.
+
+    Attributes:
+        tasks: that have to end before `collect`.
+        failed: samples without frames, with their errors.
+    """
+
+    tasks: list[Future[None]]
+    failed: dict[int, DecodeError]
+
+    def ready(self) -> bool:
+        """Whether `collect` would return at once, and without an error."""
+        ...
+
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
+        """The frames, (B, T, H, W, 3) of `dtype`, or per sample a `Packed` clip for DALI. Adds to `failed`.
+
+        Args:
+            buffers: where memory for the batch is from.
+            dtype: uint8, or float32 for levels divided by 255.
+            copiers: threads that help to copy.
+        """
+        ...
+
+
+class Decoder(Protocol):
+    """Decodes one camera of a dataset."""
+
+    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
+        """Per frame of an episode, its packet, and the packet that decoding it begins with; `LACKING` where there is none."""
+        ...
+
+    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Work:
+        """Starts the tasks of a batch.
+
+        Args:
+            pool: the decode threads.
+            step: what the schedule plans.
+            frames: (B, T) frames of their episodes that the batch shows.
+            memory: rows and indices.
+            store: where encoded video is read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees the memory of decoded frames."""
+        ...
+
+
+class Decoded:
+    """Frames on their way into slots, as `Work`."""
+
+    def __init__(self, slots: Slots, step: FrameStep, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
+        self._slots, self._step, self.tasks, self.failed = slots, step, tasks, failed
+
+    def ready(self) -> bool:
+        return not self.failed and not self._slots.broken and all(map(succeeded, self.tasks))
+
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
+        frames = buffers.take((*self._step.show.shape, *self._slots.size, 3), dtype)
+        self.failed |= self._slots.gather(self._step.show, frames, copiers)
+        return frames
+
+
+class RouteChange(DaliStreamError):
+    """Cameras that DALI cannot continue to decode: a file is unsafe for it, or it failed. The loader rebuilds its pipeline."""
+
+    def __init__(self, cameras: Sequence[str], reason: str) -> None:
+        super().__init__(f"{', '.join(cameras)}: {reason}")
+        self.cameras, self.reason = cameras, reason
+
+
+def succeeded(task: Future[None]) -> bool:
+    """Whether a task has ended without an error."""
+    return task.done() and not task.cancelled() and not task.exception()
+
+
+def even_tasks(ends: Int64) -> Int64:
+    """Numbers of tasks for items that have `ends` frames up to and with each: as few tasks as can be, of about equal size."""
+    tasks = -(-int(ends[-1]) // CLIP_FRAMES)
+    return (ends - 1) * tasks // ends[-1]
+
+
+def named(dataset: DatasetFiles, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
+    """The error with camera, episode and frames in front."""
+    which = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
+    found = DecodeError(f"{camera}: episode {dataset.episodes[episode]}, frame {which}: {error}")
+    found.__cause__ = error
+    return found

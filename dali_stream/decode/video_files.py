@@ -1,0 +1,72 @@
+"""A camera's MP4 files: their indices, and whether they hold what the metadata promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.memory import Memory
+from dali_stream.decode.decoder import named
+from dali_stream.errors import DecodeError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.timing import explain
+
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
+
+
+class VideoFiles:
+    """A camera's MP4s: their indices, and whether they hold what the metadata promise.
+
+    Args:
+        dataset: where they are.
+        key: the camera.
+    """
+
+    def __init__(self, dataset: DatasetFiles, key: str) -> None:
+        self.key, self._dataset = key, dataset
+        self._formats: dict[bytes, VideoFormat] = {}
+
+    def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
+        """Index and format of the file that holds an episode. Raises DecodeError."""
+        table = indices.of(self.key, episode, self._dataset.data_store)
+        return table, self.format(table, 0)
+
+    def checked(self, table: VideoIndex, packets: Int64) -> None:
+        """Holds the descriptions of these packets against the metadata. Raises DecodeError."""
+        for number in np.unique(table.config[packets]).tolist():
+            self._check_size(table, self.format(table, int(np.argmax(table.config == number))))
+
+    def lacking(self, memory: Memory, table: VideoIndex, episode: int, frame: int) -> DecodeError:
+        """The error for a frame that the video lacks."""
+        [timestamp] = memory.gather("timestamp", np.array([episode]), np.array([frame]))
+        interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
+        why = explain(table, interval, timestamp, self._dataset.fps)
+        return DecodeError(f"{self._dataset.data_store.where(table.path)}: {why}")
+
+    def format(self, table: VideoIndex, sample: int) -> VideoFormat:
+        config = table.configs[table.config[sample]]
+        if config not in self._formats:
+            try:
+                self._formats[config] = describe(config)
+            except DecodeError as error:
+                raise DecodeError(f"{self._dataset.data_store.where(table.path)}: {error}") from error
+        return self._formats[config]
+
+    def _check_size(self, table: VideoIndex, video: VideoFormat) -> None:
+        """A file's size has to be the promised one: batches are of one shape, and a broken size takes memory at will."""
+        size = self._dataset.picture_size(self.key)
+        if (video.height, video.width) != size:
+            raise DecodeError(
+                f"{self._dataset.data_store.where(table.path)}: has frames of {video.height}×{video.width}, and "
+                f"meta/info.json promises {size[0]}×{size[1]}"
+            )
+
+    def named(self, episode: int, frames: Array, table: VideoIndex, error: DecodeError) -> DecodeError:
+        where = self._dataset.data_store.where(table.path)
+        return named(self._dataset, self.key, episode, frames, DecodeError(f"{where}: {error}"))
