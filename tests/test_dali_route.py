@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
-from dali_stream.decode import cameras, dali
+from dali_stream.decode import dali
 from dali_stream.decode.dali import COLOUR_TOLERANCE
 from dali_stream.demo import read_identities, write_demo
 
@@ -69,7 +70,7 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
 
     FFmpeg stands in for NVDEC, since no decoder of DALI takes H.264 on a CPU.
     """
-    monkeypatch.setattr(cameras, "refusal", lambda *_: "")
+    monkeypatch.setattr(dali, "refusal", lambda *_: "")
     dataset = Dataset(h264_demo)
     memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
     episode = np.array([0, 1, 1, 0, 1])
@@ -77,14 +78,15 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
     memory.load(range(2))
     for number, key in enumerate(dataset.cameras):
-        camera = cameras.PackedVideo(dataset, key, None, Counters())
-        packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frames, strict=True)])
+        decoder = dali.DaliDecoder(dataset, key, Counters(), None)
+        packets = np.stack([decoder.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frames, strict=True)])
         with ThreadPoolExecutor(2) as pool:
-            clips = camera.submit(pool, packets, memory, dataset.data_store, episode, frames)
+            step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))
+            clips = decoder.start(pool, step, frames, memory, dataset.data_store)
         for row, (clip, places, order) in enumerate(clips.packed):
             assert (np.diff(places) > 0).all()
-            decoder = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
-            shown = decoder.get_frames_at(places.tolist()).data.numpy()[order]
+            ffmpeg = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
+            shown = ffmpeg.get_frames_at(places.tolist()).data.numpy()[order]
             expected = [(episode[row], frame, number) for frame in frames[row]]
             np.testing.assert_array_equal(read_identities(shown), expected)
 
