@@ -12,8 +12,8 @@
     loader = dali_stream.Loader(dataset, pipeline=graph)
 
 The numbers are a function of seed, epoch and position, so the same position gives the same pixels after a resume, under another
-number of ranks, in every run on the same kind of device. All frames of a window are treated alike; each call draws anew, so
-cameras are treated differently, unless each gets a `Draw` of its own.
+number of ranks, in every run on the same kind of device. All frames of a window are treated alike; each call draws again, so
+cameras are treated differently, unless each gets its own `Draw`.
 
 Frames are (F)HWC, float32 in [0, 1] or uint8, and stay what they are. Ranges are closed; a number instead of one is the
 largest change to either side.
@@ -159,7 +159,7 @@ def random_erasing(
 
 
 def _part(draw: Draw, scale: Range, ratio: Range) -> tuple[DataNode, DataNode, DataNode, DataNode]:
-    """(top, left, height, width) of a random part of the frame, as shares of its own sides. Draws 4 numbers."""
+    """(top, left, height, width) of a random part of the frame, as shares of its sides. Draws 4 numbers."""
     area = draw.uniform(*_range("scale", scale, 0, 1))
     low, high = _range("ratio", ratio, 0, math.inf)
     shape = dali_math.exp(draw.uniform(math.log(low), math.log(high)))

@@ -71,5 +71,5 @@ class Counters:
 
 
 def untimed(stage: str) -> AbstractContextManager[None]:
-    """In place of `Counters.timed` where nobody asks for times."""
+    """Stands in for `Counters.timed` where times are not needed."""
     return contextlib.nullcontext()

@@ -12,7 +12,7 @@ from dali_stream.lerobot.metadata import Stats
 class Dataset(DatasetFiles):
     """A dataset, or a part of it. `len` is its number of frames.
 
-    A copy (`copy`, `pickle`) is the same part of the same revision, with file handles and connections of its own. A pickle
+    A copy (`copy`, `pickle`) is the same part of the same revision, with its own file handles and connections. A pickle
     holds `storage_options`, credentials included.
 
     Args:
@@ -48,7 +48,7 @@ class Dataset(DatasetFiles):
         cache_dir: as given.
 
     Raises:
-        DatasetError: there is none, it is of another format, or its metadata is broken.
+        DatasetError: it does not exist, has another format, or its metadata is broken.
         StorageError: it cannot be reached.
         ValueError: an unknown camera or episode, or a revision of what has none.
     """

@@ -144,7 +144,7 @@ class Loader:
         self._config = Config(
             dataset=streamed,
             batches=batches,
-            windows=offsets,
+            windows=windows.Windows(offsets),
             shuffle=shuffle,
             seed=int(seed),
             consumers=consumers,
@@ -212,7 +212,7 @@ class Loader:
         return self._config.batches.count(0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """One epoch: the first, the rest of the one that a loaded state is in, or the one after the last that was begun.
+        """Iterates over one epoch: the first, the rest of the one in a loaded state, or the one after the last one begun.
 
         Leaving the loop early stops all work; the next iteration is the next epoch, and warns once of what was left out.
         """
@@ -350,7 +350,7 @@ class Loader:
         return bottleneck.find(grown, setup)
 
     def close(self) -> None:
-        """Stops all work, joins all threads and gives back all files. The loader is of no use afterwards."""
+        """Stops all work, joins all threads and closes all files. The loader cannot be used afterwards."""
         self._closed = True
         self._stop()
 
@@ -390,7 +390,7 @@ class Loader:
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
-            # An epoch that was left early, or that failed: what is under way belongs to it, so it goes. Who takes len(loader)
+            # An epoch that was left early, or that failed: its batches in progress are dropped. A loop that takes len(loader)
             # batches and does not ask for one more has not left early.
             if self._abandoned and iteration == self._iteration and batches.count(self._position):
                 self._stop()
@@ -526,7 +526,7 @@ def _refuse_workers() -> None:
         raise DaliStreamError(
             f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
             "would deliver the same batches. Make it in the process that trains and iterate it there, without a DataLoader: it "
-            "decodes in threads of its own, see threads="
+            "decodes in its own threads, see threads="
         )
 
 
@@ -552,4 +552,4 @@ def _without_added_keys(dataset: Dataset, offsets: Mapping[str, Any]) -> Dataset
 
 
 def _window_keys(dataset: Dataset) -> list[str]:
-    return [key for key, feature in dataset.features.items() if feature["dtype"] != "string"]
+    return [key for key, feature in dataset.features.items() if not feature.is_text]

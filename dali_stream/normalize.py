@@ -103,7 +103,7 @@ def _modes(dataset: Dataset, normalize: Modes) -> dict[str, str]:
 
 
 def _is_floats(dataset: Dataset, key: str) -> bool:
-    return key in dataset.cameras or str(dataset.features[key]["dtype"]).startswith("float")
+    return key in dataset.cameras or dataset.features[key].is_float
 
 
 def _affine(dataset: Dataset, key: str, mode: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -131,10 +131,10 @@ def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]
         raise ValueError(
             f"normalize needs {name} of {key}, and {dataset.stats_place} has {has} of it; take another mode, or add it"
         )
-    shape = (3, 1, 1) if key in dataset.cameras else tuple(dataset.features[key]["shape"])
+    shape = (3, 1, 1) if key in dataset.cameras else dataset.features[key].shape
     if found.shape != shape or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
         said = f"{name} of {key} is {str(found.tolist())[:80]}, of shape {found.shape}"
-        wrong = f"{said}; it is to be finite numbers of shape {shape}"
+        wrong = f"{said}; expected finite numbers of shape {shape}"
         if dataset.stats_place != STATS:
             raise ValueError(f"{dataset.stats_place}: {wrong}")
         raise DatasetError(f"{dataset.store.where(STATS)}: {wrong}")

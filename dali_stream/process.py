@@ -25,7 +25,7 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
             return operator.index(rank), operator.index(world_size)
         except TypeError:
             raise ValueError(f"rank is {rank!r} and world_size is {world_size!r}; both are integers") from None
-    accelerate = sys.modules.get("accelerate.state")  # not imported: who uses it has done so
+    accelerate = sys.modules.get("accelerate.state")  # not imported here: a program that uses Accelerate has imported it
     if accelerate is not None and accelerate.PartialState._shared_state:
         state = accelerate.PartialState()
         return state.process_index, state.num_processes

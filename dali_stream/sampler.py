@@ -1,4 +1,4 @@
-"""The loader's orders for who stays with a map-style dataset and PyTorch's DataLoader: indices of frames, one rank's share."""
+"""The loader's orders as a sampler for a map-style dataset and PyTorch's DataLoader: frame indices of one rank."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class FrameSampler(Sampler[int]):
         return self._share(0)
 
     def __iter__(self) -> Iterator[int]:
-        """One epoch: the first, the one that was set or loaded, or the one after the last that was begun.
+        """Iterates over one epoch: the first, the one that was set or loaded, or the one after the last one begun.
 
         So a loop that forgets `set_epoch` does not see the same order again and again.
         """
@@ -168,7 +168,7 @@ class FrameSampler(Sampler[int]):
             batch_size: of the DataLoader, per rank.
 
         Raises:
-            ValueError: this iteration has not given out so much.
+            ValueError: this iteration has not yielded that many.
         """
         step, batch_size, now = _from_zero("step", step), positive("batch_size", batch_size), self._now
         share = self._share(now.start)
@@ -224,7 +224,7 @@ class FrameSampler(Sampler[int]):
 
         Raises:
             ResumeError: iteration has begun.
-            ValueError: an epoch has not so many batches, or the order cannot be shared by so many ranks.
+            ValueError: an epoch has fewer batches, or that many ranks cannot share the order.
         """
         self._check_not_begun("resume")
         epoch, step = _from_zero("epoch", epoch), _from_zero("step", step)

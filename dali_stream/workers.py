@@ -49,7 +49,7 @@ class Workers:
         return future
 
     def stop(self) -> None:
-        """Cancels what has not begun. Does not wait."""
+        """Cancels jobs that have not begun. Does not wait."""
         with self._changed:
             self._stopping = True
             jobs, self._jobs = self._jobs, []
@@ -86,7 +86,7 @@ class Once:
         self._lock = threading.Lock()
 
     def __call__(self, key: Hashable, call: Callable[[], V]) -> V:
-        """`call()`, or what another thread's call for this key gives, if one is under way. It must not ask for its own key."""
+        """`call()`, or the result of another thread's call for this key, if one is running. It must not request its own key."""
         with self._lock:
             future = self._under_way.get(key)
             if mine := future is None:

@@ -83,7 +83,7 @@ def test_no_such_dataset(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(dali_stream.DatasetError, match="is a file"):
         Dataset(tmp_path / "file")
-    with pytest.raises(dali_stream.DatasetError, match=r"no LeRobot dataset, since there is no meta/info\.json"):
+    with pytest.raises(dali_stream.DatasetError, match=r"not a LeRobot dataset: meta/info\.json"):
         Dataset(tmp_path)
 
 
@@ -145,8 +145,8 @@ INFOS: dict[str, tuple[dict[str, Any], str]] = {
     "fps of 0": ({"fps": 0}, "fps is 0"),
     "fps as text": ({"fps": "30"}, "fps is 30; it is a number"),
     "fps that no float holds": ({"fps": 10**400}, "fps is 1000"),
-    "no features": ({"features": None}, "features is to be a JSON object, and is NoneType"),
-    "a feature that is none": ({"features__action": 3}, "feature 'action' is to be a JSON object"),
+    "no features": ({"features": None}, "features is NoneType; it must be a JSON object"),
+    "a feature that is none": ({"features__action": 3}, "feature 'action' is int; it must be a JSON object"),
     "a shape of text": ({"features__action": {"dtype": "float32", "shape": "2"}}, "'action' has shape 2"),
     "an empty shape": ({"features__action": {"dtype": "float32", "shape": []}}, r"'action' has shape \[\]"),
     "a shape of gigabytes": ({"features__action": {"dtype": "float32", "shape": [1 << 40]}}, "positive integers"),
@@ -157,11 +157,11 @@ INFOS: dict[str, tuple[dict[str, Any], str]] = {
     "no timestamp": ({"features__timestamp": None}, "lacks the feature 'timestamp'"),
     "a column that is not there": ({"features__force": {"dtype": "float32", "shape": [1]}}, f"{ROWS}: lacks the column force"),
     "no path of the videos": ({"video_path": None}, "has video features, and video_path is null"),
-    "no path of the data": ({"data_path": None}, "data_path is no path template"),
+    "no path of the data": ({"data_path": None}, "data_path is not a path template"),
     "a path out of the dataset": ({"data_path": "../{chunk_index:03d}"}, "'../000', which leads out of the dataset"),
     "an absolute path": ({"data_path": "/etc/{file_index:03d}"}, "'/etc/000', which leads out of the dataset"),
-    "a path of gigabytes": ({"data_path": "{file_index:09999999999d}"}, "data_path is no path template"),
-    "a path that looks into objects": ({"video_path": "{video_key.__class__}"}, "video_path is no path template"),
+    "a path of gigabytes": ({"data_path": "{file_index:09999999999d}"}, "data_path is not a path template"),
+    "a path that looks into objects": ({"video_path": "{video_key.__class__}"}, "video_path is not a path template"),
     "a path with other fields": ({"data_path": "{episode_index}"}, "no path template.*allowed are {video_key}"),
     "episodes that are not there": ({"total_episodes": 3}, r"promises 3 episodes, and the tables in .*meta/episodes hold 2"),
     "frames that are not there": ({"total_frames": 100}, "promises 100 frames, and the tables .* hold 72"),
@@ -191,8 +191,8 @@ TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "no episodes": (lambda t: t.slice(0, 0), "no episodes"),
     "a lost column": (lambda t: t.drop_columns(["length"]), "lacks the column length"),
     "a lost column of a camera": (lambda t: t.drop_columns([FROM]), f"lacks the column {FROM}"),
-    "text for numbers": (lambda t: put(t, "length", ["31", "41"]), "column length is to hold a number for each episode"),
-    "a missing number": (lambda t: put(t, "length", [31, None]), "column length is to hold a number for each episode"),
+    "text for numbers": (lambda t: put(t, "length", ["31", "41"]), "column length must hold a number for each episode"),
+    "a missing number": (lambda t: put(t, "length", [31, None]), "column length must hold a number for each episode"),
     "the same episode twice": (lambda t: put(t, "episode_index", [1, 1]), "episode 1: its index .* stands there twice"),
     "a negative episode": (lambda t: put(t, "episode_index", [-1, 1]), "episode -1: its index is negative"),
     "an empty episode": (lambda t: put(t, "length", [31, 0]), "episode 1: its length is not a positive number"),
@@ -319,7 +319,7 @@ def test_task_names_that_are_none(root: Path) -> None:
     with pytest.raises(dali_stream.DatasetError, match=f"{TASKS}: columns .*a column of names are needed"):
         read_all(root)
     pq.write_table(pa.table({"task_index": ["a"], "task": [3]}), root / TASKS)
-    with pytest.raises(dali_stream.DatasetError, match=f"{TASKS}: task_index is to hold integers and task strings"):
+    with pytest.raises(dali_stream.DatasetError, match=f"{TASKS}: task_index must hold integers and task strings"):
         read_all(root)
     name = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xf3"))
     pq.write_table(pa.table({"task_index": [0], "task": name}), root / TASKS)
@@ -331,9 +331,9 @@ def test_task_names_that_are_none(root: Path) -> None:
 
 
 def test_an_unknown_camera_episode_or_key(healthy: Path) -> None:
-    with pytest.raises(ValueError, match=f"'wrist', which this dataset has not; its cameras are {data.CAMERA}"):
+    with pytest.raises(ValueError, match=f"Unknown camera 'wrist'. Available: {data.CAMERA}"):
         Dataset(healthy, cameras=["wrist"])
-    with pytest.raises(ValueError, match=r"episodes has 7, which this dataset has not; it has 2.* from 0 to 1"):
+    with pytest.raises(ValueError, match=r"Unknown episode 7. Available: 2 episodes, from 0 to 1"):
         Dataset(healthy, episodes=[0, 7])
     with pytest.raises(ValueError, match=r"delta_timestamps has 'wrist'.*its keys are"):
         data.loader(healthy, delta_timestamps={"wrist": [0]})

@@ -240,8 +240,8 @@ def test_statistics_that_are_given_change_no_order_and_no_state(demo: Path) -> N
 @pytest.mark.parametrize(
     ("stats", "message"),
     [
-        ("mine.json", r"stats is mine.json; these are no statistics: .*{key: {statistic: numbers}}"),
-        ({ACTION: [1, 2]}, "these are no statistics"),
+        ("mine.json", r"stats is mine.json; Invalid statistics: .*{key: {statistic: numbers}}"),
+        ({ACTION: [1, 2]}, "Invalid statistics"),
         ({STATE: {"mean": [0.0]}}, "normalize needs mean of action, and stats= has nothing of it"),
         ({ACTION: {"mean": [0.0], "std": [1.0]}}, r"stats=: mean of action is \[0.0\], of shape \(1,\); .* of shape \(4,\)"),
     ],

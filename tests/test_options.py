@@ -310,7 +310,7 @@ def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> Non
     [
         ({"cameras": ["wrist"]}, f"cameras has 'wrist'.*its cameras are {TOP}, {SIDE}"),
         ({"cameras": TOP}, "it is a list of keys"),
-        ({"episodes": [0, 6]}, "episodes has 6, which this dataset has not; it has 6.* from 0 to 5"),
+        ({"episodes": [0, 6]}, "Unknown episode 6. Available: 6 episodes, from 0 to 5"),
         ({"episodes": [-1]}, "episodes has -1"),
         ({"episodes": []}, "a list of one or more episode indices"),
         ({"episodes": [1, 1]}, "episodes has 1 more than once"),

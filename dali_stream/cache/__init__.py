@@ -1,1 +1,1 @@
-"""What the schedule says to hold in memory. Nothing here decides."""
+"""In-memory cache of rows, indices, encoded video and decoded frames. The schedule decides what it holds."""

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-_KEPT = 8  # arrays of one kind: more than a loader has under way; a user who keeps more batches than that gets fresh memory
+_KEPT = 8  # arrays of one kind: more than a loader uses at a time; a user who keeps more batches gets fresh memory
 
 
 class Buffers:
-    """Arrays that nobody else refers to are handed out again: neither a view, nor a tensor that shares memory, nor DALI.
+    """A pool of arrays. An array is handed out again when no view, tensor or DALI refers to it.
 
     Not safe to use from several threads; references may be dropped in any.
     """

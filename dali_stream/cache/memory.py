@@ -1,4 +1,4 @@
-"""Carries out what the schedule says to read, keep and drop: rows, indices and encoded video. Nothing here decides."""
+"""Reads, keeps and evicts rows, indices and encoded video as the schedule says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pool(Protocol):
         ...
 
     def stop(self) -> None:
-        """Cancels what has not begun."""
+        """Cancels reads that have not begun."""
         ...
 
     def join(self) -> None:

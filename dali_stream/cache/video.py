@@ -22,7 +22,7 @@ class Video(Protocol):
         ...
 
     def drop(self, blocks: Iterable[Name]) -> None:
-        """Lets blocks go. Who has a view of them keeps them."""
+        """Evicts blocks. Views of them stay valid."""
         ...
 
     def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:

@@ -68,14 +68,14 @@ def refusal(gpu: int | None, video: VideoFormat, table: VideoIndex) -> str:
     if len(table.configs) > 1:
         return f"the file has {len(table.configs)} sample descriptions, and a clip for DALI is made of one"
     if table.track_header[:36] != UPRIGHT:
-        return "the file says that its frames are to be turned, which DALI does not do"
+        return "the file asks for rotated frames, which DALI does not support"
     if table.open_gops:
         return "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
     return "" if gpu is None else _unsafe_on_nvdec(video, table)
 
 
 def _unsafe_on_nvdec(video: VideoFormat, table: VideoIndex) -> str:
-    """What DALI's sources say that it gets wrong on a GPU, or what nobody has seen it get right there."""
+    """What DALI decodes wrongly on a GPU according to its sources, or what was never verified there."""
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
     if video.profile not in PROFILES.get(video.codec, (video.profile,)):

@@ -14,7 +14,7 @@ from dali_stream import process
 from dali_stream.decode import images as image
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.lerobot.metadata import TABULAR, Stats, stats_of
+from dali_stream.lerobot.metadata import Stats, stats_of
 from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, image_histogram, image_stats, table_stats
 from dali_stream.mp4.format import describe
@@ -50,7 +50,7 @@ def compute_stats(dataset: DatasetFiles, keys: Iterable[str] | None = None) -> S
 
 def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
     """The keys that have statistics, or those of them that are asked for."""
-    there = [key for key, feature in dataset.features.items() if feature["dtype"] in TABULAR or key in dataset.cameras]
+    there = [key for key, feature in dataset.features.items() if not feature.is_text]
     if keys is None:
         return there
     if isinstance(keys, str):

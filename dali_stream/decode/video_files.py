@@ -38,7 +38,7 @@ class VideoFiles:
         return table, self.format(table, 0)
 
     def checked(self, table: VideoIndex, packets: Int64) -> None:
-        """Holds the descriptions of these packets against the metadata. Raises DecodeError."""
+        """Checks the sample descriptions of these packets against the metadata. Raises DecodeError."""
         for number in np.unique(table.config[packets]).tolist():
             self._check_size(table, self.format(table, int(np.argmax(table.config == number))))
 
@@ -59,7 +59,7 @@ class VideoFiles:
         return self._formats[config]
 
     def _check_size(self, table: VideoIndex, video: VideoFormat) -> None:
-        """A file's size has to be the promised one: batches are of one shape, and a broken size takes memory at will."""
+        """Batches have one shape, and a corrupt frame size could allocate any amount of memory."""
         size = self._dataset.picture_size(self.key)
         if (video.height, video.width) != size:
             raise DecodeError(

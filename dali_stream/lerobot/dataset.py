@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from dali_stream.arguments import byte_count, known_arguments
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot import metadata
+from dali_stream.lerobot.features import ENCODING
 from dali_stream.storage import Store, open_store
 
 Self = TypeVar("Self", bound="DatasetFiles")
@@ -69,27 +69,22 @@ class DatasetFiles:
         info = metadata.read_info(self.store)
         self.fps = info.fps
         self.cameras = _selected_cameras(info, cameras)
-        self.features = {
-            key: feature
-            for key, feature in info.features.items()
-            if feature["dtype"] not in ("video", "image") or key in self.cameras
-        }
+        self.features = {key: feature for key, feature in info.features.items() if not feature.is_camera or key in self.cameras}
         for key in self.cameras:
-            if len(self.features[key]["shape"]) != 3:
-                shape = self.features[key]["shape"]
+            if len(shape := self.features[key]["shape"]) != 3:
                 raise DatasetError(f"{self.store.where(metadata.INFO)}: camera {key!r} has shape {shape}; it is (H, W, C)")
         for key in ("timestamp", "frame_index", "episode_index", "index", "task_index"):
             if key not in info.features:
                 raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which v3.0 always has")
-        self.skips_images = any(f["dtype"] == "image" and key not in self.features for key, f in info.features.items())
-        self.videos = tuple(key for key in self.cameras if self.features[key]["dtype"] == "video")
+        self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
+        self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         if self.videos and info.video_path is None:
             raise DatasetError(f"{self.store.where(metadata.INFO)}: has video features, and video_path is null")
         self.table = metadata.read_episodes(self.store, info, self.videos)
         self.rows = _selected_rows(self.table.index, episodes)
         self.episodes, self.lengths = self.table.index[self.rows], self.table.length[self.rows]
         self.num_episodes, self.num_frames = len(self.rows), int(self.lengths.sum())
-        meant = {key: {k: v for k, v in f.items() if k not in metadata.ENCODING} for key, f in info.features.items()}
+        meant = {key: {k: v for k, v in f.items() if k not in ENCODING} for key, f in info.features.items()}
         self._fingerprint_head = json.dumps([info.fps, meant], sort_keys=True)
 
     @functools.cached_property
@@ -135,25 +130,16 @@ class DatasetFiles:
     @functools.cached_property
     def row_bytes(self) -> int:
         """About how many bytes a row takes in memory. Encoded images are taken for half of their pixels, text for 64."""
-        objects = {"image": lambda shape: math.prod(shape) // 2, "string": lambda _: 64}
-        features = [f for f in self.features.values() if f["dtype"] in objects]
-        return self.row_bytes_without_objects + sum(objects[f["dtype"]](f["shape"]) for f in features)
+        return self.row_bytes_without_objects + sum(feature.object_bytes for feature in self.features.values())
 
     @functools.cached_property
     def row_bytes_without_objects(self) -> int:
         """How many bytes a row takes in memory, beside images and text."""
-        total = 0
-        for feature in self.features.values():
-            kind, size = feature["dtype"], math.prod(feature["shape"])
-            each = {"video": 4, "string": 8, "image": 8, "bool": size}
-            total += each.get(kind, size * (4 if kind.startswith("float") else 8))
-        return total
+        return sum(feature.row_bytes for feature in self.features.values())
 
     def picture_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames. Its shape is (H, W, C); some datasets have (C, H, W)."""
-        shape = self.features[camera]["shape"]
-        height, width = shape[1:] if shape[0] in (1, 3) and shape[-1] not in (1, 3) else shape[:2]
-        return height, width
+        return self.features[camera].frame_size
 
     def without(self: Self, keys: Collection[str]) -> Self:
         """The same dataset over the same open files, without these features and cameras."""
@@ -161,7 +147,7 @@ class DatasetFiles:
         vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
         rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
         rest.cameras, rest.videos = (tuple(key for key in of if key not in keys) for of in (self.cameras, self.videos))
-        rest.skips_images = self.skips_images or any(self.features[key]["dtype"] == "image" for key in keys)
+        rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,7 +161,7 @@ class DatasetFiles:
         # What a DataLoader asks for.
         raise TypeError(
             "a dali_stream.Dataset has no items: it describes files and decodes nothing. Iterate dali_stream.Loader(dataset, "
-            "...) without a DataLoader, since it makes batches in threads of its own; or give the DataLoader a LeRobotDataset, "
+            "...) without a DataLoader, since a Loader uses its own threads; or give the DataLoader a LeRobotDataset, "
             "with dali_stream.FrameSampler(dataset) as its sampler"
         )
 
@@ -184,7 +170,7 @@ class DatasetFiles:
         return f"Dataset({self.uri!r}: {what}, cameras: {', '.join(self.cameras) or 'none'})"
 
     def close(self) -> None:
-        """Gives back file handles; reading again opens them anew."""
+        """Closes file handles and connections; reading opens them again."""
         for store in self.stores:
             store.close()
 
@@ -215,7 +201,7 @@ def _address(uri: str, revision: str | None) -> tuple[str, str]:
 
 
 def _opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:
-    """The store for an address. `note` is logged before anything is asked for, and stands in front of what goes wrong."""
+    """The store for an address. `note` is logged first, and precedes the message of an error."""
     if not note:
         return open_store(address, storage_options, **options)
     _log.warning("%s. Write %s to say that it is one", note, address)
@@ -226,16 +212,14 @@ def _opened(address: str, note: str, storage_options: dict[str, Any] | None, **o
 
 
 def _selected_cameras(info: metadata.Info, cameras: Sequence[str] | None) -> tuple[str, ...]:
-    there = tuple(key for key, feature in info.features.items() if feature["dtype"] in ("video", "image"))
+    there = tuple(key for key, feature in info.features.items() if feature.is_camera)
     if cameras is None:
         return there
     if isinstance(cameras, str):
         raise ValueError(f"cameras is the string {cameras!r}; it is a list of keys")
     for camera in cameras:
         if camera not in there:
-            raise ValueError(
-                f"cameras has {camera!r}, which this dataset has not; its cameras are {', '.join(there) or 'none'}"
-            )
+            raise ValueError(f"Unknown camera {camera!r}. Available: {', '.join(there) or 'none'}")
     return tuple(key for key in there if key in cameras)
 
 
@@ -252,7 +236,5 @@ def _selected_rows(index: npt.NDArray[np.int64], episodes: Sequence[int] | None)
     rows = np.minimum(np.searchsorted(index, wanted), len(index) - 1)
     unknown = wanted[index[rows] != wanted]
     if len(unknown):
-        raise ValueError(
-            f"episodes has {unknown[0]}, which this dataset has not; it has {len(index)}, from {index[0]} to {index[-1]}"
-        )
+        raise ValueError(f"Unknown episode {unknown[0]}. Available: {len(index)} episodes, from {index[0]} to {index[-1]}")
     return rows

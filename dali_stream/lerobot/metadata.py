@@ -1,4 +1,4 @@
-"""The files below `meta/` of a LeRobot v3.0 dataset, read and held against what the format promises.
+"""The files below `meta/` of a LeRobot v3.0 dataset, read and checked against the format.
 
 Format: https://huggingface.co/docs/lerobot/lerobot-dataset-v3 and LeRobot's `datasets/utils.py`.
 """
@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError
+from dali_stream.lerobot.features import Feature
 from dali_stream.storage import Store
 
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
-ENCODING = ("info", "video_info")  # of a feature: where LeRobot's versions have put how its video is encoded
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
@@ -37,7 +37,7 @@ class Info:
     """What `meta/info.json` says, checked. `features` are the entries as they stand, of the dtypes that can be read."""
 
     fps: float
-    features: dict[str, dict[str, Any]]
+    features: dict[str, Feature]
     data_path: str
     video_path: str | None
     episodes: int | None
@@ -97,7 +97,7 @@ def read_info(store: Store) -> Info:
     """
     if not store.exists(INFO):
         old = " It has meta/episodes.jsonl, so it is v2.x." + _CONVERT if store.exists("meta/episodes.jsonl") else ""
-        raise DatasetError(f"{store.address}: no LeRobot dataset, since there is no {INFO}.{old}")
+        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist.{old}")
     info = _object(read_json(store, INFO), store, "it")
     version = str(info.get("codebase_version", "missing"))
     if not version.startswith("v3."):
@@ -112,7 +112,7 @@ def read_info(store: Store) -> Info:
     features = _object(info.get("features"), store, "features")
     return Info(
         fps=fps,
-        features={key: feature for key, feature in features.items() if _readable(key, feature, store)},
+        features={key: Feature(feature) for key, feature in features.items() if _readable(key, feature, store)},
         data_path=_template(info.get("data_path"), "data_path", store),
         video_path=_template(info["video_path"], "video_path", store) if info.get("video_path") else None,
         episodes=_count(info.get("total_episodes"), "total_episodes", store),
@@ -173,7 +173,7 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     with parquet_errors(store, path):  # text that is not UTF-8 shows only now
         pairs = dict(zip(table[index].to_pylist(), table[names[0]].to_pylist(), strict=True))
     if not all(isinstance(k, int) and isinstance(v, str) for k, v in pairs.items()):
-        raise DatasetError(f"{store.where(path)}: {index} is to hold integers and {names[0]} strings")
+        raise DatasetError(f"{store.where(path)}: {index} must hold integers and {names[0]} strings")
     return pairs
 
 
@@ -192,11 +192,11 @@ def stats_of(values: Any) -> Stats:
     try:
         return {key: {name: np.asarray(v) for name, v in found.items()} for key, found in values.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"these are no statistics: {error}; they are {{key: {{statistic: numbers}}}}") from error
+        raise ValueError(f"Invalid statistics: {error}; expected {{key: {{statistic: numbers}}}}") from error
 
 
 def read_json(store: Store, path: str) -> Any:
-    """A JSON file of up to 64 MiB. Raises DatasetError where it is none."""
+    """A JSON file of up to 64 MiB. Raises DatasetError for anything else."""
     data = store.read(path, 0, _LARGEST_JSON + 1)
     if len(data) > _LARGEST_JSON:
         raise DatasetError(f"{store.where(path)}: {store.size(path)} bytes of JSON; up to {_LARGEST_JSON} are read")
@@ -236,7 +236,7 @@ _CONVERT = (
 
 def _object(value: Any, store: Store, what: str, path: str = INFO) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DatasetError(f"{store.where(path)}: {what} is to be a JSON object, and is {type(value).__name__}")
+        raise DatasetError(f"{store.where(path)}: {what} is {type(value).__name__}; it must be a JSON object")
     return value
 
 
@@ -256,17 +256,10 @@ def _readable(key: str, feature: Any, store: Store) -> bool:
     whole = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
     if not whole or not 1 <= len(shape) <= 5:
         raise DatasetError(f"{where} has shape {str(shape)[:80]}; it is a list of one to five positive integers")
-    if dtype == "video" and is_depth(feature):
+    if dtype == "video" and Feature(feature).is_depth:
         _log.warning("%s is a depth map, which is not read; batches will lack it", where)
         return False
     return True
-
-
-def is_depth(feature: dict[str, Any]) -> bool:
-    """Whether a video feature holds distances, which mean something to the bit, and no frames."""
-    said: dict[str, Any] = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
-    deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bit may be a camera's frame
-    return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))
 
 
 def _template(value: Any, name: str, store: Store) -> str:
@@ -280,7 +273,7 @@ def _template(value: Any, name: str, store: Store) -> str:
                 raise ValueError(f"it has the field {{{key}:{form}}}"[:80])
     except ValueError as error:
         raise DatasetError(
-            f"{store.where(INFO)}: {name} is no path template: {error}; allowed are {{video_key}}, {{chunk_index:03d}} and "
+            f"{store.where(INFO)}: {name} is not a path template: {error}; allowed are {{video_key}}, {{chunk_index:03d}} and "
             "{file_index:03d}"
         ) from error
     return value
@@ -297,7 +290,7 @@ def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArra
         for name in wanted:
             column = table[name]
             if column.null_count or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-                raise DatasetError(f"{store.where(path)}: column {name} is to hold a number for each episode")
+                raise DatasetError(f"{store.where(path)}: column {name} must hold a number for each episode")
             columns[name] = column.to_numpy()
             if not name.endswith("timestamp"):
                 columns[name] = columns[name].astype(np.int64)

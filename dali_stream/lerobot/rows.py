@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.mp4.timing import not_rising
 from dali_stream.storage import Store
@@ -70,7 +71,7 @@ class RowReader:
         self._dataset, self._store = dataset, store or dataset.data_store
         self._at_once, self._reading, self._warned = at_once, 0, False
         self._room = threading.Condition()
-        self.features = {k: f for k, f in dataset.features.items() if f["dtype"] != "video" and (keys is None or k in keys)}
+        self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
@@ -79,7 +80,7 @@ class RowReader:
     def read(self, episode: int) -> Found:
         """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
 
-        Who asks for the same row groups while anyone holds them gets the same arrays, so they are not to be changed.
+        Row groups that are still referenced are returned again without reading, so do not modify the arrays.
 
         Raises:
             DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
@@ -165,7 +166,7 @@ class RowReader:
         first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
         size = store.size(path)
         with store.open(path, size) as file:
-            # pyarrow reads 64 KiB from the end, where an image may lie that nobody asked for.
+            # pyarrow reads 64 KiB from the end, where an image may lie that is not needed.
             parquet = pq.ParquetFile(_footer_alone(file, size) if self._dataset.skips_images else file)
             return _Footer(parquet, list(self.features), first_row, promised, store.where(path), size)
 
@@ -216,7 +217,7 @@ def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:
 
 
 def _parquet(file: Ranges, footer: _Footer) -> pq.ParquetFile:
-    """A Parquet file whose neighbouring columns are read together, and whose checksums are held against it if it has any."""
+    """A Parquet file whose neighbouring columns are read together, and whose checksums are verified if it has any."""
     return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True)
 
 
@@ -272,21 +273,20 @@ def _range(parquet: pq.ParquetFile, group: int) -> tuple[int, int]:
     return (int(values.min()), int(values.max())) if len(values) else (0, -1)
 
 
-def to_numpy(column: pa.ChunkedArray, feature: dict[str, Any], where: str) -> npt.NDArray[Any]:
+def to_numpy(column: pa.ChunkedArray, feature: Feature, where: str) -> npt.NDArray[Any]:
     """A column as (L, *shape), or (L,) where the shape is (1,). Images and strings as (L,) objects, bytes and str.
 
     Raises:
         DatasetError: a value is missing, or is of another shape or dtype than the feature.
     """
     array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    if feature["dtype"] == "image":
+    if feature.is_image:
         array = pc.struct_field(array, "bytes") if pa.types.is_struct(array.type) else array
     if array.null_count:
         raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing")
-    if feature["dtype"] in ("image", "string"):
-        return _objects(array, bytes if feature["dtype"] == "image" else str, where)
-    shape = () if tuple(feature["shape"]) == (1,) else tuple(feature["shape"])
-    for size in shape:
+    if feature.is_image or feature.is_text:
+        return _objects(array, bytes if feature.is_image else str, where)
+    for size in feature.row_shape:
         if not (pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type) or pa.types.is_large_list(array.type)):
             raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
         if pc.any(pc.not_equal(pc.list_value_length(array), size)).as_py():
@@ -294,13 +294,11 @@ def to_numpy(column: pa.ChunkedArray, feature: dict[str, Any], where: str) -> np
         array = array.flatten()
         if array.null_count:
             raise DatasetError(f"{where}: {array.null_count} numbers are missing")
-    kind = feature["dtype"]
-    numeric = pa.types.is_boolean(array.type) if kind == "bool" else _is_number(array.type)
+    numeric = pa.types.is_boolean(array.type) if feature.numpy is np.bool_ else _is_number(array.type)
     if not numeric:
-        raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says {kind} of shape {feature['shape']}")
-    target = np.bool_ if kind == "bool" else np.float32 if kind.startswith("float") else np.int64
-    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False).astype(target, copy=False)
-    return values.reshape(len(column), *shape)
+        raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says {feature.dtype} of shape {feature['shape']}")
+    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False).astype(feature.numpy, copy=False)
+    return values.reshape(len(column), *feature.row_shape)
 
 
 def _is_number(kind: pa.DataType) -> bool:

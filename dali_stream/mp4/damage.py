@@ -250,7 +250,7 @@ def _mpeg4(data: bytes, start: int, end: int, key: bool) -> str:
         if data[at + 2] == 0 and data[at:end] not in _TRAILING:
             return "it has 24 zero bits in a row, which no encoder writes"
         if data[at + 2] == 1 and at + 3 < end and not (data[at + 3] < 0x30 or 0xB0 <= data[at + 3] <= 0xC5):
-            return f"it has the start code {data[at + 3]:02x}, which there is not"
+            return f"invalid MPEG-4 start code {data[at + 3]:02x}"
     return ""
 
 

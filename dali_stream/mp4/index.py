@@ -1,6 +1,6 @@
 """The sample table of an MP4's video track (ISO/IEC 14496-12, section 8): where each frame's bytes lie, when it is shown.
 
-Files come from anywhere, so every count is held against the bytes that are there before memory is taken for it.
+Files may be damaged or hostile, so each count is checked against the bytes of the file before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _sizes(boxes: dict[bytes, bytes]) -> Int64:
     if stsz is None:
         raise DecodeError("its video track has no sample sizes (stsz)")
     fixed, n = struct.unpack_from(">II", stsz, 4)
-    # A table of n sizes has 4 n bytes. One size for all takes none, so its n is held against what encoded video can be:
+    # A table of n sizes has 4 n bytes. One size for all takes none, so its n is limited by what encoded video can be:
     # frames of equal size are rare, and a table that claims millions of them is broken.
     if n > (len(stsz) - 12) // 4 and not (fixed and n <= 65536):
         raise DecodeError(f"its sample table claims {n} samples and holds the sizes of {(len(stsz) - 12) // 4}")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 def philox(purpose: str, *key: int) -> np.random.Philox:
-    """A generator of its own for each purpose and key. Of it `random_raw` is guaranteed to stay what it is, by NumPy."""
+    """A separate generator for each purpose and key. NumPy guarantees that `random_raw` does not change."""
     digest = hashlib.blake2b(repr((purpose, *map(int, key))).encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(digest, "little"))
 

@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+Int64 = npt.NDArray[np.int64]
 TOLERANCE_S = 1e-4  # how far a delta may lie from a multiple of 1/fps: LeRobot's `tolerance_s`
 
 
-def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[str]) -> dict[str, npt.NDArray[np.int64]]:
+@dataclass(frozen=True)
+class Windows:
+    """Which frames a sample shows of each key.
+
+    Attributes:
+        offsets: (T,) frame offsets of each key with a window, as `offsets` gives them. Other keys show the current frame.
+    """
+
+    offsets: Mapping[str, Int64]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.offsets
+
+    def of(self, key: str) -> Int64:
+        """(T,) frame offsets of a key; [0] without a window."""
+        return self.offsets.get(key, np.zeros(1, np.int64))
+
+    def steps(self, key: str) -> int:
+        """Frames of a key's window."""
+        return len(self.of(key))
+
+
+def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[str]) -> dict[str, Int64]:
     """Frame offsets per key: round(delta * fps).
 
     Args:
@@ -26,7 +50,7 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
     found = {}
     for key, values in deltas.items():
         if key not in keys:
-            raise ValueError(f"delta_timestamps has {key!r}, which this dataset has not; its keys are {', '.join(keys)}")
+            raise ValueError(f"Unknown key {key!r} in delta_timestamps. Available: {', '.join(keys)}")
         try:
             seconds = np.asarray(values, np.float64)
         except (TypeError, ValueError):

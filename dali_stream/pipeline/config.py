@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.order import Order, Shuffle
 from dali_stream.order.batches import Batches
+from dali_stream.order.windows import Windows
 from dali_stream.schedule.budget import Sizes
 
 SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
@@ -26,7 +26,7 @@ class Config:
 
     dataset: DatasetFiles
     batches: Batches
-    windows: dict[str, npt.NDArray[np.int64]]
+    windows: Windows
     shuffle: Shuffle
     seed: int
     consumers: int
@@ -55,17 +55,9 @@ class Config:
         """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
         return self.gpu is None and not self.augments
 
-    def steps(self, camera: str) -> int:
-        """Frames of a camera's window."""
-        return len(self.windows.get(camera, (0,)))
-
     def squeezed(self, camera: str) -> bool:
         """Whether a sample has one frame without a time axis. LeRobot drops the axis of one step for videos only."""
-        return self.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
-
-    def window(self, camera: str) -> npt.NDArray[np.int64]:
-        """(T,) frame offsets of a camera."""
-        return self.windows.get(camera, np.zeros(1, np.int64))
+        return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
 
     def sizes(self, on_cpu: Sequence[str]) -> Sizes:
         """What batches need of memory_budget. Reads the indices of the first video files."""
@@ -81,7 +73,7 @@ class Config:
             least_row_bytes=dataset.row_bytes_without_objects,
             files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows])) for camera in dataset.videos},
             indices=indices,
-            windows={camera: self.window(camera) for camera in dataset.videos},
+            windows={camera: self.windows.of(camera) for camera in dataset.videos},
             fetched=dataset.data_store.remote,
             frame_bytes=sum(math.prod(self.frame_size(camera)) * 3 for camera in on_cpu),
         )
@@ -99,5 +91,5 @@ class Config:
     def columns(self) -> list[str]:
         """Keys that go through DALI as plain arrays."""
         features = self.dataset.features.items()
-        keys = [key for key, f in features if f["dtype"] not in ("video", "image", "string")]
-        return keys + [f"{key}_is_pad" for key in self.windows] + [SAMPLE] * self.augments
+        keys = [key for key, f in features if not (f.is_camera or f.is_text)]
+        return keys + [f"{key}_is_pad" for key in self.windows.offsets] + [SAMPLE] * self.augments

@@ -1,4 +1,4 @@
-"""The DALI pipeline: what the stage brings goes in, is decoded, resized and normalised, and goes through the user's function.
+"""The DALI graph: decodes and resizes what the producer delivers, and applies the user's function.
 
 The same graph serves a CPU and a GPU; `mixed` decoding on NVDEC is the `cpu` decoding of VP9 with another device.
 """
@@ -102,7 +102,7 @@ def _place(node: DataNode) -> tuple[int, int]:
 
 
 def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> dict[str, DataNode]:
-    """The stage's arrays as nodes, with encoded cameras decoded; all on the pipeline's device, but what goes past DALI."""
+    """The producer's arrays as nodes on the pipeline's device, encoded cameras decoded; without what bypasses DALI."""
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
     for camera in config.dataset.cameras:
@@ -128,7 +128,7 @@ def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> 
             # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
             nodes[key] = parts[0] if key == SAMPLE and config.augments else placed(parts[0])
     # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Frames are much,
-    # so they stay where they are, and an operator copies them, in threads of its own, where no other makes new ones of them.
+    # so they stay where they are, and an operator copies them in DALI's threads, unless another one reads them anyway.
     for camera, node in _source(producer.frames, decoded, no_copy=True) if decoded else ():
         made_anew = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if made_anew else fn.copy(node))
@@ -148,9 +148,7 @@ def _column(config: Config, key: str) -> tuple[Any, int, str]:
     if key not in config.dataset.features:
         return types.BOOL, 1, ""  # a pad mask
     feature = config.dataset.features[key]
-    kind = np.float32 if feature["dtype"].startswith("float") else np.bool_ if feature["dtype"] == "bool" else np.int64
-    ndim = 0 if tuple(feature["shape"]) == (1,) else len(feature["shape"])
-    return _TYPES[np.dtype(kind)], ndim + (key in config.windows), ""
+    return _TYPES[np.dtype(feature.numpy)], len(feature.row_shape) + (key in config.windows), ""
 
 
 def _decoded(parts: list[DataNode], gpu: int | None) -> DataNode:

@@ -55,7 +55,7 @@ LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some secon
 
 @dataclass
 class Batch:
-    """One rank's share of a global batch, under way."""
+    """One rank's share of a global batch, in progress."""
 
     columns: dict[str, Array]
     strings: dict[str, list[str]]
@@ -85,10 +85,10 @@ class BatchProducer:
             dataset.lengths,
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
-            {key: config.window(key) for key in on_cpu},
+            {key: config.windows.of(key) for key in on_cpu},
             self._limits(depth, sizes),
             self._storage(sizes),
-            {key: config.window(key) for key in self._on_dali},
+            {key: config.windows.of(key) for key in self._on_dali},
         )
         for (key, file), index_bytes in config.indices.held().items():
             self._schedule.reads.there(key, file, index_bytes)
@@ -105,7 +105,7 @@ class BatchProducer:
         self._room = threading.Semaphore(depth)
         self._stopping = False
         self._pid = os.getpid()
-        self.delivered: deque[dict[str, Any]] = deque()  # what goes past DALI, of the batches that DALI has taken
+        self.delivered: deque[dict[str, Any]] = deque()  # what bypasses DALI, of the batches that DALI has taken
         self._pool = Workers("dali_stream decode", config.threads)
         self._copiers = Workers("dali_stream copy", min(config.threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
@@ -126,7 +126,7 @@ class BatchProducer:
         them and, for a window, order of its steps.
 
         Raises:
-            DaliStreamError: whatever kept the batch from being made. The stage is of no use then.
+            DaliStreamError: the batch could not be made. The producer cannot be used afterwards.
         """
         batch, frames = self._turn(0)
         arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
@@ -138,7 +138,7 @@ class BatchProducer:
     def frames(self) -> tuple[Array, ...]:
         """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, 3) or (B, T, H, W, 3) uint8.
 
-        They are overwritten some time after nobody refers to them any more. Errors as in `source`.
+        Their memory is used again when nothing refers to it. Errors as in `source`.
         """
         _, frames = self._turn(1)
         return tuple(self._shown(key, frames[key]) for key in self._config.dataset.cameras if key not in self._on_dali)
@@ -148,7 +148,7 @@ class BatchProducer:
         return frames[:, 0] if self._config.squeezed(key) else frames
 
     def _turn(self, which: int) -> tuple[Batch, dict[str, Any]]:
-        """The batch whose turn it is for one of the two sources; DALI asks for one, the other or both, as the graph is."""
+        """The current batch of one of the two sources. Depending on the graph, DALI asks one of them or both."""
         self._given[which] += 1
         if self._given[which] > self._taken:
             self._current = self._take()
@@ -210,7 +210,7 @@ class BatchProducer:
         self._pool.stop()
         self._copiers.stop()
         self._room.release()
-        # A loader that nobody holds is closed by the garbage collector, which may run in a thread of its own.
+        # A loader without references is closed by the garbage collector, which may run in one of these threads.
         own = threading.current_thread().name.startswith("dali_stream ")
         if own:
             threading.Thread(target=self._join, name="dali_stream close", daemon=True).start()
@@ -227,10 +227,12 @@ class BatchProducer:
         self._put(closed())  # for a thread that waits in `source`
 
     def _depth(self) -> int:
-        """Batches under way: as asked for, else enough for all threads to have work while the oldest batch is waited for."""
+        """Batches in progress: `prefetch`, or enough that all threads have work while the oldest batch is waited for."""
         if self._config.prefetch is not None:
             return self._config.prefetch
-        frames = self._config.batches.batch_size * sum(self._config.steps(camera) for camera in self._config.dataset.cameras)
+        frames = self._config.batches.batch_size * sum(
+            self._config.windows.steps(camera) for camera in self._config.dataset.cameras
+        )
         return int(np.clip(-(-2 * self._config.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
 
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
@@ -259,7 +261,7 @@ class BatchProducer:
                 reads, drop = self._schedule.request()
                 self._memory.drop(drop)
                 self._memory.begin(reads)
-                wait(self._first)  # of the first batch: it has storage for itself
+                wait(self._first)  # of the first batch, whose reads run alone
                 self._first = []
                 self._room.acquire()
                 if self._stopping:
@@ -305,7 +307,7 @@ class BatchProducer:
         batch, stores = step.samples, self._read(step)
         columns: dict[str, Array] = {}
         shown, pads = {}, {}
-        for key, offset in config.windows.items():
+        for key, offset in config.windows.offsets.items():
             shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
         for key in dataset.features:
             if key not in dataset.cameras:
@@ -369,7 +371,7 @@ class BatchProducer:
     def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:
         """Text goes past DALI: string features, and the name of the current frame's task."""
         dataset = self._config.dataset
-        texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f["dtype"] == "string"}
+        texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f.is_text}
         for key, index, names in (("task", "task_index", dataset.tasks), ("subtask", "subtask_index", dataset.subtasks)):
             if index in columns and (names or key == "task"):
                 numbers = self._memory.gather(index, episode, frame).tolist()
@@ -397,7 +399,7 @@ class BatchProducer:
             failed |= work.failed
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
-        self._counters.frames += rows * sum(map(self._config.steps, frames))
+        self._counters.frames += rows * sum(map(self._config.windows.steps, frames))
         if failed:
             good = [row for row in range(rows) if row not in failed]
             if not self._config.substitute or not good:

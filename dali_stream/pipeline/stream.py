@@ -17,12 +17,12 @@ from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.producer import BatchProducer, closed
 
 Batch = dict[str, Any]
-_TRIED = 8  # clips at a time, when the one that a decoder failed at is looked for: memory is taken by the broken pipeline
+_TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """In a forked process: DALI crashes where a pipeline of the parent is freed, at exit too, so it is kept for good."""
+    """In a forked process: DALI crashes where a pipeline of the parent is freed, at exit too, so it is never freed."""
     for stream in list(_streams):
         stream._finalizer.detach()
         for pipeline in () if stream._iterator is None else stream._iterator._pipes:

@@ -22,7 +22,7 @@ _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
 class Shares(NamedTuple):
-    """How `memory_budget` is divided. The frames of the batches under way come on top.
+    """How `memory_budget` is divided. The frames of batches in progress come on top.
 
     Attributes:
         encoded: bytes for rows, indices and, of remote data, encoded video.

@@ -131,7 +131,7 @@ class ByteCache:
         return True
 
     def drop_blocks(self, camera: str, blocks: Int64) -> None:
-        """Lets blocks go that nobody needs any more."""
+        """Evicts blocks that no batch needs any more."""
         self.taken -= int(self._blocks[camera].sizes(blocks).sum())
         self._drop(camera, self._blocks[camera], blocks, 0)
 

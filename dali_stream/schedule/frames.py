@@ -93,7 +93,7 @@ class FrameCache:
         return self.cached >= self._kept - self._kept // _SLACK - 1
 
     def clear(self) -> None:
-        """Lets all frames go; the cache is of no use afterwards."""
+        """Evicts all frames. The cache cannot be used afterwards."""
         self._table.release(self._row[self._row != NONE])
 
     def learn(self, episode: int, packet: npt.NDArray[np.integer], keyframe: npt.NDArray[np.integer]) -> None:

@@ -4,7 +4,7 @@ request   which rows and indices to begin to read
 due       which of them have to be there before the next batch is planned
 step      which blocks a batch needs, and which ranges to fetch for it and for batches ahead of it
 
-The first batch has storage for itself. From batch to batch more is read ahead, up to a limit, the soonest need first.
+Reads for the first batch run alone. After that, reads for later batches begin ahead, up to a limit, the earliest need first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dali_stream.schedule.uses import NEVER, Uses
 
 Int64 = npt.NDArray[np.int64]
 _GROWTH = 2  # batches that are read ahead more, for each that has been planned
-RANGE = 4 << 20  # bytes of a request at most: large for the server, small for who waits behind it
+RANGE = 4 << 20  # bytes of a request at most: large for the server, small for requests that wait behind it
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ReadStep:
         needed: per camera whose video is fetched, (episode, number) of the blocks that the batch decodes.
         needed_bytes: of those that no other batch of the epoch has needed.
         fetch: ranges to fetch, those of the soonest need first.
-        drop: what goes.
+        drop: what to evict.
     """
 
     needed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class ReadSchedule:
     # ---- rows and indices
 
     def request(self) -> tuple[list[Read], Drop]:
-        """What to begin to read before the next batch is planned, and what goes for that.
+        """What to begin to read before the next batch is planned, and what to evict for it.
 
         Raises:
             MemoryBudgetError: the next batch alone is too much.

@@ -147,7 +147,7 @@ class Schedule:
         return found
 
     def request(self) -> tuple[list[Read], Drop]:
-        """Rows and indices to begin to read before the next batch is planned, and what goes for that."""
+        """Rows and indices to begin to read before the next batch is planned, and what to evict for them."""
         while len(self.ahead) <= self.reads.horizon:
             self.read()
         return self.reads.request()
@@ -191,7 +191,7 @@ class Schedule:
         """Plans the next batch.
 
         Raises:
-            MemoryBudgetError: there is no room for what it reads.
+            MemoryBudgetError: memory_budget is too small for what it reads.
         """
         for _ in range(_AT_ONCE):
             if len(self.ahead) <= self._read_ahead:

@@ -141,8 +141,7 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
         data_files=len(data_files),
         tasks=dict(sorted(dataset.tasks.items())),
         features={
-            key: FeatureReport(feature["dtype"], tuple(feature["shape"]), feature.get("names"))
-            for key, feature in dataset.features.items()
+            key: FeatureReport(feature.dtype, feature.shape, feature.get("names")) for key, feature in dataset.features.items()
         },
         cameras=cameras,
         bytes={

@@ -59,17 +59,17 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
     Returns:
         By rising budget; empty where the CPU decodes no video.
     """
-    plan = loader._plan
-    cameras = [key for key in plan.dataset.videos if loader.routes[key].decoder == "torchcodec"]
+    config = loader._config
+    cameras = [key for key in config.dataset.videos if loader.routes[key].decoder == "torchcodec"]
     if not cameras:
         return []
-    tables = {key: plan.indices.of(key, 0, plan.dataset.data_store) for key in cameras}
+    tables = {key: config.indices.of(key, 0, config.dataset.data_store) for key in cameras}
     seconds = float(np.mean([_seconds_per_frame(loader, key, table) for key, table in tables.items()]))
     found: list[Forecast] = []
     for budget in sorted(budgets):
-        shares = divide(budget, plan.sizes(cameras))
+        shares = divide(budget, config.sizes(cameras))
         first, later = _decodes(loader, tables[cameras[0]], cameras[0], shares.frames)
-        rate = plan.threads / (seconds * later) if later else None
+        rate = config.threads / (seconds * later) if later else None
         found.append(Forecast(budget, shares.frames, later, first, rate))
         if not later:
             break
@@ -78,21 +78,21 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
 
 def _decodes(loader: Loader, table: VideoIndex, camera: str, kept: int) -> tuple[float, float]:
     """Frames decoded per delivered frame, in the first epoch and later."""
-    plan = loader._plan
+    config = loader._config
     gop = max(int(np.median(np.diff(np.append(table.sync, len(table))))), 1)
-    offsets = plan.windows.get(camera, np.zeros(1, np.int64))
-    frames = plan.dataset.num_frames
-    batches = plan.batches.count(0)
-    fill = 0 if kept >= frames else kept // (plan.batches.batch_size * min(gop, 8)) + 1
+    offsets = config.windows.of(camera)
+    frames = config.dataset.num_frames
+    batches = config.batches.count(0)
+    fill = 0 if kept >= frames else kept // (config.batches.batch_size * min(gop, 8)) + 1
     count = batches if kept >= frames else min(fill + _BATCHES, 4 * batches)
-    read = samples(plan.order, plan.batches, plan.rank, 0, 0)
+    read = samples(config.order, config.batches, config.rank, 0, 0)
     limits = Limits(kept, 2, horizon(kept, frames))
-    schedule = Schedule(plan.dataset.lengths, read, plan.batches.largest, {camera: offsets}, limits)
+    schedule = Schedule(config.dataset.lengths, read, config.batches.largest, {camera: offsets}, limits)
     decoded = shown = 0
     for number in range(count):
         schedule.next()
         for episode in schedule.unknown(camera):
-            frame = np.arange(plan.dataset.lengths[episode])
+            frame = np.arange(config.dataset.lengths[episode])
             schedule.learn(camera, episode, frame, frame // gop * gop)
         step = schedule.step()[camera]
         if number >= min(fill, count // 2):
@@ -102,7 +102,7 @@ def _decodes(loader: Loader, table: VideoIndex, camera: str, kept: int) -> tuple
 
 def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
     """Seconds that one thread takes to decode and resize a frame of the camera's first file."""
-    plan = loader._plan
+    config = loader._config
     packets = list(range(min(_TIMED, len(table))))
     video = describe(table.configs[table.config[0]])
     taken: list[float] = []
@@ -110,8 +110,8 @@ def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
         started = time.perf_counter()
         frames: npt.NDArray[np.uint8]
         for _, frames, _ in decode.decode_in_parts(
-            plan.dataset.data_store, list(itertools.repeat(table, len(packets))), packets, video, len(packets)
+            config.dataset.data_store, list(itertools.repeat(table, len(packets))), packets, video, len(packets)
         ):
-            resize(frames, plan.frame_size(camera))
+            resize(frames, config.frame_size(camera))
         taken.append(time.perf_counter() - started)
     return min(taken) / len(packets)

@@ -13,6 +13,7 @@ from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
+from dali_stream.lerobot.features import Feature
 from dali_stream.process import cores
 from dali_stream.storage import LocalStore
 from dali_stream.tools.output.checks import check_apart, check_outside, check_whole, identity
@@ -202,7 +203,7 @@ class Job:
                 int(self.table.index[place]): (self.table.interval(camera, place), self.timestamps[place])
                 for place in self.table.video[camera].rows(number).tolist()
             }
-            file = VideoFile(path, camera, episodes, metadata.is_depth(self.info["features"][camera]))
+            file = VideoFile(path, camera, episodes, Feature(self.info["features"][camera]).is_depth)
             writer = Writer(self.program, self.encoder, self.gop, self.dataset.fps, self.store, self.folder)
             note = writer.write(file, share)
         share.finish()

@@ -9,6 +9,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.lerobot import metadata
+from dali_stream.lerobot.features import ENCODING
 from dali_stream.tools.output.copy import copy, copy_small_files, episode_files
 from dali_stream.tools.output.folder import Folder
 from dali_stream.tools.transcode.encoders import Encoder
@@ -36,7 +37,7 @@ def renewed(info: dict[str, Any], cameras: Iterable[str], encoder: Encoder, gop:
     info = copies.deepcopy(info)
     new: dict[str, Any] = {"video.g": gop, "video.crf": encoder.quality, "video.preset": encoder.preset or None}
     for camera in cameras:
-        for place in metadata.ENCODING:
+        for place in ENCODING:
             said = info["features"][camera].get(place)
             if isinstance(said, dict):
                 for key in _UNTRUE:
