@@ -16,7 +16,6 @@ _P = ParamSpec("_P")
 def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
     """An `__init__` that says which keyword arguments there are when it is given another one."""
     allowed = [name for name in inspect.signature(init).parameters if name != "self"]
-    owner = init.__qualname__.split(".")[0]
 
     @functools.wraps(init)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -24,7 +23,7 @@ def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
             if name not in allowed:
                 near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.8)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise TypeError(f"{owner} has no argument {name!r}.{hint} Its arguments: {', '.join(allowed)}")
+                raise TypeError(f"{type(args[0]).__name__} has no argument {name!r}.{hint} Its arguments: {', '.join(allowed)}")
         init(*args, **kwargs)
 
     return checked

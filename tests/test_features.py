@@ -97,7 +97,7 @@ def test_a_dataset_without_cameras_streams(odd: Path) -> None:
 
 
 def test_text_has_no_window(odd: Path) -> None:
-    with pytest.raises(ValueError, match="delta_timestamps has 'note'"):
+    with pytest.raises(ValueError, match="Unknown key 'note' in delta_timestamps"):
         Loader(odd, batch_size=4, delta_timestamps={"note": [0.0]})
 
 
