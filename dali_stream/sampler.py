@@ -155,12 +155,12 @@ class FrameSampler(Sampler[int]):
             )
         self._now = _Passage(epoch)
 
-    def state_dict(self, *, step: int, batch_size: int) -> dict[str, Any]:
+    def state_dict(self, *, step: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
         """Where the run is: a small JSON-serialisable dict, the same on each rank.
 
-        What has been delivered must be told, since a DataLoader takes indices ahead of the batches that it delivers.
-        torchdata's StatefulDataLoader asks without arguments, so give it `batch_sampler=torch.utils.data.BatchSampler(...)`
-        over this sampler: then it counts by itself, for one world size and one epoch.
+        With PyTorch's DataLoader, pass both arguments: its workers take indices ahead of the batches that it delivers. Without
+        arguments, the state is behind the last index that was yielded. torchdata's StatefulDataLoader calls it so, for each
+        batch when it takes its indices, and returns the state of the batch that it delivered.
 
         Args:
             step: batches that this loop over the DataLoader has delivered, as `enumerate(loader, 1)` counts them: 0 before the
@@ -168,8 +168,15 @@ class FrameSampler(Sampler[int]):
             batch_size: of the DataLoader, per rank.
 
         Raises:
-            ValueError: this iteration has not yielded that many.
+            ValueError: this iteration has not yielded that many, or only one of the two is given.
         """
+        if step is None and batch_size is None:
+            return self._state(self._now.given)
+        if step is None or batch_size is None:
+            raise ValueError(
+                f"step is {step} and batch_size is {batch_size}; pass both, with a DataLoader, or neither, with torchdata's "
+                "StatefulDataLoader"
+            )
         step, batch_size, now = _from_zero("step", step), positive("batch_size", batch_size), self._now
         share = self._share(now.start)
         delivered = min(step * batch_size, share)
@@ -179,10 +186,14 @@ class FrameSampler(Sampler[int]):
                 f"out in its iteration of epoch {now.epoch}; step counts the batches that the present loop over the DataLoader "
                 "has delivered to this rank, from 0 in each loop, also in the first one after a resume"
             )
+        return self._state(delivered)
+
+    def _state(self, delivered: int) -> dict[str, Any]:
+        """The state after so many indices of this rank in the present iteration."""
         return {
             "version": _STATE_VERSION,
-            "epoch": now.epoch,
-            "position": now.start + delivered * self._world,
+            "epoch": self._now.epoch,
+            "position": self._now.start + delivered * self._world,
             "episode_lengths": self._fingerprint,
             "order": self._order_state(),
         }
@@ -216,7 +227,7 @@ class FrameSampler(Sampler[int]):
             self._warn_if_uneven()
 
     def resume(self, *, epoch: int, step: int, batch_size: int, world_size: int) -> None:
-        """Goes on where a checkpoint that holds only these numbers was taken; see `load_state_dict`, which also checks.
+        """Resumes where a checkpoint that holds only these numbers was taken; see `load_state_dict`, which also checks.
 
         Args:
             epoch, step: the epoch, from 0, and batches delivered to each rank since its beginning.

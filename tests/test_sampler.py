@@ -502,3 +502,41 @@ def test_a_dataset_or_a_loader_in_a_dataloader_is_an_error_with_advice(
     assert len(dataset) == dataset.num_frames
     with pytest.raises(TypeError, match="has no items"):
         list(dataset)
+
+
+# ------------------------------------------------------------------------------------------- torchdata's StatefulDataLoader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [0, 3, 12])
+def test_a_stateful_data_loader_resumes_after_what_it_delivered(done: int, workers: int) -> None:
+    """Its workers take indices ahead; its state is that of the batch it delivered, also on other ranks."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader(sampler: FrameSampler) -> Any:
+        return stateful.StatefulDataLoader(Frames(), batch_size=4, sampler=sampler, num_workers=workers)
+
+    expected = epoch_order()
+    running = loader(make())
+    batches = iter(running)
+    first = [i for batch in islice(batches, done) for i in batch.tolist()]
+    state = json.loads(json.dumps(running.state_dict()))
+    assert first == expected[: 4 * done]
+    resumed = loader(make())
+    resumed.load_state_dict(state)
+    assert [i for batch in resumed for i in batch.tolist()] == expected[4 * done :]
+    assert [i for batch in resumed for i in batch.tolist()] == epoch_order(1)
+
+
+def test_state_without_arguments_is_behind_the_last_index() -> None:
+    sampler = make()
+    first = list(islice(iter(sampler), 7))
+    resumed = make()
+    resumed.load_state_dict(sampler.state_dict())
+    assert first + list(resumed) == epoch_order()
+
+
+@pytest.mark.parametrize("given", [{"step": 1}, {"batch_size": 4}])
+def test_a_state_takes_both_arguments_or_none(given: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="pass both, with a DataLoader, or neither"):
+        make().state_dict(**given)
