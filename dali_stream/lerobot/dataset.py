@@ -78,8 +78,6 @@ class DatasetFiles:
                 raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which v3.0 always has")
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
-        if self.videos and info.video_path is None:
-            raise DatasetError(f"{self.store.where(metadata.INFO)}: has video features, and video_path is null")
         self.table = metadata.read_episodes(self.store, info, self.videos)
         self.rows = _selected_rows(self.table.index, episodes)
         self.episodes, self.lengths = self.table.index[self.rows], self.table.length[self.rows]

@@ -129,7 +129,9 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     names = [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
     if not names:
         raise DatasetError(f"{store.where('meta/episodes')}: no Parquet file in there, so there are no episodes")
-    cameras = list(cameras)
+    cameras, video_path = list(cameras), info.video_path or ""
+    if cameras and not video_path:
+        raise DatasetError(f"{store.where(INFO)}: has video features, and video_path is null")
     fields = ["chunk_index", "file_index", "from_timestamp", "to_timestamp"]
     wanted = ["episode_index", "length", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index"]
     wanted += [f"videos/{camera}/{name}" for camera in cameras for name in fields]
@@ -140,9 +142,8 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     _check_episodes(table, store, info)
     video = {}
     for camera in cameras:
-        assert info.video_path is not None  # read_info's caller has made sure where there is a video feature
         columns = table[f"videos/{camera}/chunk_index"], table[f"videos/{camera}/file_index"]
-        video[camera] = _files(info.video_path, *columns, video_key=camera)
+        video[camera] = _files(video_path, *columns, video_key=camera)
     return Episodes(
         index=table["episode_index"],
         length=table["length"],

@@ -32,23 +32,22 @@ def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
     }
 
 
-def image_histogram(pictures: np.ndarray) -> Histogram:
+def image_histogram(frames: np.ndarray) -> Histogram:
     """How often each value occurs per channel, int64 (3, 256), in a sample of frames (N, H, W, 3); and its size.
 
     At most 100 frames, evenly spaced. Of sides of 300 pixels and more, LeRobot takes every n-th row and column, so that about
     150 of the longer are left; so does this.
     """
-    chosen = np.unique(np.linspace(0, len(pictures) - 1, min(len(pictures), MAX_IMAGES)).round().astype(int))
-    longest = max(pictures.shape[1:3])
+    chosen = np.unique(np.linspace(0, len(frames) - 1, min(len(frames), MAX_IMAGES)).round().astype(int))
+    longest = max(frames.shape[1:3])
     step = 1 if longest < 300 else longest // 150
-    sample = pictures[chosen, ::step, ::step]
+    sample = frames[chosen, ::step, ::step]
     return np.stack([np.bincount(sample[..., channel].ravel(), minlength=256) for channel in range(3)]), len(chosen)
 
 
 def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
     """Statistics of the frames behind some histograms: as `table_stats`, shape (3, 1, 1), values in [0, 1]."""
-    counts = sum(histogram for histogram, _ in histograms)
-    assert isinstance(counts, np.ndarray)
+    counts = np.sum([histogram for histogram, _ in histograms], axis=0)
     values = np.arange(256) / 255
     weights = counts / counts.sum(axis=1, keepdims=True)
     mean = weights @ values
