@@ -262,7 +262,7 @@ class Network:
 
 
 class _Rank:
-    """One rank's planner, as `Stage` runs it."""
+    """One rank's planner, as `BatchProducer` runs it."""
 
     def __init__(self, recording: Recording, training: Training, network: Network, rank: int, world: int) -> None:
         self._recording, self._training, self.network = recording, training, network
@@ -273,6 +273,8 @@ class _Rank:
         offsets = np.round(np.array(measure.windows(training.mode, recording).get(cameras[0], [0.0])) * recording.fps)
         windows = dict.fromkeys(cameras, offsets.astype(np.int64))
         files = np.arange(recording.num_episodes) // recording.in_video
+        frames = training.batch_size * len(cameras) * len(offsets)
+        self.depth = int(np.clip(-(-2 * training.threads * CLIP_FRAMES // frames), 2, 16))
         sizes = Sizes(
             lengths=recording.lengths,
             batch_size=training.batch_size,
@@ -284,10 +286,9 @@ class _Rank:
             windows=windows,
             fetched=True,
             frame_bytes=training.frame_bytes * len(cameras),
+            in_progress=self.depth * frames * training.frame_bytes,
         )
         shares = divide(training.memory_budget, sizes)
-        frames = training.batch_size * len(cameras) * len(offsets)
-        self.depth = int(np.clip(-(-2 * training.threads * CLIP_FRAMES // frames), 2, 16))
         ahead = max(horizon(shares.frames, recording.num_frames), encoded_horizon(shares.encoded, sizes), LOOK_AHEAD)
         key = training.consumers, training.pool
         self.schedule = Schedule(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-REST_MB = 1150
+REST_MB = 800
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 

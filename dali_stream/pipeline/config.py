@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dali_stream.cache.indices import IndexCache
+from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.order import Order, Shuffle
@@ -55,6 +56,14 @@ class Config:
         """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
         return self.gpu is None and not self.augments
 
+    @property
+    def depth(self) -> int:
+        """Batches in progress: `prefetch`, or enough that all threads have work while the oldest batch is waited for."""
+        if self.prefetch is not None:
+            return self.prefetch
+        frames = self.batches.batch_size * sum(map(self.windows.steps, self.dataset.cameras))
+        return int(np.clip(-(-2 * self.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
+
     def squeezed(self, camera: str) -> bool:
         """Whether a sample has one frame without a time axis. LeRobot drops the axis of one step for videos only."""
         return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
@@ -65,6 +74,7 @@ class Config:
         for camera in dataset.videos:
             with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
                 indices[camera] = self.indices.of(camera, 0, dataset.data_store)
+        frame_bytes = {camera: math.prod(self.frame_size(camera)) * 3 for camera in on_cpu}
         return Sizes(
             lengths=dataset.lengths,
             batch_size=self.batches.batch_size,
@@ -75,7 +85,8 @@ class Config:
             indices=indices,
             windows={camera: self.windows.of(camera) for camera in dataset.videos},
             fetched=dataset.data_store.remote,
-            frame_bytes=sum(math.prod(self.frame_size(camera)) * 3 for camera in on_cpu),
+            frame_bytes=sum(frame_bytes.values()),
+            in_progress=self.depth * self.batches.largest * sum(self.windows.steps(c) * n for c, n in frame_bytes.items()),
         )
 
     def _episodes(self) -> int:

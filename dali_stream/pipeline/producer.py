@@ -28,7 +28,7 @@ from dali_stream.cache.rows import SPARE, size_of
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
 from dali_stream.decode.dali import DaliDecoder, Packed
-from dali_stream.decode.decoder import CLIP_FRAMES, Decoder, Work
+from dali_stream.decode.decoder import Decoder, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import Route
 from dali_stream.decode.torchcodec import TorchcodecDecoder
@@ -79,7 +79,7 @@ class BatchProducer:
         self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
         on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
         sizes = config.sizes(on_cpu)
-        self._shares, depth = divide(config.memory_budget, sizes), self._depth()
+        self._shares, depth = divide(config.memory_budget, sizes), config.depth
         self._memory = Memory(dataset, config.indices, self._shares.encoded, counters)
         self._schedule = Schedule(
             dataset.lengths,
@@ -179,7 +179,12 @@ class BatchProducer:
         return batch, frames
 
     def ready(self) -> bool:
-        """Whether `source` would return at once, and without an error."""
+        """Whether `source` would return at once and without an error, so that DALI may run before it is asked for a batch.
+
+        Not where frames are copied past DALI: that would delay the batch before, and take memory for one more.
+        """
+        if self._config.past_dali and len(self._on_dali) < len(self._decoders):
+            return False
         with self._more:
             batch = self._made[0] if self._made else None
         return isinstance(batch, Batch) and all(work.ready() for work in batch.work.values())
@@ -225,15 +230,6 @@ class BatchProducer:
         for decoder in self._decoders.values():  # DALI may hold this producer for a while
             decoder.close()
         self._put(closed())  # for a thread that waits in `source`
-
-    def _depth(self) -> int:
-        """Batches in progress: `prefetch`, or enough that all threads have work while the oldest batch is waited for."""
-        if self._config.prefetch is not None:
-            return self._config.prefetch
-        frames = self._config.batches.batch_size * sum(
-            self._config.windows.steps(camera) for camera in self._config.dataset.cameras
-        )
-        return int(np.clip(-(-2 * self._config.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
 
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
         kept, frames = self._shares.frames, self._config.dataset.num_frames

@@ -22,7 +22,7 @@ _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
 class Shares(NamedTuple):
-    """How `memory_budget` is divided. The frames of batches in progress come on top.
+    """How `memory_budget` is divided. What it leaves beside these is for decoded frames of batches in progress.
 
     Attributes:
         encoded: bytes for rows, indices and, of remote data, encoded video.
@@ -52,6 +52,7 @@ class Sizes:
         windows: per camera with video files, its frame offsets.
         fetched: whether encoded video is held in memory.
         frame_bytes: of one decoded frame of each camera that the CPU decodes.
+        in_progress: bytes of the decoded frames of all batches in progress.
     """
 
     lengths: Int64
@@ -64,6 +65,7 @@ class Sizes:
     windows: Mapping[str, Int64]
     fetched: bool
     frame_bytes: int
+    in_progress: int
 
     @property
     def frames_in_use(self) -> int:
@@ -87,8 +89,9 @@ def divide(budget: int, sizes: Sizes) -> Shares:
         )
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())
-    kept = min((budget - encoded) // sizes.frame_bytes, frames) if sizes.frame_bytes else 0
-    return Shares(budget - kept * sizes.frame_bytes, kept, sizes.frame_bytes, _block(sizes, budget))
+    decoded = min(sizes.in_progress, budget - encoded)
+    kept = min((budget - encoded - decoded) // sizes.frame_bytes, frames) if sizes.frame_bytes else 0
+    return Shares(budget - decoded - kept * sizes.frame_bytes, kept, sizes.frame_bytes, _block(sizes, budget))
 
 
 def horizon(kept: int, frames: int) -> int:
