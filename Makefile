@@ -51,7 +51,7 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 
 # Offline: nothing is fetched, and the pages load nothing from another host. A broken link is an error.
 docs: install ## build the documentation site in site/
-	$(VENV)/bin/mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --clean
 
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones
