@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import typer
 import yaml
 from PIL import Image
+from servers import Server
 
 import dali_stream
 from dali_stream.cli import app, main
@@ -119,25 +119,16 @@ def test_arguments_of_public_classes_exist() -> None:
     assert [(where, m[0]) for where, m in alone if m[1] not in set().union(*classes().values())] == []
 
 
-@pytest.fixture
-def workplace(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: path/to/dataset in it is the demo, and so is memory://dataset."""
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text()])
+def test_python_code_runs(page: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page, one after the other in one namespace. The dataset is the demo, and so is the one in a bucket."""
     (tmp_path / "path/to").mkdir(parents=True)
     (tmp_path / "path/to/dataset").symlink_to(demo)
-    memory = fsspec.filesystem("memory")
-    for file in demo.rglob("*"):
-        if file.is_file():
-            memory.pipe(f"/dataset/{file.relative_to(demo)}", file.read_bytes())
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text()])
-def test_python_code_runs(page: str, workplace: Path) -> None:
-    """The blocks of a page, one after the other in one namespace, on the demo."""
     namespace: dict[str, Any] = {"__name__": "page"}
-    for _, text in code("python", [ROOT / page]):
-        exec(compile(text.replace("s3://bucket/dataset", "memory://dataset"), page, "exec"), namespace)
+    with Server(demo) as server:
+        for _, text in code("python", [ROOT / page]):
+            exec(compile(text.replace("s3://bucket/dataset", server.url), page, "exec"), namespace)
 
 
 def test_every_public_name_has_a_page() -> None:
