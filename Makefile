@@ -15,7 +15,7 @@ SELFTEST_NEEDS := import dali_stream.cli, dali_stream.tools.selftest, torchcodec
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo bench figures test test-slow test-gpu check lint format clean
+.PHONY: help install demo train-demo bench figures docs test test-slow test-gpu check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,13 +38,20 @@ bench: install ## measure data loading on the demo dataset; ends with a table, a
 	RUN=here SOURCES=local=.demo/dataset OUT_DIR=.demo/bench DECODES=auto NUM_BATCHES=60 BATCH_SIZE=32 WARMUP=5 $(ARGS) \
 	    bash benchmarks/slurm/matrix.sh
 
-# The picture is a part of the demo's contact sheet. The chart is drawn from committed reports: after new ones, draw it again.
-figures: install ## draw the README's figures: docs/figures/demo.png, and peers.svg from the reports of benchmarks/peers.py
+# All pictures of the README and the docs. Charts are drawn from committed reports: after new reports, draw them again.
+figures: install ## draw the pictures in docs/ from the demo dataset and from the reports in benchmarks/results
 	test -d .demo/dataset || $(VENV)/bin/dali-stream demo --root .demo/dataset
 	$(VENV)/bin/dali-stream preview .demo/dataset --out docs/figures/demo.png --batch-size 2 \
 	    --window observation.images.top=-1,-0.5,0 --image-size 150x200
 	$(VENV)/bin/python benchmarks/peers_chart.py benchmarks/results/peers_g1_2cores.json \
 	    benchmarks/results/peers_windows_g1_2cores.json --out docs/figures/peers.svg
+	$(VENV)/bin/python benchmarks/diagrams.py path --out docs/figures/path.svg
+	$(VENV)/bin/python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
+	$(VENV)/bin/python benchmarks/mixing.py --report benchmarks/results/mixing.json --figure docs/mixing.svg >/dev/null
+
+# Offline: nothing is fetched, and the pages load nothing from another host. A broken link is an error.
+docs: install ## build the documentation site in site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --clean
 
 # A process per core. Those of one file stay together, since they share what they have written.
 test: install ## run the tests, without the slow ones
@@ -62,7 +69,7 @@ test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so
 	done; \
 	bash docker/install.sh $(VENV) && exec $(VENV)/bin/python -m dali_stream selftest $(ARGS)
 
-check: install lint ## lint, format check, types
+check: install lint docs ## lint, format check, types, documentation site
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy
@@ -78,5 +85,5 @@ format: install ## format the code and fix what ruff can fix
 	$(RUN) ruff format
 
 clean: ## remove the environment, the demo and every cache
-	rm -rf $(VENV) .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,12 @@
-"""What the documents name is there: tests, files, commands, options, arguments. The README's code runs, all other compiles."""
+"""What the documents name is there: tests, files, commands, options, arguments. Every Python block runs."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib
+import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from PIL import Image
+from servers import Server
 
 import dali_stream
 from dali_stream.cli import app, main
@@ -21,7 +25,8 @@ from dali_stream.cli import app, main
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MOST_WORDS = 700  # code and links counted
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *PAGES]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -53,18 +58,10 @@ def functions(path: str) -> set[str]:
 
 
 @functools.cache
-def arguments(path: str, name: str) -> set[str]:
-    """The arguments that a class is made with."""
-    [found] = (n for n in ast.parse((ROOT / path).read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
-    [init] = (n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
-    return {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)} - {"self"}
-
-
 def classes() -> dict[str, set[str]]:
-    return {
-        "Dataset": arguments("dali_stream/lerobot/dataset.py", "Dataset"),
-        "Loader": arguments("dali_stream/loader.py", "Loader"),
-    }
+    """The arguments that the public classes are made with."""
+    names = ("Dataset", "Loader", "FrameSampler", "Order", "Normalizer")
+    return {name: set(inspect.signature(getattr(dali_stream, name)).parameters) for name in names}
 
 
 def test_tests_that_are_named_exist() -> None:
@@ -88,6 +85,16 @@ def test_files_that_are_named_exist() -> None:
     assert [(where, m[0]) for where, m in named if not any((at / m[0]).exists() for at in (ROOT, ROOT / "dali_stream"))] == []
 
 
+def test_programs_have_the_options_that_are_named() -> None:
+    named = in_code(r"(?:^|\s)((?:pipelines|benchmarks)/\w+\.py)((?: (?!#)[^\s#]+|\s*\\\n)*)")
+    assert len(named) > 10
+    shared = (ROOT / "pipelines/training/arguments.py").read_text()
+    for where, m in named:
+        source = (ROOT / m[1]).read_text() + (shared if m[1] == "pipelines/train.py" else "")
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]*", m[2]):
+            assert f'"{option}"' in source, (where, m[0])
+
+
 def test_commands_and_their_options_exist() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group's
     named = in_code(r"dali-stream +([a-z]+)([^\n#]*)")
@@ -98,7 +105,7 @@ def test_commands_and_their_options_exist() -> None:
         assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", m[2])) <= options, (where, m[0])
 
 
-def test_arguments_of_dataset_and_loader_exist() -> None:
+def test_arguments_of_public_classes_exist() -> None:
     calls = 0
     for where, text in code("python"):
         for node in ast.walk(ast.parse(text)):
@@ -112,11 +119,67 @@ def test_arguments_of_dataset_and_loader_exist() -> None:
     assert [(where, m[0]) for where, m in alone if m[1] not in set().union(*classes().values())] == []
 
 
-def test_python_code_compiles() -> None:
-    blocks = list(code("python"))
-    assert blocks
-    for where, text in blocks:
-        compile(text, where, "exec")
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text()])
+def test_python_code_runs(page: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page, one after the other in one namespace. The dataset is the demo, and so is the one in a bucket."""
+    (tmp_path / "path/to").mkdir(parents=True)
+    (tmp_path / "path/to/dataset").symlink_to(demo)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    with Server(demo) as server:
+        for _, text in code("python", [ROOT / page]):
+            exec(compile(text.replace("s3://bucket/dataset", server.url), page, "exec"), namespace)
+
+
+def test_every_public_name_has_a_page() -> None:
+    """Of the API reference, with a complete example."""
+    pages = {path: path.read_text() for path in PAGES if path.parent.name == "api"}
+    assert all("```python" in text for text in pages.values())
+    documented = {name for text in pages.values() for name in re.findall(r"^::: dali_stream\.(\w+)", text, re.MULTILINE)}
+    assert documented == {"Dataset", "Loader", "FrameSampler", "Order", "Normalizer", "augment", "errors"}
+
+
+def test_the_site_has_every_page_once() -> None:
+    def files(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [file for part in (entry if isinstance(entry, list) else entry.values()) for file in files(part)]
+
+    named = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
+
+
+def test_folders_import_what_the_table_allows() -> None:
+    """The table of CONTRIBUTING.md: a folder imports those above it, and small modules at the top level."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \|[^|]*\| ([^|]*)\|", text, re.MULTILINE)
+    listed = text.partition("small modules at the top level:")[2].partition("\n\n")[0]
+    small = set(re.findall(r"`(\w+\.py)`", listed))
+    assert {folder for folder, _ in rows} == {path.parent.name for path in (ROOT / "dali_stream").glob("*/__init__.py")}
+    assert all((ROOT / "dali_stream" / name).is_file() for name in small)
+    for folder, allowed in rows:
+        if "all above" in allowed:
+            continue
+        wrong = imports_of(folder) - set(re.findall(r"`(\w+)`", allowed)) - small - {folder}
+        assert not wrong, f"{folder} imports {wrong}"
+
+
+def imports_of(folder: str) -> set[str]:
+    """What the modules of a folder of the package import of the rest of it: folders, and files at the top level."""
+    package, found = ROOT / "dali_stream", set()
+    for path in (package / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if names == ["dali_stream"] and isinstance(node, ast.ImportFrom):
+                names = [f"dali_stream.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                top, _, rest = name.partition(".")
+                if top == "dali_stream":
+                    part = rest.partition(".")[0]
+                    found.add(part if (package / part).is_dir() else f"{part}.py")
+    return found
 
 
 def test_targets_of_make_exist() -> None:
@@ -201,11 +264,11 @@ def test_the_commands_of_the_readme_run(
         if words[0] == "pip":  # not from here: that there is such an extra has to do
             assert words[:3] == ["pip", "install", "-c"]
             assert (ROOT / words[3]).is_file()
-            assert re.fullmatch(r"\.\[(\w+)\]", words[-1])[1] in extras  # type: ignore[index]
+            assert set(re.fullmatch(r"\.\[([\w,]+)\]", words[-1])[1].split(",")) <= set(extras)  # type: ignore[index]
         elif words[0] == "dali-stream":
             assert main(words[1:]) == 0, capsys.readouterr().err
             ran += 1
-        else:
+        elif words[0] != "python":  # for programs see test_programs_have_the_options_that_are_named
             assert words[:2] == ["apt-get", "install"]
     assert ran >= 2
     assert Image.open("sheet.png").size[0] > 300
@@ -214,7 +277,8 @@ def test_the_commands_of_the_readme_run(
 def test_pictures_of_the_readme_show_on_github() -> None:
     """Files of the repository, by relative paths, with a text for those who cannot see them, and small."""
     pictures = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", README.read_text())
-    assert sorted(target for _, target in pictures) == ["docs/figures/demo.png", "docs/figures/peers.svg"]
+    names = ["docs/figures/demo.png", "docs/figures/path.svg", "docs/figures/peers.svg"]
+    assert sorted(target for _, target in pictures) == names
     assert all(len(text) > 20 for text, _ in pictures)
     assert all((ROOT / target).stat().st_size < 300_000 for _, target in pictures)
     with Image.open(ROOT / "docs/figures/demo.png") as image:
@@ -228,3 +292,12 @@ def test_the_chart_is_that_of_the_committed_reports(monkeypatch: pytest.MonkeyPa
     reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
     assert reports
     assert (ROOT / "docs/figures/peers.svg").read_text() == chart.chart([chart.read(path) for path in reports])
+
+
+def test_the_diagrams_are_what_the_program_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change: `make figures`."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    diagrams = importlib.import_module("diagrams")
+    report = json.loads((ROOT / "benchmarks/results/frame_cache.json").read_text())
+    assert (ROOT / "docs/figures/path.svg").read_text() == diagrams.path()
+    assert (ROOT / "docs/figures/frame_cache.svg").read_text() == diagrams.cache(report)
