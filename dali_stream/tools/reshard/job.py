@@ -13,6 +13,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.rows import RowReader
+from dali_stream.mp4 import muxer
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import Interval
 from dali_stream.storage import LocalStore
@@ -20,7 +21,7 @@ from dali_stream.tools.output.checks import check_outside, check_whole, content_
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.output.work import Progress, Work
-from dali_stream.tools.reshard import mp4, rows, video
+from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.checks import check_columns, check_names, chunks_size
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
 from dali_stream.tools.reshard.report import Reads, Report, side
@@ -200,7 +201,7 @@ class Job:
             return
         note: dict[str, Any] = {}
         with self.folder.writing(file.path, note) as out:
-            out.write(mp4.head(video.track(file, self.table_of)))
+            out.write(muxer.head(video.track(file, self.table_of)))
             marks = []
             for run in file.runs:
                 found: list[bytes] = []

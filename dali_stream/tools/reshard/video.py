@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.muxer import Track
 from dali_stream.storage import Store
 from dali_stream.tools.output.checks import refuse_sound
-from dali_stream.tools.reshard.mp4 import Track
 
 _MOST_CONFIGS = 127  # sample descriptions of a file that are read
 
