@@ -251,7 +251,7 @@ def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, a
     # Nothing is asked of the Hub, and nothing left in the user's cache.
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     command = [side.python, str(PROGRAMS / side.program), str(folder / "spec.json")]
-    peer = Peer(command, folder / "stderr", arguments.answer_s, variables)
+    peer = Peer(command, arguments.answer_s, variables)
     try:
         side.versions = peer.versions
         side.first_batch_rounds.append(peer.ask("seconds", go=1))

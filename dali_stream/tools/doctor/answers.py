@@ -1,15 +1,14 @@
-"""The answers to the doctor's questions (see `asking`), given in a process that may die of them."""
+"""What libraries and the driver report. Each function runs in a process of its own, which it may crash (see `isolated`).
+
+This file is run by its path: the process imports nothing of this package until a function needs it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import dataclasses
-import json
-import os
 import re
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,6 @@ CODECS = {  # by FFmpeg's name of the codec: its decoders that need no hardware
     "vp9": ("vp9", "libvpx-vp9"),
     "mpeg4": ("mpeg4",),
 }
-
-
-def main(questions: str) -> None:
-    """Answers on stdout, a line each. What libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
-    for name, arguments in json.loads(questions):
-        said: dict[str, Any] = {"value": {}, "error": "", "kind": ""}
-        try:
-            said["value"] = _QUESTIONS[name](**arguments)
-        except (Exception, SystemExit) as error:
-            said["error"] = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            said["kind"] = type(error).__name__
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-    answers.flush()
-    os._exit(0)  # libraries that crash when they are unloaded have answered all the same
 
 
 def driver() -> dict[str, Any]:
@@ -163,10 +144,3 @@ def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | 
         frames = decode_clip(packed, VideoFormat(**video))
     np.save(out, frames[0])
     return {"shape": frames[0].shape}
-
-
-_QUESTIONS = {call.__name__: call for call in (driver, nvdec, dali, torch, torchcodec, ffmpeg, decode)}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -7,10 +7,12 @@ import os
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.tools.doctor import dataset, gpu, machine, software
-from dali_stream.tools.doctor.asking import LIMIT_S, Answer, Group, ask
+from dali_stream.tools.doctor import answers, dataset, gpu, machine, software
 from dali_stream.tools.doctor.frames import Decoders
 from dali_stream.tools.doctor.report import Finding, Report
+from dali_stream.tools.isolated import Answer, Call, Calls, call_each
+
+LIMIT_S = 120.0  # per process; a first import of torch from a network file system takes a minute
 
 
 def examine(
@@ -36,11 +38,11 @@ def examine(
         if isinstance(opened, Dataset):
             stack.callback(opened.close)
         groups = [
-            stack.enter_context(Group([(name, {}) for name in names], limit_s))
+            stack.enter_context(Calls([_call(name) for name in names], limit_s))
             for names in (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
         ]
         driver, nvdec, dali, torch, torchcodec = (answer for group in groups for answer in group.answers())
-        ffmpeg = ask([("ffmpeg", {})], limit_s)[0] if torchcodec.error else Answer({})
+        ffmpeg = call_each([_call("ffmpeg")], limit_s)[0] if torchcodec.error else Answer({})
         findings, gpus = gpu.examine(driver, nvdec)
         cuda = tuple(driver.value["cuda"]) if gpus else None
         found, versions = software.examine(software.Asked(dali, torch, torchcodec, ffmpeg, cuda, len(gpus)))
@@ -54,3 +56,7 @@ def examine(
             findings += found
     findings += [opened] if isinstance(opened, Finding) else []
     return Report(tuple(findings), tuple(gpus), versions, facts, seen)
+
+
+def _call(name: str) -> Call:
+    return str(answers.__file__), name, {}

@@ -8,14 +8,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.tools.doctor.asking import ask
+from dali_stream.tools.doctor import answers
+from dali_stream.tools.isolated import Call, call_each
 
 # Of luma, since decoders upsample chroma each in its own way: in RGB, DALI is at 31 dB from FFmpeg where colours are loud.
 # Measured in luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording. The next frame
@@ -61,11 +61,11 @@ def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded
             Path(folder, f"{number}.mp4").write_bytes(task.clip.data)
         for route in dict.fromkeys(route for task in tasks for route in task.routes):
             own = [number for number, task in enumerate(tasks) if route in task.routes]
-            answers = ask([_question(tasks[number], number, route, folder) for number in own], limit_s)
-            for number, answer in zip(own, answers, strict=True):
+            calls = [_call(tasks[number], number, route, folder) for number in own]
+            for number, answer in zip(own, call_each(calls, limit_s), strict=True):
                 camera = tasks[number].camera
                 if answer.error:
-                    found[camera][route[0]] = Decoded(answer.error)
+                    found[camera][route[0]] = Decoded(answer.reason)
                     continue
                 frame = np.load(_out(folder, number))
                 first = decoded.setdefault(camera, frame)
@@ -85,7 +85,7 @@ def _out(folder: str, number: int) -> str:
     return str(Path(folder, f"{number}.npy"))
 
 
-def _question(task: Task, number: int, route: tuple[str, bool, int | None], folder: str) -> tuple[str, dict[str, Any]]:
+def _call(task: Task, number: int, route: tuple[str, bool, int | None], folder: str) -> Call:
     clip, video = str(Path(folder, f"{number}.mp4")), dataclasses.asdict(task.video)
     arguments = {"clip": clip, "frame": task.clip.frames[0], "video": video, "dali": route[1], "gpu": route[2]}
-    return "decode", arguments | {"out": _out(folder, number)}
+    return str(answers.__file__), "decode", arguments | {"out": _out(folder, number)}

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dali_stream.tools.doctor.asking import Answer
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.isolated import Answer
 
 NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "MPEG-4"}
 FORMATS = {("420", 8): "4:2:0 8 bit", ("420", 10): "4:2:0 10 bit", ("422", 8): "4:2:2", ("444", 8): "4:4:4"}
@@ -26,7 +26,7 @@ def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list
         root: where `dev`, `proc` and `sys` lie.
     """
     if driver.error:
-        return [Finding("gpu", "driver", PROBLEM, f"NVIDIA's driver was asked for its GPUs: {driver.error}", _BROKEN)], []
+        return [Finding("gpu", "driver", PROBLEM, f"NVIDIA's driver was asked for its GPUs: {driver.reason}", _BROKEN)], []
     if "failed" in driver.value:
         return [_no_driver(driver.value, root)], []
     version = ".".join(map(str, driver.value["cuda"]))
@@ -36,7 +36,7 @@ def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list
         decoders = found.get("decoders", [])
         gpu["engines"] = max((d["engines"] for d in decoders if d["supported"]), default=0)
         gpu["decoders"] = decoders
-        gpu["error"] = found.get("failed", nvdec.error)
+        gpu["error"] = found.get("failed", nvdec.reason)
         gpu["remedy"] = found.get("remedy", _BROKEN if nvdec.error else "")
     for name, same in alike(gpus).items():
         findings += _gpu(name, same)

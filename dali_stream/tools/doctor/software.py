@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_stream.tools import environment
-from dali_stream.tools.doctor.asking import Answer
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.isolated import Answer
 
 _DRIVERS = {12: "525", 13: "580"}  # the first that serves this CUDA: CUDA's release notes, table "toolkit driver versions"
 _INSTALL_DALI = (
@@ -71,7 +71,7 @@ def _dali(asked: Asked, builds: Sequence[str]) -> Finding:
         remedy = f"`pip uninstall {' '.join(builds)}`, then `pip install 'dali-stream[{right}]'`"
         return Finding("software", "DALI", PROBLEM, text, remedy)
     if answer.kind == "ModuleNotFoundError":
-        return Finding("software", "DALI", PROBLEM, f"not installed ({answer.error})", f"install it with {_INSTALL_DALI}")
+        return Finding("software", "DALI", PROBLEM, f"not installed ({answer.reason})", f"install it with {_INSTALL_DALI}")
     if answer.error:
         return _unloadable("DALI", answer, "nvidia.dali", f"install it anew with {_INSTALL_DALI}")
     cuda = _cuda_of(builds[0]) if builds else None
@@ -114,7 +114,7 @@ def _torchcodec(asked: Asked) -> Finding:
     answer = asked.torchcodec
     if not answer.error:
         return _new_enough("torchcodec", "torchcodec", answer.value["version"], f"{answer.value['version']}, fits torch")
-    if answer.kind == "unasked":
+    if answer.kind == "skipped":
         text, remedy = "not looked at, since torch, which it needs, does not load", "put torch right first"
         return Finding("software", "torchcodec", PROBLEM, text, remedy)
     remedy = "install a version that fits torch (constraints.txt has a pair that does)"
@@ -125,9 +125,9 @@ def _torchcodec(asked: Asked) -> Finding:
 
 def _unloadable(name: str, answer: Answer, module: str, remedy: str) -> Finding:
     if answer.kind == "ModuleNotFoundError":
-        return Finding("software", name, PROBLEM, f"not installed ({answer.error})", remedy)
+        return Finding("software", name, PROBLEM, f"not installed ({answer.reason})", remedy)
     see = f"; `python -c 'import {module}'` shows all of it"
-    return Finding("software", name, PROBLEM, f"cannot be loaded: {answer.error.rstrip('.:')}", remedy + see)
+    return Finding("software", name, PROBLEM, f"cannot be loaded: {answer.reason.rstrip('.:')}", remedy + see)
 
 
 def _new_enough(name: str, package: str, version: str, text: str) -> Finding:
