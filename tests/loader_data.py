@@ -23,7 +23,7 @@ Batch = dict[str, Any]
 
 def read_rows(root: Path) -> dict[str, np.ndarray]:
     """All rows by rising `index`, one array per column; text and images as arrays of objects."""
-    tables = [pq.read_index(path) for path in sorted(root.glob("data/*/*.parquet"))]
+    tables = [pq.read_table(path) for path in sorted(root.glob("data/*/*.parquet"))]
     found = {}
     for key in tables[0].column_names:
         values = [value for table in tables for value in table[key].to_pylist()]
@@ -34,7 +34,7 @@ def read_rows(root: Path) -> dict[str, np.ndarray]:
 
 def read_lengths(root: Path) -> dict[int, int]:
     """Frames of each episode, out of meta/episodes."""
-    table = pq.read_index(root / "meta/episodes").to_pydict()
+    table = pq.read_table(root / "meta/episodes").to_pydict()
     return dict(zip(table["episode_index"], table["length"], strict=True))
 
 

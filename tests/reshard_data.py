@@ -81,7 +81,7 @@ def frames_by_ffmpeg(path: Path) -> int:
 
 def episode_table(root: Path) -> dict[str, list[Any]]:
     """All of meta/episodes."""
-    return pa.concat_tables([pq.read_index(path) for path in sorted(root.glob("meta/episodes/*/*.parquet"))]).to_pydict()
+    return pa.concat_tables([pq.read_table(path) for path in sorted(root.glob("meta/episodes/*/*.parquet"))]).to_pydict()
 
 
 def change_info(root: Path, **changes: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def change_info(root: Path, **changes: Any) -> dict[str, Any]:
 def change_episodes(root: Path, change: Any) -> None:
     """Has `change` make other tables of those in meta/episodes."""
     for path in root.glob("meta/episodes/*/*.parquet"):
-        pq.write_table(change(pq.read_index(path)), path)
+        pq.write_table(change(pq.read_table(path)), path)
 
 
 def rename_camera(root: Path, name: str) -> None:
@@ -128,7 +128,7 @@ def enrich(root: Path) -> None:
 
 
 def _add_columns(path: Path) -> None:
-    table = pq.read_index(path)
+    table = pq.read_table(path)
     said = [None if i % 3 == 0 else [{"role": "user", "text": f"{i}"}] * (i % 3) for i in range(len(table))]
     table = table.append_column("language_events", pa.array(said))
     # A type of the library `datasets`, which need not be installed: what marks it is kept.

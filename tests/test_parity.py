@@ -36,7 +36,7 @@ class Reference:
         self.fps, self.features = self.info["fps"], self.info["features"]
         self.deltas = {key: [round(delta * self.fps) for delta in values] for key, values in (deltas or {}).items()}
         self.rows = read_rows(root)
-        self.episodes = pq.read_index(root / "meta/episodes").to_pylist()
+        self.episodes = pq.read_table(root / "meta/episodes").to_pylist()
         self.tasks, self.subtasks = self.names("task"), self.names("subtask")
         self.decoder = functools.cache(lambda path: VideoDecoder(path, seek_mode="approximate"))
 
@@ -44,7 +44,7 @@ class Reference:
         path = self.root / f"meta/{kind}s.parquet"
         if not path.exists():
             return []
-        columns = pq.read_index(path).to_pydict()
+        columns = pq.read_table(path).to_pydict()
         [names] = (values for key, values in columns.items() if key != f"{kind}_index")
         return [name for _, name in sorted(zip(columns[f"{kind}_index"], names, strict=True))]
 

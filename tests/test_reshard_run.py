@@ -223,7 +223,7 @@ def test_a_damaged_row_is_found(demo: Path, tmp_path: Path, whole: dict[str, byt
     path = out / "data/chunk-000/file-001.parquet"
 
     def damage() -> None:
-        table = pq.read_index(path, use_threads=False)
+        table = pq.read_table(path, use_threads=False)
         values = np.array(table["next.reward"].to_pylist(), np.float32)
         values[row] += 1
         at = table.column_names.index("next.reward")

@@ -111,7 +111,7 @@ def test_epochs_through_the_loader_are_checked_picture_by_picture(vp9_demo: Path
     assert (found["wrong"], found["route_changes"]) == (0, 0)
     # The second episode is said to begin a frame earlier than it does: each of its frames is the one before.
     [path] = (mixed / "meta" / "episodes").glob("*/*.parquet")
-    rows, key = pq.read_index(path), f"videos/{TOP}/from_timestamp"
+    rows, key = pq.read_table(path), f"videos/{TOP}/from_timestamp"
     begins = pa.array([rows[key][0].as_py(), rows[key][1].as_py() - 1 / 20])
     pq.write_table(rows.set_column(rows.schema.get_field_index(key), key, begins), path)
     found = soak.measure(str(mixed), "cpu", "torchcodec", 0)

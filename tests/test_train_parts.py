@@ -48,7 +48,7 @@ def numbers(root: Path) -> Path:
         info["features"][key] |= {"shape": [1], "names": None}
         stats[key] = {name: values[:1] for name, values in stats[key].items()}
     for file in root.glob("data/*/*.parquet"):
-        table = pq.read_index(file)
+        table = pq.read_table(file)
         for key in keys:
             values = pa.array([row[0] for row in table[key].to_pylist()], pa.float32())
             table = table.set_column(table.column_names.index(key), key, values)

@@ -246,7 +246,7 @@ def write_dataset(
 def shifted(root: Path, frames: float) -> Path:
     """A dataset whose rows are so many frames late against its video."""
     rows = root / "data/chunk-000/file-000.parquet"
-    table = pq.read_index(rows)
+    table = pq.read_table(rows)
     times = pa.array((table["timestamp"].to_numpy() + frames / FPS).astype(np.float32))
     pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), rows)
     return root
