@@ -78,7 +78,8 @@ def box(kind: bytes, *parts: bytes) -> bytes:
 
 def full_box(kind: bytes, version: int, flags: int, *parts: bytes) -> bytes:
     """A box whose body begins with a version and flags."""
-    return box(kind, struct.pack(">I", version << 24 | flags), *parts)
+    body = b"".join(parts)
+    return struct.pack(">I4sI", 12 + len(body), kind, version << 24 | flags) + body
 
 
 def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:

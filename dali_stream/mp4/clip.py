@@ -205,7 +205,8 @@ def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> byte
         shifts = np.ones(n, np.int64), np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
     head = file_head(
         TIMESCALE, n * TICK, table.track_header, [table.configs[table.config[first]]],
-        np.array([size for run in runs for size in run.sizes]),
+        np.array([size for run in runs for size in run.sizes], ">u4"),
+        nbytes=sum([sum(run.sizes) for run in runs]),
         durations=([n], [TICK]),
         shifts=shifts,
         # A run that continues over an open GOP's keyframe does not name it: a decoder that seeks to it, since it is decoded

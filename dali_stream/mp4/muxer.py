@@ -6,9 +6,12 @@ display time have a negative `ctts` shift (version 1). `tkhd`, `mdhd` and `mvhd`
 
 from __future__ import annotations
 
+import functools
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,7 @@ from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 
 Int64 = npt.NDArray[np.int64]
 Column = Sequence[int] | Int64
+_DTYPES = {"I": ">u4", "i": ">i4", "Q": ">u8"}
 CHUNK = 1 << 20  # bytes of packets per offset in `stco`
 _U32 = (1 << 32) - 1
 
@@ -62,6 +66,7 @@ def head(track: Track) -> bytes:
     entry = np.flatnonzero(np.append(True, (np.diff(count) != 0) | (np.diff(description) != 0)))
     return file_head(
         track.timescale, int(track.pts.max()) + track.last, track.header, track.configs, track.size,
+        nbytes=int(track.size.sum()),
         durations=_runs(durations),
         shifts=_runs(shifts) if shifts.any() else None,
         keyframes=None if track.sync.all() else np.flatnonzero(track.sync) + 1,
@@ -75,7 +80,8 @@ def file_head(
     duration: int,
     track_header: bytes,
     configs: Sequence[bytes],
-    sizes: Int64,
+    sizes: npt.NDArray[Any],
+    nbytes: int,
     *,
     durations: tuple[Column, Column],
     shifts: tuple[Column, Column] | None,
@@ -90,7 +96,7 @@ def file_head(
         duration: of the track in ticks.
         track_header: matrix and display size.
         configs: sample descriptions.
-        sizes: (n,) bytes of each packet.
+        sizes, nbytes: (n,) bytes of each packet, and of all.
         durations, shifts: (count, ticks) of runs of equal values (`stts`, `ctts`); shifts None: display in decode order.
         keyframes: packets that decoding can start at, counted from 1; None: all.
         chunks: (first chunk, packets per chunk, description), counted from 1 (`stsc`).
@@ -98,23 +104,22 @@ def file_head(
     """
     tables = [
         full_box(b"stsd", 0, 0, struct.pack(">I", len(configs)), *configs),
-        _table(b"stts", ">u4", *durations),
-        _table(b"stsc", ">u4", *chunks),
-        full_box(b"stsz", 0, 0, struct.pack(">II", 0, len(sizes)), sizes.astype(">u4").tobytes()),
+        _table(b"stts", "I", *durations),
+        _table(b"stsc", "I", *chunks),
+        full_box(b"stsz", 0, 0, struct.pack(">II", 0, len(sizes)), np.asarray(sizes, ">u4").tobytes()),
     ]
     if shifts is not None:
-        tables.append(_table(b"ctts", ">i4", *shifts))
+        tables.append(_table(b"ctts", "i", *shifts))
     if keyframes is not None:
-        tables.append(_table(b"stss", ">u4", keyframes))
-    brand = _FTYP_AV1 if any(config[4:8] == b"av01" for config in configs) else _FTYP
-    media = int(sizes.sum())
-    before = len(brand) + _REST + sum(map(len, tables))
-    wide = before + 12 * len(offsets) + media + 4096 > _U32
-    kind, form = (b"co64", ">u8") if wide else (b"stco", ">u4")
-    mdat = struct.pack(">I4s", media + 8, b"mdat") if media + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", media + 16)
-    before += 16 + len(offsets) * int(form[2]) + len(mdat)
-    tables.append(_table(kind, form, [before + offsets[0]] if len(offsets) == 1 else np.asarray(offsets) + before))
-    return b"".join((brand, _moov(timescale, duration, track_header, tables), mdat))
+        tables.append(_table(b"stss", "I", keyframes))
+    ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in configs] else _FTYP
+    before = len(ftyp) + _REST + sum(map(len, tables))
+    wide = before + 12 * len(offsets) + nbytes + 4096 > _U32
+    mdat = struct.pack(">I4s", nbytes + 8, b"mdat") if nbytes + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", nbytes + 16)
+    before += 16 + len(offsets) * (8 if wide else 4) + len(mdat)
+    places = [before + offset for offset in offsets]
+    tables.append(_table(b"co64", "Q", places) if wide else _table(b"stco", "I", places))
+    return b"".join((ftyp, _moov(timescale, duration, track_header, tables), mdat))
 
 
 def _runs(values: Int64) -> tuple[Int64, Int64]:
@@ -124,21 +129,30 @@ def _runs(values: Int64) -> tuple[Int64, Int64]:
 
 
 def _table(kind: bytes, form: str, *columns: Column) -> bytes:
-    count = len(columns[0])
-    if count == 1 and form == ">u4":  # most tables of packed clips; this takes half as long
-        entries = struct.pack(f">{len(columns)}I", *(column[0] for column in columns))
-    else:
-        entries = np.stack(columns, 1).astype(form).tobytes()
-    return full_box(kind, 1 if form == ">i4" else 0, 0, struct.pack(">I", count), entries)
+    count, version = len(columns[0]), 1 if form == "i" else 0
+    if isinstance(columns[0], np.ndarray):
+        entries = np.stack(columns, 1).astype(_DTYPES[form]).tobytes()
+        return full_box(kind, version, 0, struct.pack(">I", count), entries)
+    # Short lists of packed clips, where NumPy is slower. `zip` turns columns into rows.
+    values = columns[0] if len(columns) == 1 else [*itertools.chain.from_iterable(zip(*columns, strict=True))]
+    size = 16 + len(values) * (8 if form == "Q" else 4)
+    return struct.pack(f">I4sII{len(values)}{form}", size, kind, version << 24, count, *values)
 
 
 def _moov(timescale: int, duration: int, track_header: bytes, tables: Sequence[bytes]) -> bytes:
-    mdhd = full_box(b"mdhd", 1, 0, struct.pack(">QQIQHH", 0, 0, timescale, duration, 0x55C4, 0))
-    tkhd = full_box(b"tkhd", 1, 3, struct.pack(">QQIIQ", 0, 0, 1, 0, duration), bytes(16), track_header)
-    # The movie has the track's timescale, so that nothing is rounded.
-    mvhd = full_box(b"mvhd", 1, 0, struct.pack(">QQIQ", 0, 0, timescale, duration), _MVHD_REST)
+    mvhd, tkhd, mdhd = _headers(timescale, duration, track_header)
     minf = box(b"minf", _VMHD_AND_DINF, box(b"stbl", *tables))
     return box(b"moov", mvhd, box(b"trak", tkhd, box(b"mdia", mdhd, _HDLR, minf)))
+
+
+@functools.lru_cache(1024)  # packed clips differ in few durations
+def _headers(timescale: int, duration: int, track_header: bytes) -> tuple[bytes, bytes, bytes]:
+    return (
+        # The movie has the track's timescale, so that nothing is rounded.
+        full_box(b"mvhd", 1, 0, struct.pack(">QQIQ", 0, 0, timescale, duration), _MVHD_REST),
+        full_box(b"tkhd", 1, 3, struct.pack(">QQIIQ", 0, 0, 1, 0, duration), bytes(16), track_header),
+        full_box(b"mdhd", 1, 0, struct.pack(">QQIQHH", 0, 0, timescale, duration, 0x55C4, 0)),
+    )
 
 
 _BRANDS = b"isom" + struct.pack(">I", 512) + b"isomiso2iso4mp41"
