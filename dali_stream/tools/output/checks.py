@@ -23,10 +23,25 @@ from dali_stream.storage import LocalStore, Store
 from dali_stream.storage.store import checked
 
 
-def check_whole(dataset: Dataset, info: dict[str, Any]) -> None:
-    there = {key for key, feature in info["features"].items() if feature.get("dtype") == "image"}
-    if dataset.num_episodes != len(dataset.table.index) or not there <= set(dataset.cameras):
-        raise ValueError("a part of the dataset is selected, and only a whole one is rewritten; leave out the selection")
+def read_source(dataset: Dataset) -> tuple[dict[str, Any], list[str], metadata.Episodes]:
+    """Of a dataset to rewrite: info.json, its video keys, and its episodes with all of these, also those that a Loader skips.
+
+    Raises:
+        ValueError: only a part of the dataset is selected.
+        DatasetError: its metadata is broken.
+    """
+    info = metadata.read_json(dataset.store, metadata.INFO)
+    keys = {
+        kind: [key for key, feature in info["features"].items() if feature.get("dtype") == kind] for kind in ("image", "video")
+    }
+    if dataset.num_episodes != len(dataset.table.index) or not set(keys["image"]) <= set(dataset.cameras):
+        raise ValueError("only a part of the dataset is selected. Only a whole dataset can be rewritten; remove the selection")
+    if keys["video"] and not info.get("video_path"):
+        raise DatasetError(
+            f"{dataset.store.where(metadata.INFO)}: has video features, and video_path is null. Copy the dataset again"
+        )
+    read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
+    return info, keys["video"], metadata.read_episodes(dataset.store, read, keys["video"])
 
 
 def check_outside(dataset: Dataset, out: str | os.PathLike[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,14 +18,12 @@ from dali_stream.tools.output.folder import AGAIN
 from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.digest import Rows
+from dali_stream.tools.reshard.job import Job
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, renewed
 from dali_stream.tools.reshard.report import Side, side
 from dali_stream.tools.reshard.rows import DataFile, SourceRows
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import VideoFile
-
-if TYPE_CHECKING:
-    from dali_stream.tools.reshard.job import Job
 
 
 def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[VideoFile]]) -> Side:

@@ -15,7 +15,7 @@ from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.process import cores
 from dali_stream.storage import LocalStore
-from dali_stream.tools.output.checks import check_apart, check_outside, check_whole, identity
+from dali_stream.tools.output.checks import check_apart, check_outside, identity, read_source
 from dali_stream.tools.output.copy import AT_THE_ROOT, check_same, copy, episode_files, small_files
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
@@ -106,22 +106,16 @@ class Job:
         jobs: int,
         progress: Progress | None,
     ) -> None:
-        self.info = info = metadata.read_json(dataset.store, metadata.INFO)
+        self.info, videos, self.table = read_source(dataset)
         self.dataset, self.program, self.encoder, self.gop = dataset, program, encoder, int(options["gop"])
         self.store = dataset.data_store.session()
         self.reading = Work(progress, self.store.close)
         self.encoding = Work(progress, self._interrupt, jobs)
-        check_whole(dataset, info)
-        videos = [key for key, feature in info["features"].items() if feature.get("dtype") == "video"]
-        if videos and not info.get("video_path"):
-            raise DatasetError(f"{dataset.store.where(metadata.INFO)}: has video features, and video_path is null")
-        read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
-        self.table = metadata.read_episodes(dataset.store, read, videos)
         self.todo = [(camera, n) for camera in videos for n in range(len(self.table.video[camera].paths))]
         files = [("the rows", path) for path in self.table.data.paths] + [(c, self.path(c, n)) for c, n in self.todo]
         check_apart([*((name, name) for name in ("meta", STAGE, *AT_THE_ROOT)), *files])
         self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
-        self.identity = {"dataset": identity(dataset, info, self.table), **options, "version of dali_stream": _LAYOUT}
+        self.identity = {"dataset": identity(dataset, self.info, self.table), **options, "version of dali_stream": _LAYOUT}
 
     def run(self) -> Report:
         """All of it."""
