@@ -310,7 +310,7 @@ def test_the_table(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     for word in (TOP, SIDE, "av1 → h264", "libx264", " dB", "3 video files encoded"):
         assert word in said.out
     assert main(["transcode", str(tmp_path / "a"), str(tmp_path / "b"), *FAST]) == 0
-    assert "3 video files needed nothing" in capsys.readouterr().out
+    assert "3 video files already fit" in capsys.readouterr().out
 
 
 def test_a_dataset_in_two_places(small: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:

@@ -36,21 +36,27 @@ class IndexReport:
     broken: dict[str, str]
 
 
-def build_index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
-    """Reads the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache.
+def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
+    """Reads the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache, so that
+    training starts without waiting for them.
 
-    What the cache has is not fetched again, so a run that was interrupted continues where it was.
+    Files in the cache are not fetched again, so an interrupted run resumes.
 
     Args:
         dataset: a remote dataset with a `cache_dir`.
-        progress: called with the files that are done and the files that there are, in the caller's thread.
+        progress: called as (files done, files in all), in the caller's thread.
+
+    Returns:
+        What was read, and which files are broken.
 
     Raises:
         ValueError: the dataset is local.
         StorageError: the source cannot be reached.
     """
     if not dataset.data_store.remote:
-        raise ValueError(f"{dataset.data_store.address} is local: its files are read in place, and need no index in a cache")
+        raise ValueError(
+            f"{dataset.data_store.address} is local. Only remote datasets have a cache; local files are read in place"
+        )
     jobs, traffic = _jobs(dataset), dataset.data_store.traffic
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
     progress(0, len(jobs))

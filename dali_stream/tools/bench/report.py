@@ -70,6 +70,11 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
     return environment.without_folders(report)
 
 
+def stage_seconds(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """{who: {stage: seconds}} of a report, in words."""
+    return {who: {name: report["stage_s_total"][key] for key, name in stages.items()} for who, stages in STAGES.items()}
+
+
 def write(report: dict[str, Any], folder: Path) -> Path:
     """Writes the report as JSON, and its plain figures as a CSV of one row beside it; returns the JSON's path."""
     path = folder / f"{'-'.join(str(report[key]) for key in ('source', 'mode', 'decode'))}.json"
