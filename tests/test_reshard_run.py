@@ -101,7 +101,7 @@ def test_an_interrupted_program_says_so_and_goes_on(
     assert main(["reshard", str(demo), str(out), *OPTIONS]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "every row and every encoded frame is verified" in said.out
+    assert "all rows and encoded frames are verified" in said.out
     assert tree(out) == whole
 
 

@@ -1,4 +1,4 @@
-"""Reading every file's index ahead of time, so that it is in the cache when a Loader asks for it."""
+"""`index`: reads every file's index into the cache ahead of time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dali_stream.lerobot.metadata import Files, parquet_errors
 from dali_stream.mp4.index import read_index
 from dali_stream.storage import Store
 
-THREADS = 16  # nearly all of the time is spent waiting for answers
+THREADS = 16  # nearly all time is spent waiting for responses
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,9 @@ class IndexReport:
 
     Attributes:
         files: video and Parquet files of the selected cameras and episodes.
-        fetched_bytes: that came over the network. Where the cache has everything, at most a byte of each file, to see whether
-            it has changed.
-        cached_bytes: that came out of the cache.
-        broken: the files that have no readable index, and why.
+        fetched_bytes: from the network. With everything cached, at most a byte of each file, to check whether it has changed.
+        cached_bytes: from the cache.
+        broken: files without a readable index, and why.
     """
 
     files: int
@@ -82,16 +81,16 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
 
 
 def _end(pool: ThreadPoolExecutor, futures: Iterable[Future[str | None]], dataset: Dataset) -> None:
-    """Ends what is being read and all that has not begun."""
+    """Aborts running reads and cancels the others."""
     pool.shutdown(wait=False, cancel_futures=True)
     dataset.close()
-    begun = [future for future in futures if not future.cancelled()]  # `wait` waits for the others for ever
+    begun = [future for future in futures if not future.cancelled()]  # `wait` never returns for the others
     while wait(begun, timeout=0.5).not_done:
         dataset.close()  # a thread was between two reads
 
 
 def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], str | None]]:
-    """The files that the selected cameras and episodes lie in, each with what reads its index."""
+    """The files of the selected cameras and episodes, each with the function that reads its index."""
     jobs: dict[str, Callable[[Store, str], str | None]] = dict.fromkeys(_used(dataset, dataset.table.data), _read_footer)
     for camera in dataset.videos:
         jobs |= dict.fromkeys(_used(dataset, dataset.table.video[camera]), _read_moov)
@@ -103,7 +102,7 @@ def _used(dataset: Dataset, files: Files) -> list[str]:
 
 
 def _read_moov(store: Store, path: str) -> str | None:
-    """Reads it; returns why that cannot be done, if so."""
+    """Reads it; returns the error, if any."""
     try:
         read_index(store, path)
     except (DatasetError, DecodeError) as error:  # DatasetError: there is no such file

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from dali_stream import Dataset, Loader
+from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
+from dali_stream.loader import Loader
 from dali_stream.pipeline.bottleneck import STAGES
 from dali_stream.tools import environment
 

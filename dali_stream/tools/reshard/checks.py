@@ -1,4 +1,4 @@
-"""What has to hold before anything is written."""
+"""Checks before anything is written."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from dali_stream.tools.reshard.rows import Parquet
 
 
 def check_names(layout: Layout, cameras: list[str]) -> None:
-    """A camera's name becomes a folder in OUT."""
+    """Checks camera names, which become folders in OUT."""
     check_apart((camera, layout.path(VIDEO_PATH, 0, inside(camera, camera))) for camera in cameras)
 
 
 def check_columns(dataset: Dataset, videos: list[str], sources: list[Parquet]) -> None:
-    """Everything has to be in a file that is copied."""
+    """Checks that every feature is a video or a column of every data file."""
     features = metadata.read_json(dataset.store, metadata.INFO)["features"]
     for source in sources:
         missing = [key for key in features if key not in videos and key not in source.schema.names]
         if missing:
             raise DatasetError(
-                f"{dataset.data_store.where(source.path)}: lacks the column {missing[0]}, which meta/info.json has as a "
-                f"feature of dtype {str(features[missing[0]].get('dtype'))[:40]!r}; only columns and videos can be copied"
+                f"{dataset.data_store.where(source.path)}: has no column {missing[0]}, a feature of dtype "
+                f"{str(features[missing[0]].get('dtype'))[:40]!r} in meta/info.json. Only columns and videos can be copied; "
+                "remove the feature or copy the dataset again"
             )
 
 
 def chunks_size(info: dict[str, Any]) -> int:
     size = info.get("chunks_size")
-    return size if type(size) is int and 0 < size < 1000 else 1000  # names of three digits, which are to sort
+    return size if type(size) is int and 0 < size < 1000 else 1000  # three digits sort by name

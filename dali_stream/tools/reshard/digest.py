@@ -1,4 +1,4 @@
-"""Digests of rows that do not depend on how they are laid out in memory: on chunks, slices, encodings, padding."""
+"""Digests of rows, independent of chunks, slices, encodings and padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 
 class Rows:
-    """A digest over all columns of tables, as if they were one table. Equal bits are equal: NaN too."""
+    """A digest of all columns of tables, as if they were one table. It compares bits, so NaN equals NaN."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Any] = {}

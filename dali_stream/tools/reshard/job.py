@@ -27,19 +27,19 @@ from dali_stream.tools.reshard.rows import DataFile, SourceRows
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import Source, VideoFile
 
-_LAYOUT = 1  # counts up when the same dataset and options come to be written in another way
-_TABLES = 16  # indices of source files that are kept
+_LAYOUT = 1  # increased when the same dataset and options are written differently
+_TABLES = 16  # video indices kept in memory
 
 
 class Job:
     """One run.
 
     Attributes:
-        store: where its rows and videos are.
-        table: the source's episodes, with all cameras, also those that a Loader does not read.
-        videos: the keys of the cameras whose frames are in MP4s.
-        layout: where everything lies in the new dataset; complete after `write`.
-        identity: what an earlier run has to have in common with this one.
+        store: of the source's rows and videos.
+        table: the source's episodes, with all cameras.
+        videos: keys of the cameras with MP4s.
+        layout: paths and columns of the new dataset; complete after `write`.
+        identity: must be the same in a run that is resumed.
     """
 
     folder: Folder
@@ -82,7 +82,7 @@ class Job:
     # ---- rows
 
     def _copy_rows(self) -> tuple[list[DataFile], Reads]:
-        """Writes the Parquet files; returns them, and what a Loader reads of the source's."""
+        """Writes the Parquet files; returns them, and the ranges that a Loader reads of the source's."""
         store, table = self.store, self.table
         sources = self.work.each("footers", table.data.paths, functools.partial(rows.read_footer, store))
         check_columns(self.dataset, self.videos, sources)
@@ -96,14 +96,16 @@ class Job:
         return files, set().union(*reads)
 
     def _read_back(self, file: DataFile) -> npt.NDArray[np.float32]:
-        """The times of a file's rows, in which the video will be looked for."""
+        """The timestamps of a written file, which locate the frames in the videos."""
         try:
             times = rows.timestamps(LocalStore(str(self.folder.root)), file.path)
         except DatasetError:
             times = np.empty(0, np.float32)
         if content_hash(times.tobytes()) != self.folder.finished(file.path)["times"]:
             self.folder.discard(file.path)
-            raise DaliStreamError(f"{self.folder.root / file.path}: has changed since it was written. It is removed; {AGAIN}")
+            raise DaliStreamError(
+                f"{self.folder.root / file.path}: has changed since it was written. The file was removed; {AGAIN}"
+            )
         return times
 
     def _write_rows(self, sources: list[rows.Parquet], file: DataFile) -> Reads:
@@ -123,7 +125,7 @@ class Job:
     # ---- video
 
     def _copy_videos(self) -> tuple[dict[str, list[VideoFile]], Reads]:
-        """Writes the MP4 files; returns them per camera, and what a Loader reads of the source's indices."""
+        """Writes the MP4 files; returns them per camera, and the ranges that a Loader reads of the source's indices."""
         recorder = Recorder(self.store)
         todo = [(camera, n) for camera in self.videos for n in range(len(self.table.video[camera].paths))]
         found = self.work.each("indices", todo, lambda item: self._read_source(recorder, *item))
@@ -135,7 +137,7 @@ class Job:
         return files, recorder.reads
 
     def shown(self, camera: str, episode: int, interval: Interval, table: VideoIndex) -> Int64:
-        """The samples that show an episode's rows, in a file where it has this interval."""
+        """The packets of an episode's rows, in a file where it has this interval."""
         where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
         return shown(where, table, interval, self.timestamps[episode], self.dataset.fps)
 
@@ -170,7 +172,7 @@ class Job:
             note["video"] = {str(e): self.digest(camera, e, file.runs[n], marks[n]) for e, n in file.episodes.items()}
 
     def digest(self, camera: str, episode: int, run: video.Run, marks: npt.NDArray[np.uint8]) -> str:
-        """Of an episode's samples in the source."""
+        """Digest of an episode's packets in the source."""
         table = self.table_of(run.source.path)
         shown = self.shown(camera, episode, self.table.interval(camera, episode), table)
         return video.digest(table, shown, marks, run.start)
@@ -205,10 +207,10 @@ class Job:
 
 
 class _Reader:
-    """Reads the episodes of a file to be written, both as they are and as a Loader does, which is recorded.
+    """Reads the episodes of a new file, with all columns and also as a Loader does, whose reads are recorded.
 
     Attributes:
-        times: of the rows, per episode.
+        times: timestamps of the rows, per episode.
     """
 
     def __init__(self, job: Job, sources: list[rows.Parquet], file: DataFile, window: Window, recorder: Recorder) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dali_stream import Dataset, Loader
+from dali_stream.dataset import Dataset
+from dali_stream.loader import Loader
 
 _STEPS = (-3, 0, 20)  # of each camera's window
 _HELD = 6  # batches

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dali_stream import Dataset, Loader
+from dali_stream.dataset import Dataset
 from dali_stream.demo import read_identities
+from dali_stream.loader import Loader
 from dali_stream.tools import environment
 
 _STEPS = (-3, 0, 20)  # of a window: it is clamped at both ends of an episode

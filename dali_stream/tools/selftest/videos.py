@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream import Dataset
+from dali_stream.dataset import Dataset
 from dali_stream.demo import write_demo
 from dali_stream.mp4.clip import Clip, pack
 from dali_stream.mp4.format import VideoFormat, describe
