@@ -272,7 +272,7 @@ def test_paths_that_lead_elsewhere_are_refused(small: Path, tmp_path: Path) -> N
         (["--codec", "av1", "--gop", "1", "--encoder", "cpu"], "SVT-AV1"),
         (["--codec", "hevc", "--gop", "0"], "'0'"),
         (["--codec", "hevc", "--gop", "20000"], "20000"),
-        (["--codec", "hevc", "--crf", "52", "--encoder", "cpu"], "crf is 52"),
+        (["--codec", "hevc", "--crf", "52", "--encoder", "cpu"], "Invalid crf 52"),
         (["--codec", "hevc", "--crf", "good"], "'good'"),
         (["--codec", "hevc", "--jobs", "0"], "'0'"),
         (["--codec", "hevc", "--revision", "main"], "revision"),
