@@ -274,7 +274,7 @@ def test_damage_behind_a_whole_index(encoded: Callable[..., Path]) -> None:
     assert finding.text.startswith(str(path))
     assert "is damaged: " in finding.text
     assert "an MP4 whose boxes are whole" in finding.text
-    assert "leave its episodes out" in finding.remedy
+    assert "exclude its episodes" in finding.remedy
 
 
 def test_an_edit_list_that_hides_frames(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Findings on one camera: what its videos are, what makes them hard to decode, the decoder they get, and a frame of them."""
+"""Findings on one camera: its video format, its decoder and why, and one decoded frame."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.doctor.stream import edit_list
 from dali_stream.tools.doctor.timing import Timestamps
 
-_SHOWN = 3  # broken files of a camera, each with what it looks like
+_SHOWN = 3  # broken files reported per camera
 
 
 class Camera:
     """A video camera of a dataset.
 
     Args:
-        dataset: where it is.
+        dataset: its dataset.
         key: the camera.
         timestamps: of its rows.
-        decoders: what loads on this machine.
+        decoders: available on this machine.
 
     Attributes:
         findings: all but those on the frame, which is decoded together with those of other cameras.
         facts: for the report.
-        task: the frame; None where there is none to decode.
+        task: the frame to decode; None if there is none.
     """
 
     def __init__(self, dataset: Dataset, key: str, timestamps: Timestamps, decoders: Decoders) -> None:
@@ -60,7 +60,7 @@ class Camera:
         """The findings on the frame."""
         for route, each in found.items():
             others = [name for name, other in found.items() if not other.error]
-            if each.error and others:  # so it is not the file
+            if each.error and others:  # the file is fine
                 remedy = f"the loader uses {others[0]}; check this decoder's version and driver, and please report it"
                 text = f"{each.error}; {others[0]} decodes it"
                 yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)

@@ -1,4 +1,4 @@
-"""One frame of a camera, decoded by every decoder of this machine that a Loader could choose for it."""
+"""One frame per camera, decoded by every decoder of this machine that a Loader could choose for it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.tools.doctor import answers
 from dali_stream.tools.isolated import Call, call_each
 
-# Of luma, since decoders upsample chroma each in its own way: in RGB, DALI is at 31 dB from FFmpeg where colours are loud.
-# Measured in luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording. The next frame
-# of a drawn scene that moves: up to 22. BT.601 taken for BT.709: 32 with loud colours; with muted ones it is not told, nor is
-# a neighbouring frame of a scene that stands still.
+# Of luma, since decoders upsample chroma differently: in RGB, DALI and FFmpeg differ by 31 dB in saturated colours. Measured in
+# luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording; at most 22 for the next frame of
+# a moving drawn scene; 32 for BT.601 taken for BT.709 in saturated colours. A wrong matrix in muted colours, and a neighbouring
+# frame of a still scene, are not detected.
 LEAST_PSNR_DB = 35.0
 _LUMA = (0.299, 0.587, 0.114)  # of RGB, BT.601
 
 
 @dataclass(frozen=True)
 class Decoders:
-    """What loads on this machine. `gpus` are those that can be asked what NVDEC decodes, {name: index}, one of each kind."""
+    """Decoders that load on this machine. `gpus`: {name: index} of those with known NVDEC capabilities, one of each kind."""
 
     torchcodec: bool
     dali: bool
@@ -36,7 +36,7 @@ class Decoders:
 
 @dataclass(frozen=True)
 class Task:
-    """A frame to decode: `frame` of the one in `clip`. `routes` are (name, whether DALI decodes, on which GPU)."""
+    """A frame to decode, the first request of `clip`. `routes` are (name, whether DALI decodes, on which GPU)."""
 
     camera: str
     clip: Clip
@@ -46,14 +46,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Attributes: `error`, empty where there is a frame; `psnr_db` against the first decoder that had one (None: this)."""
+    """Attributes: `error`, empty on success; `psnr_db` against the first decoder that succeeded (None: this is the first)."""
 
     error: str = ""
     psnr_db: float | None = None
 
 
 def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded]]:
-    """{camera: {route: what came of it}}. A process per route decodes all cameras; where it dies, the next continues."""
+    """{camera: {route: result}}. A process per route decodes all cameras; if it crashes, another continues."""
     found: dict[str, dict[str, Decoded]] = {task.camera: {} for task in tasks}
     decoded: dict[str, npt.NDArray[np.uint8]] = {}
     with tempfile.TemporaryDirectory(prefix="dali-stream-doctor-") as folder:

@@ -1,4 +1,4 @@
-"""What lies in a video file beside its frames: its edit list."""
+"""The edit list of a video file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dali_stream.storage import Store
 
 
 def edit_list(store: Store, path: str) -> str:
-    """What the video track's edit list does (ISO/IEC 14496-12, 8.6.6), in words; empty where it does nothing.
+    """Describes the video track's edit list (ISO/IEC 14496-12, 8.6.6); empty if it has no effect.
 
-    One that hides frames does not come here: the file's index is refused for it.
+    `read_index` refuses files whose edit list hides frames.
     """
     moov = read_moov(store, path)
     for kind, start, end in children(moov, 0, len(moov)):
@@ -29,6 +29,6 @@ def _edits(body: bytes) -> str:
     found = [
         f"a delay of {duration} ticks" if media == -1 else f"begins at tick {media} of the media"
         for duration, media, *_ in edits
-        if media != 0  # all of the media, as it is: FFmpeg writes such a list into every file
+        if media != 0  # the whole media unchanged: FFmpeg writes such a list into every file
     ]
     return ", ".join(found)
