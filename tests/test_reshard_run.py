@@ -351,7 +351,7 @@ def test_the_report(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(("option", "value"), [("--video-file-size", "much"), ("--data-file-size", "0")])
 def test_sizes_that_are_none(demo: Path, tmp_path: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert option in failed(capsys, ["reshard", demo, tmp_path / "out", option, value], 2)
+    assert option[2:].replace("-", "_") in failed(capsys, ["reshard", demo, tmp_path / "out", option, value], 2)
     assert not (tmp_path / "out").exists()
 
 

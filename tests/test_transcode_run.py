@@ -291,7 +291,7 @@ def test_odd_sizes_are_for_codecs_that_take_them(tmp_path: Path, capsys: pytest.
     video_data.write_dataset(source, [tmp_path / "a.mp4"], size=(123, 161))
     line = failed(capsys, ["transcode", source, tmp_path / "out", *FAST], 2)
     assert "frames of 123×161" in line
-    assert "take vp9" in line
+    assert "use vp9" in line
     assert main(["transcode", str(source), str(tmp_path / "out"), "--codec", "vp9", "--gop", "2"]) == 0
 
 

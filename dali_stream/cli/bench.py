@@ -68,9 +68,10 @@ def bench(
         "batch_size": batch_size, "threads": threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,
         "consumers": consumers, "memory_budget": memory_budget,
     }  # fmt: skip
+    settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader}
     with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
         place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
-        report = run(dataset, mode, num_batches, warmup, loader, device, {"source": source, **place})
+        report = run(dataset, **settings, device=device, head={"source": source, **place})
     if report is None:  # not the main rank
         return
     if out_dir is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class CameraReport:
         route_change: why a Loader would switch to torchcodec at a later file; empty if no checked file requires it.
     """
 
-    kind: str
+    kind: Literal["video", "image"]
     height: int
     width: int
     route: Route

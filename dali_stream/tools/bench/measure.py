@@ -39,13 +39,13 @@ class Settings:
         loader: further arguments of the Loader.
     """
 
-    mode: str
+    mode: Mode
     num_batches: int
     warmup: int
     loader: dict[str, Any]
 
 
-def windows(mode: str, dataset: Dataset) -> dict[str, list[float]]:
+def windows(mode: Mode, dataset: Dataset) -> dict[str, list[float]]:
     """`delta_timestamps` of a mode.
 
     Raises:

@@ -6,12 +6,12 @@ from typing import Any
 
 from dali_stream import process
 from dali_stream.dataset import Dataset
-from dali_stream.tools.bench.measure import Settings, measure
+from dali_stream.tools.bench.measure import Mode, Settings, measure
 from dali_stream.tools.bench.report import node_report
 
 
 def run(
-    dataset: Dataset, mode: str, num_batches: int, warmup: int, loader: dict[str, Any], device: str, head: dict[str, Any]
+    dataset: Dataset, mode: Mode, num_batches: int, warmup: int, loader: dict[str, Any], device: str, head: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Measures on every rank of this run.
 
