@@ -151,41 +151,36 @@ class Calls:
     Args:
         calls: the functions and their arguments. They return dicts that JSON can hold.
         limit_s: seconds for all of them.
+
+    Attributes:
+        child: the process.
     """
 
     def __init__(self, calls: Sequence[Call], limit_s: float) -> None:
         from dali_stream.process import same_python  # here: the child runs this file without importing the package
 
         self._count, self._limit_s, self._until = len(calls), limit_s, time.monotonic() + limit_s
-        self._child = Child(same_python(__file__))
-        self._child.send(calls)
+        self.child = Child(same_python(__file__))
+        self.child.send(calls)
 
     def __enter__(self) -> Calls:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._child.close()
+        self.child.close()
 
     def answers(self) -> list[Answer]:
         """Waits, and returns an answer for each call."""
         found: list[Answer] = []
         try:
             while len(found) < self._count:
-                found.append(Answer(**self._child.receive("value", max(self._until - time.monotonic(), 0.01))))
+                found.append(Answer(**self.child.receive("value", max(self._until - time.monotonic(), 0.01))))
         except ChildError as error:
             hung = f"no answer within {self._limit_s:.3g} s"
             found.append(Answer({}, hung if error.kind == "hang" else str(error), error.kind))
             skipped = Answer({}, "it was skipped, since the call before it got no answer", "skipped")
             found += [skipped] * (self._count - len(found))
         return found
-
-    def end(self, limit_s: float) -> str:
-        """Waits for the process's own end after its answers. Returns how it failed to end; empty where it ended well."""
-        return self._child.wait(limit_s)
-
-    def stderr(self) -> str:
-        """The end of what the process wrote to stderr."""
-        return self._child.stderr()[-300:]
 
 
 def call_each(calls: Sequence[Call], limit_s: float) -> list[Answer]:

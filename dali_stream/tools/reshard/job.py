@@ -15,12 +15,11 @@ from dali_stream.mp4 import muxer
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import Interval
 from dali_stream.storage import LocalStore
-from dali_stream.tools.output.checks import content_hash, identity, read_source, shown
+from dali_stream.tools.output.checks import check_apart, content_hash, identity, inside, read_source, shown
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.output.work import Progress, Work
 from dali_stream.tools.reshard import rows, video
-from dali_stream.tools.reshard.checks import check_columns, check_names, chunks_size
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
 from dali_stream.tools.reshard.report import Reads, Report, Side, side
 from dali_stream.tools.reshard.rows import DataFile, SourceRows
@@ -49,8 +48,9 @@ class Job:
         self.dataset, self.store = dataset, dataset.data_store.session()
         self.work = Work(progress, self.store.close)
         self._sizes = data_file_size, video_file_size
-        self.layout = Layout(chunks_size(self.info))
-        check_names(self.layout, self.videos)
+        size = self.info.get("chunks_size")
+        self.layout = Layout(size if type(size) is int and 0 < size < 1000 else 1000)  # three digits sort by name
+        check_apart((camera, self.layout.path(VIDEO_PATH, 0, inside(camera, camera))) for camera in self.videos)
         self.table_of = functools.lru_cache(_TABLES)(lambda path: read_index(self.store, path))
         self.order: Int64 = np.lexsort((self.table.index, self.table.first_row))
         self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
@@ -85,7 +85,7 @@ class Job:
         """Writes the Parquet files; returns them, and the ranges that a Loader reads of the source's."""
         store, table = self.store, self.table
         sources = self.work.each("footers", table.data.paths, functools.partial(rows.read_footer, store))
-        check_columns(self.dataset, self.videos, sources)
+        rows.check_columns(store, self.info["features"], self.videos, sources)
         files = rows.plan(table, sources, self.order, self._sizes[0], functools.partial(self.layout.path, DATA_PATH))
         copied = functools.partial(self._write_rows, sources)
         reads = self.work.each("rows", files, copied, sum(file.nbytes for file in files))

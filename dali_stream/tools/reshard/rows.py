@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +95,18 @@ def read_footer(store: Store, path: str) -> Parquet:
         begin = np.clip(np.array(start, np.int64), 0, end)
         stop = np.clip(begin + np.array(size, np.int64), begin, end)
         return Parquet(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, np.cumsum(rows), begin, stop)
+
+
+def check_columns(store: Store, features: dict[str, Any], videos: list[str], sources: list[Parquet]) -> None:
+    """Checks that every feature is a video or a column of every data file."""
+    for source in sources:
+        missing = [key for key in features if key not in videos and key not in source.schema.names]
+        if missing:
+            dtype = str(features[missing[0]].get("dtype"))[:40]
+            raise DatasetError(
+                f"{store.where(source.path)}: has no column {missing[0]}, a feature of dtype {dtype!r} in meta/info.json. Only "
+                "columns and videos can be copied; remove the feature or copy the dataset again"
+            )
 
 
 def places(table: Episodes) -> Int64:

@@ -32,8 +32,8 @@ def run(name: str, *, time_limit_s: float, **arguments: Any) -> dict[str, Any]:
         if answer.kind == "hang":
             return {"failed": answer.error, "out_of_time": True}
         if answer.kind == "crash":
-            return {"failed": f"{answer.error}: {process.stderr()}"}
+            return {"failed": f"{answer.error}: {process.child.stderr()[-300:]}"}
         result = {"failed": f"{answer.kind}: {answer.error}"} if answer.error else dict(answer.value)
-        if ended := process.end(EXIT_S):
-            result["exit"] = f"after the step had returned, {ended}: {process.stderr()}"
+        if ended := process.child.wait(EXIT_S):
+            result["exit"] = f"after the step had returned, {ended}: {process.child.stderr()[-300:]}"
     return result
