@@ -74,9 +74,9 @@ def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
         try:
             write_demo(root, **wanted, progress=lambda done, total: bar.update(task, completed=done, total=total))
         except FileExistsError as error:
-            raise DaliStreamError(f"{root} is a file; name another folder with --root") from error
+            raise DaliStreamError(f"{root} is a file; give another folder with --root") from error
         except OSError as error:
-            raise DaliStreamError(f"{root} cannot be written: {error.strerror}; name another folder with --root") from error
+            raise DaliStreamError(f"{root} cannot be written: {error.strerror}; give another folder with --root") from error
     return dali_stream.Dataset(root)
 
 
@@ -86,11 +86,11 @@ def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
         report = dali_stream.describe(dataset, look_at=1)
     except DaliStreamError as error:
         raise DatasetError(
-            f"{root} is not empty, and holds no demo dataset ({error}); name another folder with --root"
+            f"{root} is not empty, and holds no demo dataset ({error}); give another folder with --root"
         ) from error
     if report.robot_type != _ROBOT:
         raise DatasetError(
-            f"{root} holds a dataset of robot {report.robot_type}, not the demo; name another folder with --root, or look at "
+            f"{root} holds a dataset of robot {report.robot_type}, not the demo; give another folder with --root, or look at "
             f"this one with dali-stream preview {root}"
         )
     camera = next(iter(report.cameras.values()))
@@ -99,7 +99,7 @@ def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
     if differing:
         asked, found = (", ".join(f"{name} {_text(values[name])}" for name in differing) for values in (wanted, there))
         raise ValueError(
-            f"{root} already holds a demo with {found}, and {asked} was requested; name another folder with --root, remove "
+            f"{root} already holds a demo with {found}, and {asked} was requested; give another folder with --root, remove "
             f"this one, or leave out {' and '.join(f'--{name}' for name in differing)}"
         )
     return dataset

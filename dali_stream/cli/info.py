@@ -125,7 +125,7 @@ def _cameras(report: DatasetReport) -> Table:
 def _files(camera: CameraReport) -> str:
     if camera.files == camera.files_looked_at:
         return str(camera.files)
-    return f"{camera.files}, {camera.files_looked_at} looked at"
+    return f"{camera.files}, {camera.files_looked_at} checked"
 
 
 def _routes(report: DatasetReport) -> Table:
