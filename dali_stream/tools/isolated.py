@@ -39,7 +39,8 @@ class Child:
     Args:
         command: program and arguments.
         environment: variables in addition to those of this process.
-        own_session: start a session of its own, so that `close` also kills the processes that the program started.
+        own_session: start a session of its own. Then `close` also kills the processes that the program started, and Ctrl-C does
+            not reach it.
 
     Raises:
         ChildError: it cannot be started.
@@ -151,16 +152,17 @@ class Calls:
     Args:
         calls: the functions and their arguments. They return dicts that JSON can hold.
         limit_s: seconds for all of them.
+        own_session: see `Child`.
 
     Attributes:
         child: the process.
     """
 
-    def __init__(self, calls: Sequence[Call], limit_s: float) -> None:
+    def __init__(self, calls: Sequence[Call], limit_s: float, own_session: bool = True) -> None:
         from dali_stream.process import same_python  # here: the child runs this file without importing the package
 
         self._count, self._limit_s, self._until = len(calls), limit_s, time.monotonic() + limit_s
-        self.child = Child(same_python(__file__))
+        self.child = Child(same_python(__file__), own_session=own_session)
         self.child.send(calls)
 
     def __enter__(self) -> Calls:

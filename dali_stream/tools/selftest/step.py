@@ -27,7 +27,8 @@ def run(name: str, *, time_limit_s: float, **arguments: Any) -> dict[str, Any]:
         and `out_of_time`, if it did not return within its time limit.
     """
     module, function = _STEPS[name]
-    with Calls([(str(Path(__file__).with_name(f"{module}.py")), function, arguments)], time_limit_s) as process:
+    call = str(Path(__file__).with_name(f"{module}.py")), function, arguments
+    with Calls([call], time_limit_s, own_session=False) as process:  # Ctrl-C ends steps that run in threads
         [answer] = process.answers()
         if answer.kind == "hang":
             return {"failed": answer.error, "out_of_time": True}
