@@ -222,7 +222,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "cut": (_cut, "cut short: mdat", "fetch or copy"),
     "fat": (_fat, "cut short: mdat at byte", "fetch or copy"),
     "no index": (_late_index, "without its index", "the recording was ended"),
-    "noise": (lambda data: bytes(range(1, 255)) * 9, "nothing known", "fetch or copy"),
+    "noise": (lambda data: bytes(range(1, 255)) * 9, "an unknown format", "fetch or copy"),
 }
 
 
