@@ -60,8 +60,8 @@ class _Run:
         self.samples: Sequence[int] = range(start, stop + 1)
         self.sizes: list[int] = table.size[start : stop + 1].tolist()
         if table.open_gops:
-            # Frames displayed before the run's keyframe need frames that are not in the clip. No other frame refers to
-            # them, and `span` starts a GOP earlier where one is requested, so they are left out.
+            # What leads the run's own keyframe needs frames that are not in the clip. No other frame refers to those,
+            # and `span` begins a GOP earlier where one is requested, so they are left out.
             own = np.arange(start, stop + 1)
             own = own[(table.head[own] != start) | (table.pts[own] >= table.pts[start])]
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()
@@ -149,7 +149,7 @@ def pack(
     for key, (_, stop) in zip(keys, spans, strict=True):
         stops[key] = max(stops.get(key, 0), stop)
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
-        raise DecodeError("frames of open GOPs cannot share a clip with others: each run needs a clip of its own")
+        raise DecodeError("frames of open GOPs cannot share a clip with others: each GOP prefix needs its own clip")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
     found = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
     mixed = [run for run in runs.values() if len(run.table.configs) > 1]
