@@ -98,7 +98,7 @@ def test_runs_of_open_gops_are_not_packed_together(videos: Callable[[str], Video
     assert v.tables[0].open_gops
     apart = [0, len(v.tables[0]) - 1]
     assert span(v.tables[0], apart[0])[0] != span(v.tables[0], apart[1])[0]
-    with pytest.raises(DecodeError, match="its own clip"):
+    with pytest.raises(DecodeError, match="needs its own clip"):
         pack(v.store, [v.tables[0]] * 2, apart)
 
 
