@@ -64,7 +64,7 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream index") as pool:
         try:
             for path, read in jobs.items():
-                futures[pool.submit(read, dataset.data_store, path)] = path
+                futures[pool.submit(_error, read, dataset.data_store, path)] = path
             for done, future in enumerate(as_completed(futures), start=1):
                 if why := future.result():
                     broken[futures[future]] = why
@@ -89,11 +89,11 @@ def _end(pool: ThreadPoolExecutor, futures: Iterable[Future[str | None]], datase
         dataset.close()  # a thread was between two reads
 
 
-def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], str | None]]:
+def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], object]]:
     """The files of the selected cameras and episodes, each with the function that reads its index."""
-    jobs: dict[str, Callable[[Store, str], str | None]] = dict.fromkeys(_used(dataset, dataset.table.data), _read_footer)
+    jobs: dict[str, Callable[[Store, str], object]] = dict.fromkeys(_used(dataset, dataset.table.data), _read_footer)
     for camera in dataset.videos:
-        jobs |= dict.fromkeys(_used(dataset, dataset.table.video[camera]), _read_moov)
+        jobs |= dict.fromkeys(_used(dataset, dataset.table.video[camera]), read_index)
     return jobs
 
 
@@ -101,19 +101,15 @@ def _used(dataset: Dataset, files: Files) -> list[str]:
     return [files.paths[number] for number in np.unique(files.index[dataset.rows])]
 
 
-def _read_moov(store: Store, path: str) -> str | None:
-    """Reads it; returns the error, if any."""
-    try:
-        read_index(store, path)
-    except (DatasetError, DecodeError) as error:  # DatasetError: there is no such file
-        return str(error)
-    return None
+def _read_footer(store: Store, path: str) -> None:
+    with parquet_errors(store, path), store.open(path) as file:
+        pq.ParquetFile(file)
 
 
-def _read_footer(store: Store, path: str) -> str | None:
+def _error(read: Callable[[Store, str], object], store: Store, path: str) -> str | None:
+    """Reads an index; returns the error of a broken or missing file."""
     try:
-        with parquet_errors(store, path), store.open(path) as file:
-            pq.ParquetFile(file)
-    except DatasetError as error:
+        read(store, path)
+    except (DatasetError, DecodeError) as error:
         return str(error)
     return None
