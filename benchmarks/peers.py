@@ -1,4 +1,4 @@
-"""This loader beside others, in one run, in turns, on the same dataset and the same order of (episode, frame).
+"""Compares this loader with others in one run, in turns, on the same dataset and the same order of (episode, frame).
 
     python benchmarks/peers.py ROOT [--lerobot-python VENV/bin/python] [--mode single|sarm|action_chunk]
                                     [--image-size HEIGHT WIDTH] [--json] [--out FILE]
@@ -6,26 +6,26 @@
 dali_stream          this package's Loader
 torchcodec           a plain loop around torchcodec, a thread per core, each with a decoder per file
 lerobot, N workers   LeRobotDataset in PyTorch's DataLoader
-lerobot-uint8, N ... the same with return_uint8=True, as LeRobot's own training script has it; batches are made float32
-lerobot-streaming    StreamingLeRobotDataset; it shuffles by itself, so its frames are checked, but not in which order they come
+lerobot-uint8, N ... the same with return_uint8=True, as in LeRobot's training script; batches are converted to float32
+lerobot-streaming    StreamingLeRobotDataset; it shuffles by itself, so its frames are checked, but not their order
 torchcodec-cuda      the plain loop on NVDEC; not run on a GPU yet
 pynvvideocodec       a plain loop around PyNvVideoCodec's SimpleDecoder; not run on a GPU yet
 
-All deliver float32 frames in [0, 1] of all cameras on the same device; the plain loops no other columns than the frame's
-number. --image-size resizes with antialiasing: LeRobot with torchvision's Resize in its image_transforms, the plain loops
-with torch's interpolate.
+All deliver float32 frames in [0, 1] of all cameras on the same device; the plain loops deliver no other columns than the
+frame's number. --image-size resizes with antialiasing: LeRobot with torchvision's Resize in its image_transforms, the plain
+loops with torch's interpolate.
 
-Every turn of a side is a new process, which ends before the next side's begins, so nothing that was decoded is kept from one
-turn to the next, and no side runs during the turn of another. dali_stream keeps decoded frames for later batches. It is timed
-over the whole of its first epoch, from the first batch on, and then over its second one, or as many as have --batches
-batches. The others decode every frame every time; they are timed over --batches batches, after a warm-up, and both epochs of
-dali_stream are compared with that rate, turn by turn. The first batch is from opening the dataset on, with everything
-imported and LeRobot's cache of the dataset empty. Memory is of all processes of a side, what they share counted once,
+Every turn of a side runs in a new process, which ends before the next side's turn, so no decoded frames are kept from one
+turn to the next, and only one side runs at a time. dali_stream keeps decoded frames for later batches. It is timed over its
+whole first epoch, starting with the first batch, and then over its second epoch, or as many as have --batches batches. The
+others decode every frame every time; they are timed over --batches batches after a warm-up, and both epochs of dali_stream
+are compared with that rate, turn by turn. The time of the first batch starts with opening the dataset, with everything
+imported and LeRobot's cache of the dataset empty. Memory is that of all processes of a side, with shared memory counted once,
 measured every half second.
 
 The rows of all samples are compared with the order, and frames of the last batch of each timed part with those of the file,
-decoded by FFmpeg, and with their neighbours. The exit code is 1 if dali_stream failed or delivered anything else; what a peer
-did wrong is in the report.
+decoded by FFmpeg, and with their neighbours. The exit code is 1 if dali_stream failed or delivered wrong samples; errors of
+other sides are in the report.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ PROGRAMS = Path(__file__).with_name("peer_programs")
 
 @dataclass
 class Side:
-    """One loader: how it is started, and what it did.
+    """One loader: how to start it, and its results.
 
     Attributes:
-        spec: what its program is told beside what all are told.
-        follows: whether it can be given an order.
-        keeps: whether it keeps decoded frames, so that epochs have to be timed as a whole.
+        spec: for its program, in addition to the common spec.
+        follows: whether it follows a given order.
+        keeps: whether it keeps decoded frames, so that whole epochs are timed.
         rounds: frames/s of each turn; of the first epoch if it keeps frames.
         second_epoch_rounds: the same of the epochs after the first; empty unless it keeps frames.
         first_batch_rounds: seconds to the first batch of each turn.
-        checks: what `frames.check` found in each turn.
+        checks: result of `frames.check` of each turn.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Side:
     versions: dict[str, str] = field(default_factory=dict)
 
     def report(self, own: Side) -> dict[str, Any]:
-        """What is told of it. `speedup` is the rate of `own` divided by its rate: the median of the turns' ratios."""
+        """Its part of the report. `speedup` is the rate of `own` divided by its rate: the median over the turns."""
         other = self if self is not own else Side(self.name, self.program)
         return {
             "name": self.name,
@@ -110,12 +110,12 @@ def median(values: list[float]) -> float | None:
 
 
 def ratio(own: list[float], other: list[float]) -> float | None:
-    """Of turns that follow each other, since others use the machine too."""
+    """The median over neighbouring turns, since other programs use the machine too."""
     return median([mine / its for mine, its in zip(own, other, strict=False)])
 
 
 def sides(lerobot: str | None, workers: list[int]) -> list[Side]:
-    """All that can be compared."""
+    """All sides."""
     return [
         Side(OWN, "ours.py", keeps=True),
         Side("torchcodec", "torchcodec_loop.py"),
@@ -150,18 +150,18 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset with video")
     parser.add_argument("--mode", choices=MODES, default="single")
     parser.add_argument("--batch-size", type=count, default=64)
-    parser.add_argument("--batches", type=count, default=10, help="batches that a turn times; more than a side makes ahead")
+    parser.add_argument("--batches", type=count, default=10, help="timed batches per turn; more than a side prefetches")
     parser.add_argument("--image-size", type=count, nargs=2, metavar=("HEIGHT", "WIDTH"), help="default: the recorded size")
     parser.add_argument("--rounds", type=count, default=5, help="turns of each side; the medians are compared")
-    parser.add_argument("--warmup", type=count_or_none, default=4, help="batches after the first that no peer is timed on")
+    parser.add_argument("--warmup", type=count_or_none, default=4, help="untimed batches after the first")
     parser.add_argument("--workers", type=count_or_none, nargs="+", default=[0, 2], help="of LeRobot's DataLoader, a side each")
     parser.add_argument("--threads", type=count, default=process.cores(), help="of this loader and of the plain loop")
     parser.add_argument("--lerobot-python", help="the Python of an environment with LeRobot")
-    parser.add_argument("--only", nargs="+", metavar="SIDE", help="names, or their beginnings; dali_stream is always there")
-    parser.add_argument("--check", type=count, default=16, help="samples of each part of a turn whose frames are compared")
+    parser.add_argument("--only", nargs="+", metavar="SIDE", help="names or prefixes; dali_stream is always included")
+    parser.add_argument("--check", type=count, default=16, help="samples per timed part whose frames are compared")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument("--device", default="auto", help="where the batches are wanted: auto, cpu, cuda or cuda:N")
-    parser.add_argument("--answer-s", type=positive, default=600, help="after this a side that does not answer is given up")
+    parser.add_argument("--device", default="auto", help="of the batches: auto, cpu, cuda or cuda:N")
+    parser.add_argument("--answer-s", type=positive, default=600, help="time limit in seconds for an answer of a side")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--out", type=new_file, help="write the JSON to this file")
     return parser.parse_args()
@@ -170,10 +170,10 @@ def parsed() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs all sides in turns."""
     if not arguments.root.is_dir():
-        raise ValueError(f"{arguments.root} is no folder; the peers read local datasets alone, so give the folder of one")
+        raise ValueError(f"{arguments.root} is no folder. The peers read only local datasets; give the folder of one")
     dataset = dali_stream.Dataset(arguments.root.resolve())
     if not dataset.videos:
-        raise ValueError(f"{dataset.uri} has no video to compare decoders with; give a dataset with video")
+        raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
     gpu = process.gpu(arguments.device)
     device = "cpu" if gpu is None else f"cuda:{gpu}"
     known = sides(arguments.lerobot_python, arguments.workers)
@@ -205,7 +205,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def spec(arguments: argparse.Namespace, recorded: Recorded, deltas: Any, device: str, folder: Path) -> dict[str, Any]:
-    """What all programs are told."""
+    """The common spec of all programs."""
     order = folder / "order.npz"
     return {
         "root": str(recorded.root),
@@ -221,7 +221,7 @@ def spec(arguments: argparse.Namespace, recorded: Recorded, deltas: Any, device:
 
 
 def run(compared: list[Side], recorded: Recorded, common: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """All turns of all sides; an error of one ends its own turns alone."""
+    """All turns of all sides. After an error, a side gets no further turns."""
     for number in range(arguments.rounds):
         for side in compared:
             if side.error is None:
@@ -230,7 +230,7 @@ def run(compared: list[Side], recorded: Recorded, common: dict[str, Any], argume
 
 
 def attempt(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
-    """A turn of a side that has not failed before, and what it delivered."""
+    """One turn of a side, and a check of what it delivered."""
     try:
         turn(side, recorded, common, folder, arguments)
     except PeerError as error:
@@ -241,17 +241,17 @@ def attempt(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path
 
 
 def turn(side: Side, recorded: Recorded, common: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
-    """A new process, from the opening of the dataset to its last batch."""
+    """Runs a new process from opening the dataset to its last batch."""
     if side.gpu and common["device"] == "cpu":
         raise PeerError("no GPU")
     if side.python is None:
         raise PeerError("no LeRobot; give --lerobot-python the Python of an environment that has it")
     folder.mkdir()
     (folder / "spec.json").write_text(json.dumps(common | side.spec | {"results": str(folder / "results.npz")}))
-    # Nothing is asked of the Hub, and nothing left in the user's cache.
+    # No requests to the Hub, and no files in the user's cache.
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     command = [side.python, str(PROGRAMS / side.program), str(folder / "spec.json")]
-    peer = Peer(command, folder / "stderr", arguments.answer_s, variables)
+    peer = Peer(command, arguments.answer_s, variables)
     try:
         side.versions = peer.versions
         side.first_batch_rounds.append(peer.ask("seconds", go=1))
@@ -276,7 +276,7 @@ def rate(peer: Peer, batches: int, recorded: Recorded, arguments: argparse.Names
 
 
 def whole_epochs(batches: int, per_epoch: int) -> int:
-    """The batches of as many epochs as have these."""
+    """The batches of the whole epochs that contain these."""
     return -(-batches // per_epoch) * per_epoch
 
 
@@ -285,21 +285,21 @@ def frames_per_batch(recorded: Recorded, arguments: argparse.Namespace) -> int:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    print(f"{'':24} frames/s, 2nd epoch  {OWN}: 1st, 2nd epoch  first batch    memory  right frames")
+    print(f"{'':24} frames/s, 2nd epoch  {OWN}: 1st, 2nd epoch  first batch    memory  correct frames")
     for side in result["peers"]:
         memory = side["peak_bytes"] and side["peak_bytes"] / 1e6
-        line = f"{side['name']:24} {told(side['frames_per_s'])}  {told(side['second_epoch_frames_per_s'], 9)}"
-        line += f"  {told(side['speedup'], 19, '.2f', 'x')} {told(side['second_epoch_speedup'], 10, '.1f', 'x')}"
-        print(f"{line}  {told(side['first_batch_s'], 11, '.2f', ' s')}  {told(memory, unit=' MB')}  {verdict(side)}")
+        line = f"{side['name']:24} {cell(side['frames_per_s'])}  {cell(side['second_epoch_frames_per_s'], 9)}"
+        line += f"  {cell(side['speedup'], 19, '.2f', 'x')} {cell(side['second_epoch_speedup'], 10, '.1f', 'x')}"
+        print(f"{line}  {cell(side['first_batch_s'], 11, '.2f', ' s')}  {cell(memory, unit=' MB')}  {verdict(side)}")
 
 
-def told(value: float | None, width: int = 8, form: str = ".0f", unit: str = "") -> str:
+def cell(value: float | None, width: int = 8, form: str = ".0f", unit: str = "") -> str:
     """A cell of the table."""
     return f"{'-' if value is None else f'{value:{form}}{unit}':>{width}}"
 
 
 def verdict(side: dict[str, Any]) -> str:
-    """Whether the frames were right, in a few words."""
+    """Whether the frames were correct, in a few words."""
     if side["error"]:
         return f"failed: {side['error'].splitlines()[-1]}"
     found = side["frames"]

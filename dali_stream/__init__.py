@@ -1,4 +1,4 @@
-"""Streams LeRobot v3 datasets into PyTorch training through NVIDIA DALI."""
+"""Stream LeRobot datasets into PyTorch training through NVIDIA DALI."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from dali_stream.decode.route import Route
     from dali_stream.loader import Loader
     from dali_stream.sampler import FrameSampler
+    from dali_stream.tools.describe import describe
+    from dali_stream.tools.doctor import doctor
+    from dali_stream.tools.index import index
+    from dali_stream.tools.reshard import reshard
+    from dali_stream.tools.transcode import transcode
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,10 +36,20 @@ __all__ = [
     "Route",
     "StorageError",
     "augment",
+    "describe",
+    "doctor",
+    "index",
+    "reshard",
+    "transcode",
 ]
 
-# What these import, torch and DALI, takes a second; orders and metadata do without.
-_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "Route": "dali_stream.decode.route"}
+# Imported on first use: torch and DALI take a second, and orders and metadata do not need them.
+_LAZY = {
+    "FrameSampler": "dali_stream.sampler",
+    "Loader": "dali_stream.loader",
+    "Route": "dali_stream.decode.route",
+    **{name: f"dali_stream.tools.{name}" for name in ("describe", "doctor", "index", "reshard", "transcode")},
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -42,7 +57,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_LAZY[name]), name)
     if name == "augment":
         return importlib.import_module("dali_stream.augment")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Available: {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

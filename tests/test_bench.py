@@ -131,10 +131,10 @@ def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_cop
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--mode", "double"], "mode is 'double'; it is one of single, sarm, action_chunk"),
+        (["--mode", "double"], "Unknown mode 'double'. Allowed: single, sarm, action_chunk"),
         (["--threads", "0"], "'0'"),
         (["--image-size", "224"], "--image-size is '224'"),
-        (["--source", "../a"], "--source is '../a'; it names the report's file"),
+        (["--source", "../a"], "--source is '../a'; give up to 64 letters"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], demo: Path, arguments: list[str], said: str) -> None:

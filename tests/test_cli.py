@@ -126,8 +126,8 @@ def test_demo_leaves_alone_what_is_not_its_own(made: Path, tmp_path: Path, capsy
 def test_demo_fails_where_a_picture_is_of_another_frame(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dali_stream.cli.epoch.read_identities", lambda batch: np.add(read_identities(batch), (0, 1, 0)))
-    assert "was asked for" in failed(capsys, ["demo", "--root", made, "--out", tmp_path / "a.png"], 1)
+    monkeypatch.setattr("dali_stream.tools.epoch.read_identities", lambda batch: np.add(read_identities(batch), (0, 1, 0)))
+    assert "was requested" in failed(capsys, ["demo", "--root", made, "--out", tmp_path / "a.png"], 1)
 
 
 def test_demo_fails_where_a_frame_comes_twice(
@@ -142,7 +142,7 @@ def test_demo_fails_where_a_frame_comes_twice(
             yield first
             yield from batches
 
-    monkeypatch.setattr("dali_stream.cli.epoch.Loader", Repeating)
+    monkeypatch.setattr("dali_stream.tools.epoch.Loader", Repeating)
     assert main(["demo", "--root", str(made), "--out", str(tmp_path / "a.png"), "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["exactly_once"] is False

@@ -12,8 +12,9 @@ from cli_data import driver, failed
 from doctor_data import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, doctor, found, run, shadows
 from driver_data import FakeDriver, fake_driver
 
+import dali_stream
 from dali_stream.cli import main
-from dali_stream.tools.doctor import Report, examine
+from dali_stream.tools.doctor import Report
 from dali_stream.tools.doctor.machine import container, cpu_quota, memory_limit
 from dali_stream.tools.doctor.machine import examine as examine_machine
 
@@ -155,7 +156,7 @@ def test_two_builds_of_dali_at_once(monkeypatch: pytest.MonkeyPatch, libraries: 
 def examined(monkeypatch: pytest.MonkeyPatch, libraries: Path, **options: Any) -> Report:
     """The library's report, with these packages in front of the real ones."""
     monkeypatch.syspath_prepend(libraries)
-    return examine(**options)
+    return dali_stream.doctor(**options)
 
 
 @pytest.mark.parametrize("library", ["torch", "torchcodec", "DALI"])

@@ -21,9 +21,10 @@ from doctor_data import cpu_torch, doctor, found, run, shadows
 from driver_data import FakeDriver, fake_driver
 from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
 
+import dali_stream
 from dali_stream import Dataset
 from dali_stream.lerobot.metadata import INFO
-from dali_stream.tools.doctor import Finding, examine, frames
+from dali_stream.tools.doctor import Finding, frames
 from dali_stream.tools.doctor.dataset import examine as examine_dataset
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
 
@@ -75,7 +76,7 @@ def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
 ) -> None:
     decoded = {"torchcodec": frames.Decoded(""), "DALI on the CPU": frames.Decoded("no surface")}
     monkeypatch.setattr(frames, "decode", lambda tasks, _: {task.camera: decoded for task in tasks})
-    report = examine(vp9_demo).as_dict()
+    report = dali_stream.doctor(vp9_demo).as_dict()
     finding = found(report, f"{TOP} frame, DALI on the CPU")
     assert (finding["status"], finding["text"]) == ("problem", "no surface; torchcodec decodes it")
     assert "copy" not in finding["remedy"]
@@ -138,7 +139,6 @@ def test_what_a_cameras_video_is(
     said = findings[f"{CAMERA} structure"].text.partition(";")[0]
     assert ("hidden frames in" in said) == hidden
     assert said.startswith("no ") or ("B-frames" in said) == camera["b_frames"]
-    assert bool(camera["edit_list"]) == ("begins at tick" in said) == camera["b_frames"]  # FFmpeg's way to begin at 0
     if "libx264" in arguments:
         assert findings[f"{CAMERA} frame, torchcodec"].status == "ok"
 
@@ -222,7 +222,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "cut": (_cut, "cut short: mdat", "fetch or copy"),
     "fat": (_fat, "cut short: mdat at byte", "fetch or copy"),
     "no index": (_late_index, "without its index", "the recording was ended"),
-    "noise": (lambda data: bytes(range(1, 255)) * 9, "nothing known", "fetch or copy"),
+    "noise": (lambda data: bytes(range(1, 255)) * 9, "an unknown format", "fetch or copy"),
 }
 
 
@@ -273,7 +273,7 @@ def test_damage_behind_a_whole_index(encoded: Callable[..., Path]) -> None:
     assert finding.text.startswith(str(path))
     assert "is damaged: " in finding.text
     assert "an MP4 whose boxes are whole" in finding.text
-    assert "leave its episodes out" in finding.remedy
+    assert "exclude its episodes" in finding.remedy
 
 
 def test_an_edit_list_that_hides_frames(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:
     info["features"][TOP]["shape"][:2] = [64, 64]
     (demo_copy / INFO).write_text(json.dumps(info))
     findings, _ = looked_at(demo_copy)
-    assert "128×160, and meta/info.json promises 64×64" in findings[f"{TOP} file"].text
+    assert "128×160, and meta/info.json has 64×64" in findings[f"{TOP} file"].text
     assert findings[SIDE].status == "ok"
 
 
@@ -348,7 +348,7 @@ def test_a_decoder_that_crashes_takes_nothing_with_it(demo: Path, tmp_path: Path
 def test_broken_metadata_is_a_finding(demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(shadows(tmp_path / "libraries"))
     (demo_copy / INFO).write_text("{")
-    report = examine(demo_copy)
+    report = dali_stream.doctor(demo_copy)
     assert (report.status, report.dataset, found(report, "metadata")["status"]) == ("problem", None, "problem")
     assert str(demo_copy / INFO) in found(report, "metadata")["text"]
 
@@ -358,7 +358,7 @@ def test_a_storage_that_does_not_answer_is_a_finding_without_secrets(tmp_path: P
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: it refuses
         address = f"http://me:hunter2@127.0.0.1:{unused.getsockname()[1]}/data?sig=hunter2"
-        report = examine(address, give_up_after_s=0.3, storage_options={"headers": {"Authorization": "hunter2"}})
+        report = dali_stream.doctor(address, give_up_after_s=0.3, storage_options={"headers": {"Authorization": "hunter2"}})
     assert found(report, "storage")["status"] == "problem"
     assert "127.0.0.1" in found(report, "storage")["text"]
     assert "hunter2" not in json.dumps(report.as_dict())

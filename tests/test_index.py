@@ -17,10 +17,10 @@ from cli_data import failed
 from faults import hang
 from servers import Request, Server
 
+import dali_stream
 from dali_stream import Dataset, Loader, StorageError
 from dali_stream.cli import main
 from dali_stream.tools import index as index_module
-from dali_stream.tools.index import build_index
 
 HANG = 120  # seconds; only a hang takes so long
 
@@ -138,10 +138,10 @@ def test_an_interrupted_run_goes_on_where_it_was(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_index(Dataset(server.url, cache_dir=tmp_path), stop)
+        dali_stream.index(Dataset(server.url, cache_dir=tmp_path), stop)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dali_stream index")]
     seen: list[tuple[int, int]] = []
-    report = build_index(Dataset(server.url, cache_dir=tmp_path), lambda done, total: seen.append((done, total)))
+    report = dali_stream.index(Dataset(server.url, cache_dir=tmp_path), lambda done, total: seen.append((done, total)))
     assert report.cached_bytes > 0
     assert seen == [(done, report.files) for done in range(report.files + 1)]
 
@@ -166,11 +166,11 @@ def test_a_server_that_is_gone_ends_it(server: Server, demo_copy: Path, tmp_path
     dataset = Dataset(server.url, cache_dir=tmp_path / "cache", give_up_after_s=1)
     server.set_faults({path: [hang] * 99 for path in files(demo_copy, "*.mp4")})
     with pytest.raises(StorageError, match=r"\.mp4"):
-        build_index(dataset)
+        dali_stream.index(dataset)
 
 
 def test_a_local_dataset_needs_none(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = failed(capsys, ["index", demo, "--cache-dir", tmp_path / "cache"], 2)
-    assert "is local: its files are read in place" in said
+    assert "is local. Only remote datasets have a cache" in said
     assert "--cache-dir" in failed(capsys, ["index", demo], 2)
     assert not (tmp_path / "cache").exists()

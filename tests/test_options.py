@@ -244,7 +244,7 @@ def test_everything_public_is_listed_and_there(monkeypatch: pytest.MonkeyPatch) 
         if inspect.isclass(found):  # a class that a docstring names is one that a reader can have
             text = f"{inspect.getdoc(found)} {inspect.getdoc(found.__init__)}"
             assert set(re.findall(r"`([A-Z][a-z]\w+)`", text)) <= set(public), name
-    with pytest.raises(AttributeError, match=r"'dali_stream' has no attribute 'Loaders'; it has .*, Loader, "):
+    with pytest.raises(AttributeError, match=r"'dali_stream' has no attribute 'Loaders'\. Available: .*, Loader, "):
         dali_stream.Loaders  # noqa: B018
 
 

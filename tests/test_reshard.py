@@ -34,9 +34,9 @@ from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.demo import write_demo
 from dali_stream.mp4.boxes import UPRIGHT, box
 from dali_stream.mp4.index import read_index
+from dali_stream.mp4.muxer import Track, head
 from dali_stream.storage import LocalStore
 from dali_stream.tools.reshard import reshard
-from dali_stream.tools.reshard.mp4 import Track, head
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def test_an_interrupted_program_says_so_and_goes_on(
     assert main(["reshard", str(demo), str(out), *OPTIONS]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "every row and every encoded frame is verified" in said.out
+    assert "all rows and encoded frames are verified" in said.out
     assert tree(out) == whole
 
 
@@ -351,7 +351,7 @@ def test_the_report(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(("option", "value"), [("--video-file-size", "much"), ("--data-file-size", "0")])
 def test_sizes_that_are_none(demo: Path, tmp_path: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert option in failed(capsys, ["reshard", demo, tmp_path / "out", option, value], 2)
+    assert option[2:].replace("-", "_") in failed(capsys, ["reshard", demo, tmp_path / "out", option, value], 2)
     assert not (tmp_path / "out").exists()
 
 

@@ -106,7 +106,7 @@ _WRONG = {
     "frames are lost": ("arguments[-1:-1] = ['-frames:v', '20']", "frames went in, and 20 came out"),
     "frames are late": (f"{_FILTER} += ',setpts=PTS+0.02/TB'", "has moved by 0.0"),
     "frames are others": (f"{_FILTER} += '{_ANOTHER}'", r"episode \d+, frame \d+: it looks like frame \d+ of the source"),
-    "frames are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and 25 is the least"),
+    "frames are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and at least 25 is required"),
     "colours are of another range": (f"{_FILTER} = 'scale=out_range=pc,setparams=range=pc'", "full range|yuvj420p"),
     "GOPs are longer": ("arguments = ['9' if a == '2' else a for a in arguments]", "longest GOP has 9"),
     "there are B-frames": ("arguments = [{'0': '2', '2': '12'}.get(a, a) for a in arguments]", "B-frames"),

@@ -1,7 +1,7 @@
-"""The program `dali-stream`: its commands, and what becomes of their failures.
+"""The program `dali-stream`: its commands and error messages.
 
-A bad argument is one line on stderr and exit code 2, a failed run one line and exit code 1, Ctrl-C one line and 130.
-Commands import what is heavy (torch, torchcodec, DALI) when they run, so that help is there at once.
+A bad argument prints one line on stderr and exits with code 2, a failed run with code 1, Ctrl-C with code 130. Commands import
+heavy modules (torch, torchcodec, DALI) when they run, so that help is fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dali_stream.cli.transcode import transcode
 __all__ = ["main"]
 
 PROGRAM = "dali-stream"
-# Click's UsageError, which older versions of typer import and newer ones carry along under another name.
+# Click's UsageError, which typer imports or vendors, depending on its version.
 _UsageError = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
@@ -39,14 +39,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(short_help="Measure data loading alone.")(bench)
-app.command(short_help="Make a small dataset, stream it, measure it.")(demo)
-app.command(short_help="Say what this machine decodes, and what is wrong.")(doctor)
-app.command(short_help="Read a remote dataset's indices into a cache.")(index)
-app.command(short_help="Say what a dataset is.")(info)
-app.command(short_help="Draw a batch as the model would see it.")(preview)
-app.command(short_help="Write a dataset anew, laid out for streaming.")(reshard)
-app.command(short_help="Encode a dataset's videos anew for the decoder at hand.")(transcode)
-app.command(short_help="Try NVDEC through DALI on this machine.")(selftest)
+app.command(short_help="Make a small dataset, stream and measure it.")(demo)
+app.command(short_help="Diagnose this machine and a dataset.")(doctor)
+app.command(short_help="Read a remote dataset's index into a cache.")(index)
+app.command(short_help="Describe a dataset.")(info)
+app.command(short_help="Draw a batch as the model sees it.")(preview)
+app.command(short_help="Rewrite a dataset for streaming.")(reshard)
+app.command(short_help="Re-encode a dataset's videos, for example for a GPU.")(transcode)
+app.command(short_help="Test NVDEC through DALI on this machine.")(selftest)
 
 
 def _print_version(asked: bool) -> None:
@@ -60,12 +60,14 @@ def _program(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On failure, show the traceback; goes after a command too.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="On failure, show the traceback; also allowed after a command.")
+    ] = False,
 ) -> None:
-    """Stream LeRobot v3 robot datasets into training through NVIDIA DALI.
+    """Stream LeRobot datasets into training through NVIDIA DALI.
 
     A dataset (URI) is a local folder, the id of a Hub repository, or an address such as hf://, s3://, gs:// or https://.
-    To begin without one: dali-stream demo.
+    To start without one: dali-stream demo.
     """
 
 
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in given
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # "×" on a terminal that has none is no reason to fail
+            stream.reconfigure(errors="replace")  # "×" may be missing in a terminal's encoding
     try:
         _run([argument for argument in given if argument != "--debug"])
         sys.stdout.flush()
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as done:
         return done.exit_code
     except BrokenPipeError:
-        # Whoever read the output has left, as `head` does. What is still in the buffer goes nowhere.
+        # The reader has closed the pipe, like `head` does. Discard the rest of the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (Exception, KeyboardInterrupt) as error:
@@ -99,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> None:
-    """What typer does in `app()`, without its own handling of errors."""
+    """`app()` without typer's own error handling."""
     command = typer.main.get_command(app)
     with command.make_context(PROGRAM, arguments) as context:
         command.invoke(context)

@@ -1,9 +1,11 @@
-"""Values of command line options. typer's own errors do not say what was given."""
+"""Values of command line options. Unlike typer's own errors, these say what was found."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,26 +14,31 @@ import typer
 if TYPE_CHECKING:
     from dali_stream import Dataset
 
-# Where a dataset is read from: the same options for each command that reads one.
+# Options of every command that reads a dataset.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
 DataFilesRoot = Annotated[
-    str | None, typer.Option(metavar="URI", help="Where data/ and videos/ lie, if not beside meta/: a storage bucket.")
+    str | None, typer.Option(metavar="URI", help="Location of data/ and videos/ if not next to meta/, such as a bucket.")
 ]
-CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Keep fetched bytes in this folder, for later runs too.")]
+CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Cache fetched bytes in this folder, for later runs too.")]
 StorageOptions = Annotated[
     str | None, typer.Option(metavar="JSON", help="Passed to fsspec, such as '{\"anon\": true}' for public S3.")
 ]
 
 
-def dataset(uri: str, *, storage_options: str | None, **arguments: Any) -> Dataset:
-    """The dataset that a command line names; the other arguments are those of `Dataset`."""
+@contextmanager
+def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> Iterator[Dataset]:
+    """The dataset of a command line, closed at the end; the other arguments are those of `Dataset`."""
     from dali_stream import Dataset
 
-    return Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments)
+    dataset = Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments)
+    try:
+        yield dataset
+    finally:
+        dataset.close()
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any] | None:
-    """A JSON object. What was given is not in the error, since it may hold credentials."""
+    """A JSON object. The error does not repeat it, since it may hold credentials."""
     if text is None:
         return None
     try:
@@ -39,7 +46,7 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"""{option} is no JSON object; it is like '{{"anon": true}}'""")
+        raise ValueError(f"""{option} is not a JSON object; give one such as '{{"anon": true}}'""")
     return found
 
 
@@ -55,7 +62,7 @@ def natural(text: str | int) -> int:
 
 def _whole(text: str | int, least: int) -> int:
     if not re.fullmatch(r"\d{1,18}", str(text)) or int(text) < least:
-        raise typer.BadParameter(f"{str(text)!r} is no whole number of {least} or more")
+        raise typer.BadParameter(f"{str(text)!r} is not a whole number of {least} or more")
     return int(text)
 
 
@@ -65,7 +72,7 @@ def size(option: str, text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"\s*(\d{1,5})\s*[x×X]\s*(\d{1,5})\s*", text)
     if not found:
-        raise ValueError(f"{option} is {text!r}; it is HEIGHTxWIDTH in pixels, such as 240x320")
+        raise ValueError(f"{option} is {text!r}; give HEIGHTxWIDTH in pixels, such as 240x320")
     return int(found[1]), int(found[2])
 
 
@@ -77,7 +84,7 @@ def numbers(option: str, text: str | None) -> list[int] | None:
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not ends or int(ends[2] or ends[1]) < int(ends[1]):
-            raise ValueError(f"{option} has {part.strip()!r}; it is numbers and ranges, such as 0,3,5-8")
+            raise ValueError(f"{option} has {part.strip()!r}; give numbers and ranges, such as 0,3,5-8")
         found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
     return found
 
@@ -97,18 +104,18 @@ def windows(option: str, texts: list[str]) -> dict[str, list[float]]:
         except ValueError:
             deltas = []
         if not separator or not key or not deltas:
-            raise ValueError(f"{option} is {text!r}; it is CAMERA=SECONDS,SECONDS,..., such as observation.images.top=-0.1,0")
+            raise ValueError(f"{option} is {text!r}; give CAMERA=SECONDS,SECONDS,..., such as observation.images.top=-0.1,0")
         if key in found:
-            raise ValueError(f"{option} names {key} twice; give all its seconds at once")
+            raise ValueError(f"{option} has {key} twice; give all its seconds in one option")
         found[key] = deltas
     return found
 
 
 def png(option: str, path: Path) -> Path:
-    """A path that a PNG can be written to, as far as can be told before the work is done."""
+    """A path to write a PNG to, checked before the work is done."""
     if path.suffix.lower() != ".png":
-        raise ValueError(f"{option} is {str(path)!r}; a contact sheet is a PNG, so its name ends in .png")
+        raise ValueError(f"{option} is {str(path)!r}; give a file name that ends in .png")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        found = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
-        raise ValueError(f"{option} is {str(path)!r}, which {found}; name a file in a folder that does")
+        found = "a folder" if path.is_dir() else "in a folder that does not exist"
+        raise ValueError(f"{option} is {str(path)!r}, which is {found}; give a file in an existing folder")
     return path

@@ -1,4 +1,4 @@
-"""What the commands have in common: results on stdout, progress on stderr, and the library's heavy part."""
+"""Shared by the commands: results on stdout, progress on stderr, loading the heavy part of the library."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from dali_stream.loader import Loader
+    from dali_stream import Loader
 
 
 def results() -> Console:
-    """Where tables go. A pipe or a file gets lines long enough for a table, in plain text."""
+    """The console for tables. A pipe or a file gets plain text in lines long enough for a table."""
     from rich.console import Console
 
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
@@ -25,7 +25,7 @@ def results() -> Console:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A plain table; the columns in `right` hold numbers. Cells that are too long continue in the next line."""
+    """A plain table; the columns in `right` hold numbers. Long cells wrap."""
     from rich import box
     from rich.table import Table
 
@@ -51,7 +51,7 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 def progress() -> Progress:
-    """A bar on stderr, on terminals only: it would spoil a log, and it makes room when it is done."""
+    """A bar on stderr, on terminals only; it disappears at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -61,8 +61,8 @@ def progress() -> Progress:
 
 
 def stages(bar: Progress, *, files: tuple[str, ...]) -> Callable[[str, int, int], None]:
-    """What shows how far a dataset that is written is, as (stage, done, total). `files` are stages that count files, the others
-    count bytes."""
+    """A callback that shows the progress of writing a dataset, as (stage, done, total). The stages in `files` count files,
+    the others bytes."""
     task = bar.add_task("", total=None)
 
     def show(stage: str, done: int, total: int) -> None:
@@ -73,18 +73,18 @@ def stages(bar: Progress, *, files: tuple[str, ...]) -> Callable[[str, int, int]
 
 
 def load_library() -> type[Loader]:
-    """The Loader with all that it needs, torchcodec and DALI, loaded now, so that what is missing is said first.
+    """The Loader with torchcodec and DALI, loaded now, so that a missing one is reported before any work is done.
 
     Raises:
         DaliStreamError: one of them is not installed or cannot be loaded.
     """
-    from dali_stream.loader import Loader
+    from dali_stream import Loader
 
     return Loader
 
 
 def megabytes(count: float) -> str:
-    """Bytes for people: "3.4 MB"."""
+    """Bytes in readable form: "3.4 MB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.{1 if count < 100 * size else 0}f} {unit}"

@@ -1,4 +1,4 @@
-"""`dali-stream demo`: a small dataset, made if need be, and one epoch of it with all that can be measured on the way."""
+"""`dali-stream demo`: makes a small dataset, and streams and measures one epoch of it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dali_stream
+from dali_stream import DaliStreamError, DatasetError
 from dali_stream.cli import arguments, console
-from dali_stream.errors import DaliStreamError, DatasetError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dali_stream.cli.epoch import Epoch
-    from dali_stream.dataset import Dataset
+    from dali_stream import Dataset
+    from dali_stream.tools.epoch import Epoch
 
-_ROBOT = "simulated_pusher"  # how a demo dataset is told from others
+_ROBOT = "simulated_pusher"  # marks a demo dataset
 
 
 def demo(
@@ -36,18 +37,20 @@ def demo(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Make a small dataset unless it is there, stream one epoch of it, and say how fast and how exactly that went.
+    """Make a small dataset unless it exists, stream one epoch of it, and report speed and correctness.
 
-    The dataset is a simulated robot that pushes blocks, seen by two cameras; every frame says which frame it is.
+    The dataset is a simulated robot that pushes blocks, seen by two cameras; each frame contains its own identity.
     """
     wanted = {"episodes": episodes, "size": arguments.size("--size", size), "codec": codec}
     out = Path(f"{root.absolute()}-sheet.png") if out is None else arguments.png("--out", out)
     console.load_library()
     dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
-    from dali_stream.cli.epoch import stream
+    from dali_stream.tools.epoch import stream
 
     with console.progress() as bar:
-        epoch = stream(dataset, batch_size, device, decode, bar)
+        task = bar.add_task("streaming one epoch", total=None)
+        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        epoch = stream(dataset, batch_size, device, decode, show)
     _draw_sheet(out, dataset, epoch)
     if as_json:
         console.print_json(epoch.report | {"sheet": str(out)})
@@ -56,13 +59,12 @@ def demo(
     if not epoch.report["exactly_once"]:
         raise DaliStreamError(
             f"{epoch.report['frames']} frames were delivered, {epoch.report['unique_frames']} of them different, and the epoch "
-            f"has {dataset.num_frames}: that is a bug of dali_stream; please report it with the output of --json"
+            f"has {dataset.num_frames}. This is a bug of dali_stream; please report it with the output of --json"
         )
 
 
 def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
-    """The dataset at `root`: written if nothing is there, and as asked for in any case."""
-    from dali_stream import Dataset
+    """The dataset at `root`: written if the folder is empty or new, and checked against the arguments otherwise."""
     from dali_stream.demo import write_demo
 
     if root.is_dir() and any(root.iterdir()):
@@ -72,26 +74,23 @@ def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
         try:
             write_demo(root, **wanted, progress=lambda done, total: bar.update(task, completed=done, total=total))
         except FileExistsError as error:
-            raise DaliStreamError(f"{root} is a file; name another folder with --root") from error
+            raise DaliStreamError(f"{root} is a file; give another folder with --root") from error
         except OSError as error:
-            raise DaliStreamError(f"{root} cannot be written: {error.strerror}; name another folder with --root") from error
-    return Dataset(root)
+            raise DaliStreamError(f"{root} cannot be written: {error.strerror}; give another folder with --root") from error
+    return dali_stream.Dataset(root)
 
 
 def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
-    from dali_stream import Dataset
-    from dali_stream.tools.describe import describe
-
     try:
-        dataset = Dataset(root)
-        report = describe(dataset, look_at=1)
+        dataset = dali_stream.Dataset(root)
+        report = dali_stream.describe(dataset, look_at=1)
     except DaliStreamError as error:
         raise DatasetError(
-            f"{root} is not empty, and what is in it is no demo dataset ({error}); name another folder with --root"
+            f"{root} is not empty, and holds no demo dataset ({error}); give another folder with --root"
         ) from error
     if report.robot_type != _ROBOT:
         raise DatasetError(
-            f"{root} holds a dataset of robot {report.robot_type}, not the demo; name another folder with --root, or look at "
+            f"{root} holds a dataset of robot {report.robot_type}, not the demo; give another folder with --root, or look at "
             f"this one with dali-stream preview {root}"
         )
     camera = next(iter(report.cameras.values()))
@@ -100,7 +99,7 @@ def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
     if differing:
         asked, found = (", ".join(f"{name} {_text(values[name])}" for name in differing) for values in (wanted, there))
         raise ValueError(
-            f"{root} already holds a demo with {found}, and {asked} is asked for; name another folder with --root, remove "
+            f"{root} already holds a demo with {found}, and {asked} was requested; give another folder with --root, remove "
             f"this one, or leave out {' and '.join(f'--{name}' for name in differing)}"
         )
     return dataset
@@ -111,7 +110,7 @@ def _text(value: Any) -> str:
 
 
 def _draw_sheet(out: Path, dataset: Dataset, epoch: Epoch) -> None:
-    from dali_stream.cli import sheet
+    from dali_stream.tools import sheet
 
     title = f"{Path(dataset.uri).name}: the first batch, {len(epoch.first)} of {dataset.num_frames} frames"
     width = sum(strip.frames.shape[2] for strip in epoch.first[0].strips)
@@ -127,7 +126,7 @@ def _table(report: dict[str, Any]) -> Table:
     made.add_row(
         "speed", f"{report['samples_per_s']:.0f} samples/s, {report['frames_per_s']:.0f} frames/s after the first batch"
     )
-    made.add_row("first batch", f"{report['first_batch_s']:.2f} s after the Loader was made")
+    made.add_row("first batch", f"{report['first_batch_s']:.2f} s after creating the Loader")
     made.add_row("batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms")
     if report["bottleneck"]:
         made.add_row("bottleneck", report["bottleneck"]["text"])
@@ -135,9 +134,9 @@ def _table(report: dict[str, Any]) -> Table:
         made.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
     made.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process")
     if report["peak_gpu_bytes"] is not None:
-        made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, by all processes")
+        made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
     made.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
-    made.add_row("right frames", f"yes: {report['pictures_checked']} frames of the first batch say who they are")
+    made.add_row("correct frames", f"yes: {report['pictures_checked']} frames of the first batch are the requested ones")
     made.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
     made.add_row("contact sheet", report["sheet"])
     return made

@@ -1,11 +1,12 @@
-"""`dali-stream doctor`: what this machine can decode, and what is wrong with it or with a dataset."""
+"""`dali-stream doctor`: diagnosis of this machine and of a dataset."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dali_stream
 from dali_stream.cli import arguments, console
 
 if TYPE_CHECKING:
@@ -25,16 +26,15 @@ def doctor(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Say what this machine decodes, whether its software fits together, and what to do about what does not.
+    """Check what this machine decodes and whether its software fits together, and say how to fix problems.
 
-    With a dataset: what its videos are, the decoder each camera gets and why, and a frame of each decoded by every decoder
-    that this machine has. Exit code 1 where there is a problem.
+    With a dataset: its video formats, the decoder of each camera and the reason for it, and one frame of each camera decoded
+    by every decoder of this machine. Exit code 1 if there is a problem.
     """
-    from dali_stream.tools.doctor import examine
-
     options = arguments.json_object("--storage-options", storage_options)
     with _waiting():
-        report = examine(uri, revision=revision, data_files_root=data_files_root, cache_dir=cache_dir, storage_options=options)
+        place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+        report = dali_stream.doctor(uri, **place, storage_options=options)
     if as_json:
         console.print_json(report.as_dict())
     else:
@@ -45,7 +45,7 @@ def doctor(
 
 
 def _waiting() -> Status:
-    """A line on stderr that says so, on terminals only."""
+    """A line on stderr, on terminals only."""
     from rich.console import Console
 
     return Console(stderr=True).status("examining")

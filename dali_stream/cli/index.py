@@ -1,13 +1,14 @@
-"""`dali-stream index`: the index of a whole remote dataset, read into the cache ahead of time."""
+"""`dali-stream index`: reads the index of a remote dataset into the cache ahead of time."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dali_stream
 from dali_stream.cli import arguments, console
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def index(
     uri: Annotated[str, typer.Argument(metavar="URI", help="A dataset on the Hub, in a bucket, or on a web server.")],
     cache_dir: Annotated[Path, typer.Option(metavar="DIR", help="The cache, as in Dataset(cache_dir=...).")],
     cache_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the cache may take, such as 200GiB. Without: as much as it needs.")
+        str | None, typer.Option(metavar="SIZE", help="Size limit of the cache, such as 200GiB. Default: none.")
     ] = None,
     cameras: Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")] = None,
     revision: arguments.Revision = None,
@@ -30,25 +31,13 @@ def index(
 ) -> None:
     """Read the index of every video and Parquet file into the cache, so that training starts without waiting for it.
 
-    May be interrupted: what is in the cache is not fetched again. Exit code 1 where a file is broken.
+    After an interruption, the same command resumes. Exit code 1 if a file is broken.
     """
-    from dali_stream.tools.index import build_index
-
-    dataset = arguments.dataset(
-        uri,
-        revision=revision,
-        cameras=arguments.names(cameras),
-        data_files_root=data_files_root,
-        storage_options=storage_options,
-        cache_dir=cache_dir,
-        cache_bytes=cache_bytes,
-    )
-    try:
-        with console.progress() as bar:
-            task = bar.add_task("reading indices", total=None)
-            report = build_index(dataset, lambda done, total: bar.update(task, completed=done, total=total))
-    finally:
-        dataset.close()
+    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= {"storage_options": storage_options, "cache_bytes": cache_bytes, "cameras": arguments.names(cameras)}
+    with arguments.opened(uri, **place) as dataset, console.progress() as bar:
+        task = bar.add_task("reading indices", total=None)
+        report = dali_stream.index(dataset, lambda done, total: bar.update(task, completed=done, total=total))
     if as_json:
         console.print_json(dataclasses.asdict(report))
     else:
@@ -60,9 +49,9 @@ def index(
 def _say(report: IndexReport) -> None:
     typer.echo(
         f"{report.files} files: {console.megabytes(report.fetched_bytes)} fetched, "
-        f"{console.megabytes(report.cached_bytes)} out of the cache"
+        f"{console.megabytes(report.cached_bytes)} from the cache"
     )
     for why in list(report.broken.values())[:_SHOWN]:
         typer.echo(f"broken: {why}")
     if len(report.broken) > _SHOWN:
-        typer.echo(f"and {len(report.broken) - _SHOWN} more broken files; --json names all")
+        typer.echo(f"and {len(report.broken) - _SHOWN} more broken files; --json lists all")

@@ -1,4 +1,4 @@
-"""`dali-stream info`: what a dataset is."""
+"""`dali-stream info`: describes a dataset."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import dali_stream
 from dali_stream.cli import arguments, console
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def info(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
     image_size: Annotated[
         tuple[int, int] | None,
-        typer.Option(metavar="HEIGHT WIDTH", help="Tell what memory_budget brings for frames of this size; decodes some."),
+        typer.Option(metavar="HEIGHT WIDTH", help="Estimate what memory_budget brings at this size; decodes a few frames."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     revision: arguments.Revision = None,
@@ -31,21 +32,14 @@ def info(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Say what a dataset is: episodes, features, cameras, and how its videos would be decoded on this machine.
+    """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each.
 
     Reads metadata and the index of up to 32 video files per camera. Decodes nothing, unless --image-size is given.
     """
-    from dali_stream.tools.describe import describe
-
-    dataset = arguments.dataset(
-        uri,
-        revision=revision,
-        data_files_root=data_files_root,
-        storage_options=storage_options,
-        cache_dir=cache_dir,
-    )
-    report = describe(dataset)
-    forecasts = _forecasts(dataset, image_size) if image_size else []
+    place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
+        report = dali_stream.describe(dataset)
+        forecasts = _forecasts(dataset, image_size) if image_size else []
     if as_json:
         memory = {"memory": [dataclasses.asdict(forecast) for forecast in forecasts]} if image_size else {}
         console.print_json(report.as_dict() | memory)
@@ -75,7 +69,7 @@ def _memory(forecasts: list[Forecast]) -> Table:
         right=("memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here"),
     )  # fmt: skip
     for found in forecasts:
-        rate = "nothing to decode" if found.frames_per_s is None else f"{found.frames_per_s:.0f}"
+        rate = "no decoding" if found.frames_per_s is None else f"{found.frames_per_s:.0f}"
         budget = found.memory_budget >> 20
         made.add_row(
             f"{budget} MiB" if budget < 1024 else f"{budget >> 10} GiB",
@@ -91,7 +85,7 @@ def _summary(report: DatasetReport) -> Table:
     sizes = ", ".join(f"{console.megabytes(count)} {kind}" for kind, count in report.bytes.items())
     made = console.pairs()
     made.add_row("dataset", report.address)
-    made.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'not named'}")
+    made.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'unknown'}")
     made.add_row("episodes", f"{report.episodes}, of {shortest} to {longest} frames")
     made.add_row("frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}")
     made.add_row("bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}")
@@ -131,7 +125,7 @@ def _cameras(report: DatasetReport) -> Table:
 def _files(camera: CameraReport) -> str:
     if camera.files == camera.files_looked_at:
         return str(camera.files)
-    return f"{camera.files}, {camera.files_looked_at} looked at"
+    return f"{camera.files}, {camera.files_looked_at} checked"
 
 
 def _routes(report: DatasetReport) -> Table:
@@ -139,7 +133,7 @@ def _routes(report: DatasetReport) -> Table:
     for key, camera in report.cameras.items():
         made.add_row(key, camera.route.decoder, camera.route.reason)
         if camera.route_change:
-            made.add_row("", "torchcodec", f"from a later file on: {camera.route_change}")
+            made.add_row("", "torchcodec", f"from a later file: {camera.route_change}")
         for other in camera.other_formats:
             made.add_row("", "", f"other files are {other}")
     return made
@@ -150,7 +144,7 @@ def _tasks(report: DatasetReport) -> Table:
     for index, task in list(report.tasks.items())[:_TASKS]:
         made.add_row(str(index), task)
     if len(report.tasks) > _TASKS:
-        made.add_row("", f"and {len(report.tasks) - _TASKS} more; --json has them all")
+        made.add_row("", f"and {len(report.tasks) - _TASKS} more; --json lists all")
     return made
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dali_stream import DatasetError
 from dali_stream.cli import arguments, console
-from dali_stream.errors import DatasetError
 
 
 def preview(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
-    out: Annotated[Path, typer.Option(metavar="PNG", help="Where to write the sheet.")] = Path("sheet.png"),
+    out: Annotated[Path, typer.Option(metavar="PNG", help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples on the sheet.")] = 8,
     window: Annotated[
         list[str] | None,
@@ -22,11 +22,9 @@ def preview(
             help="A camera's window, relative to the current frame: 'observation.images.top=-0.1,0'. May be repeated.",
         ),
     ] = None,
-    image_size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Resize frames, as Loader(image_size=...) does.")
-    ] = None,
+    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize frames, like Loader(image_size=...).")] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", parser=arguments.natural, help="Seed of the order: another one shows other frames.")
+        int, typer.Option(metavar="N", parser=arguments.natural, help="Seed of the order; another seed shows other frames.")
     ] = 0,
     episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
     cameras: Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")] = None,
@@ -35,37 +33,24 @@ def preview(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Draw the first batch of an epoch as the model would see it, with tasks and indices below the frames."""
+    """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices."""
     arguments.png("--out", out)
     size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
-    dataset = arguments.dataset(
-        uri,
-        revision=revision,
-        cameras=arguments.names(cameras),
-        episodes=arguments.numbers("--episodes", episodes),
-        data_files_root=data_files_root,
-        storage_options=storage_options,
-        cache_dir=cache_dir,
-    )
-    if not dataset.cameras:
-        raise DatasetError(f"{uri}: no cameras are selected or recorded, so there is nothing to show")
-    for key in windows:
-        if key not in dataset.cameras:
-            raise ValueError(f"--window names {key!r}; the cameras here are {', '.join(dataset.cameras)}")
-    make_loader = console.load_library()
-    from dali_stream.cli import sheet
+    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
+        if not dataset.cameras:
+            raise DatasetError(f"{uri}: no cameras are recorded or selected; choose a dataset or --cameras with at least one")
+        for key in windows:
+            if key not in dataset.cameras:
+                raise ValueError(f"--window has unknown camera {key!r}. Available: {', '.join(dataset.cameras)}")
+        make_loader = console.load_library()
+        with make_loader(
+            dataset, batch_size=batch_size, delta_timestamps=windows, image_size=size, image_dtype="uint8", seed=seed,
+            last_batch="partial", rank=0, world_size=1,
+        ) as loader:  # fmt: skip
+            from dali_stream.tools import sheet
 
-    with make_loader(
-        dataset,
-        batch_size=batch_size,
-        delta_timestamps=windows,
-        image_size=size,
-        image_dtype="uint8",
-        seed=seed,
-        last_batch="partial",
-        rank=0,
-        world_size=1,
-    ) as loader:
-        shown = sheet.samples(next(iter(loader)), dataset.cameras, windows)
+            shown = sheet.samples(next(iter(loader)), dataset.cameras, windows)
     sheet.save(out, f"{Path(dataset.uri).name}: {len(shown)} of {dataset.num_frames} frames, seed {seed}", shown)
     typer.echo(f"{out}: {len(shown)} samples of {', '.join(dataset.cameras)}")

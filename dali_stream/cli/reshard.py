@@ -1,4 +1,4 @@
-"""`dali-stream reshard`: the same dataset, laid out for streaming."""
+"""`dali-stream reshard`: a dataset rewritten for streaming."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dali_stream.arguments import byte_count
+import dali_stream
 from dali_stream.cli import arguments, console
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ _FILES = ("footers", "indices")  # stages that count files; the others count byt
 
 def reshard(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset, whole.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or not there yet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or new.")],
     data_file_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of a Parquet file at most, unless one episode is larger.")
+        str, typer.Option(metavar="SIZE", help="Largest Parquet file, unless one episode is larger.")
     ] = "100MiB",
     video_file_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of an MP4 file at most, unless one episode is larger.")
+        str, typer.Option(metavar="SIZE", help="Largest MP4 file, unless one episode is larger.")
     ] = "200MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     revision: arguments.Revision = None,
@@ -33,32 +33,20 @@ def reshard(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Write a dataset anew, laid out for streaming: large row groups, MP4s with their index in front, few files.
+    """Rewrite a dataset for streaming: large row groups, MP4s with their index in front, few files.
 
-    Nothing is decoded or encoded: rows and encoded frames stay what they are, which is verified at the end. May be
-    interrupted: the same command continues where it was. OUT is a dataset when it is done, and not before.
+    Nothing is decoded or encoded: rows and encoded frames stay as they are, which is verified at the end. After an
+    interruption, the same command resumes. OUT becomes a dataset only after verification.
     """
-    sizes = byte_count(data_file_size, "--data-file-size"), byte_count(video_file_size, "--video-file-size")
-    from dali_stream.tools.reshard import reshard as write
-
-    dataset = arguments.dataset(
-        uri,
-        revision=revision,
-        data_files_root=data_files_root,
-        storage_options=storage_options,
-        cache_dir=cache_dir,
-    )
-    try:
-        with console.progress() as bar:
-            show = console.stages(bar, files=_FILES)
-            report = write(dataset, out, data_file_size=sizes[0], video_file_size=sizes[1], progress=show)
-    finally:
-        dataset.close()
+    place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as bar:
+        sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
+        report = dali_stream.reshard(dataset, out, **sizes, progress=console.stages(bar, files=_FILES))
     if as_json:
         console.print_json(report.as_dict())
         return
     console.results().print(_table(report))
-    typer.echo(f"{out}: {report.episodes} episodes, {report.frames} frames; every row and every encoded frame is verified")
+    typer.echo(f"{out}: {report.episodes} episodes, {report.frames} frames; all rows and encoded frames are verified")
 
 
 def _table(report: Report) -> Table:

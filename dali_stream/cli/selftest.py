@@ -1,4 +1,4 @@
-"""`dali-stream selftest`: whether this machine's decoder delivers the right frames through DALI, and how fast."""
+"""`dali-stream selftest`: tests this machine's decoder through DALI."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ if TYPE_CHECKING:
 
 def selftest(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where DALI decodes.")] = "auto",
-    soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to stream.")] = 30.0,
-    limit: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long all of it may take.")] = 460.0,
-    speed: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long each measurement of speed takes.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(metavar="JSON", help="A file for the report, written after each stage.")] = None,
+    soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time to stream.")] = 30.0,
+    limit: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time limit in all.")] = 460.0,
+    speed: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time per speed measurement.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(metavar="JSON", help="File for the report, written after each stage.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object instead of tables.")] = False,
 ) -> None:
-    """Try NVDEC through DALI on this machine: right frames and colours, frames that stay as they are on a busy GPU, memory,
-    speed beside torchcodec.
+    """Test NVDEC through DALI on this machine: correct frames and colours, also on a busy GPU, memory, and speed compared with
+    torchcodec.
 
-    Videos of every codec that the driver claims are made on the spot, with GOPs of 1, 2, 12 and 30. It ends within 8 minutes,
-    the most important codecs and questions first; what there was no time for is named. Without a GPU nothing is tried, which is
-    said, with exit code 0; --device cpu tries the test itself on what DALI decodes there. Exit code 1 where something failed or
-    was left out.
+    Generates videos of every codec that the driver supports, with GOPs of 1, 2, 12 and 30. Takes up to 8 minutes, the most
+    important codecs and tests first; tests without time are listed. Without a GPU nothing is tested, with exit code 0;
+    --device cpu tests the codecs that DALI decodes there. Exit code 1 if a test failed or was left out.
     """
     console.load_library()
     from dali_stream.tools import environment
@@ -54,7 +53,7 @@ def selftest(
 
 
 def _print(report: dict[str, Any]) -> None:
-    if "reason" in report:  # there is no GPU, or none that can be used
+    if "reason" in report:  # no usable GPU
         typer.echo(f"{report['status']}: {report['reason']}")
         return
     screen = console.results()
@@ -62,9 +61,9 @@ def _print(report: dict[str, Any]) -> None:
         screen.print(made)
     for codec, reason in report["codecs"].items():
         if reason:
-            typer.echo(f"{codec} was not tried: {reason}")
+            typer.echo(f"{codec} was not tested: {reason}")
     if report["left_out"]:
-        typer.echo(f"no time was left for: {'; '.join(report['left_out'])}; --limit gives more")
+        typer.echo(f"no time was left for: {'; '.join(report['left_out'])}; give a higher --limit")
     for problem in report["problems"]:
         typer.echo(f"failed: {problem}")
     where = report["machine"]["gpu"] or "the CPU"
@@ -73,19 +72,17 @@ def _print(report: dict[str, Any]) -> None:
 
 def _identity(report: dict[str, Any]) -> Table:
     made = console.table(
-        "codec", "videos", "requests", "pictures", "wrong", "mean error", "", right=("pictures", "wrong", "mean error")
+        "codec", "videos", "requests", "frames", "wrong", "mean error", "", right=("frames", "wrong", "mean error")
     )
     for row in report["identity"]:
         error = "" if row["mean_error"] is None else f"{row['mean_error']:.2f}"
-        note = row["failed"] or (
-            f"for information, since the loader takes torchcodec: {row['refused']}" if row["refused"] else ""
-        )
+        note = row["failed"] or (f"informational, since the loader uses torchcodec: {row['refused']}" if row["refused"] else "")
         made.add_row(row["codec"], row["videos"], row["shape"], str(row["pictures"]), str(row["wrong"]), error, note)
     return made
 
 
 def _speed(report: dict[str, Any]) -> Table:
-    numbers = ("requests a clip", "threads", "batches ahead", "frames/s", "GPU memory")
+    numbers = ("requests per clip", "threads", "prefetch", "frames/s", "GPU memory")
     made = console.table("codec", "H × W", "decoder", *numbers, right=numbers)
     for row in report["speed"]:
         cells = [str(row.get(key, "")) for key in ("per_clip", "threads", "prefetch")]
@@ -97,7 +94,7 @@ def _speed(report: dict[str, Any]) -> Table:
 
 
 def _lockstep(report: dict[str, Any]) -> Table:
-    numbers = ("pictures", "wrong", "worst mean error", "worst 16×16 pixels")
+    numbers = ("frames", "wrong", "worst mean error", "worst 16×16 pixels")
     made = console.table("in lockstep with torchcodec", "routes", *numbers, right=numbers)
     for row in report["lockstep"]:
         if row.get("failed"):
@@ -109,7 +106,7 @@ def _lockstep(report: dict[str, Any]) -> Table:
 
 
 def _soak(report: dict[str, Any]) -> Table:
-    made = console.table("soak", "pictures", "wrong", "frames/s", right=("pictures", "wrong", "frames/s"))
+    made = console.table("soak", "frames", "wrong", "frames/s", right=("frames", "wrong", "frames/s"))
     if row := report["soak"]:
         numbers = ("", "", "") if row.get("failed") else (str(row["pictures"]), str(row["wrong"]), f"{row['frames_per_s']:.0f}")
         made.add_row(row.get("failed") or ", ".join(row["routes"].values()), *numbers)

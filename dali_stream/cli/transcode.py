@@ -1,12 +1,13 @@
-"""`dali-stream transcode`: the same dataset, its videos re-encoded for the decoder at hand."""
+"""`dali-stream transcode`: a dataset with its videos re-encoded, for example for a GPU's decoder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dali_stream
 from dali_stream.cli import arguments, console
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _FILES = ("sizes",)  # the stage that counts files; the others count bytes of th
 
 def transcode(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset, whole.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or not there yet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or new.")],
     codec: Annotated[str, typer.Option(help="hevc, h264, av1 or vp9.")],
     gop: Annotated[
         int, typer.Option(parser=arguments.count, metavar="N", help="Distance of keyframes: 2 is best for single frames.")
@@ -27,11 +28,11 @@ def transcode(
     encoder: Annotated[str, typer.Option(help="nvenc, cpu, or auto: NVENC where it works.")] = "auto",
     crf: Annotated[
         int | None,
-        typer.Option(parser=arguments.natural, metavar="N", help="Quality, lower is better. Without: close to the source."),
+        typer.Option(parser=arguments.natural, metavar="N", help="Quality, lower is better. Default: close to the source."),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(parser=arguments.count, metavar="N", help="Files at a time. Without: what keeps the encoder busy."),
+        typer.Option(parser=arguments.count, metavar="N", help="Files at a time. Default: enough to keep the encoder busy."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     revision: arguments.Revision = None,
@@ -39,36 +40,16 @@ def transcode(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Write a dataset with its videos re-encoded, so that the decoder at hand, such as a GPU's, can decode them.
+    """Re-encode a dataset's videos, so that for example a GPU can decode them.
 
-    Rows, files and times stay what they are. Every frame comes out once, at its time, in closed GOPs without B-frames, as
-    8 bit 4:2:0 in BT.601; a few of each episode are compared with the source. May be interrupted: the same command continues
-    where it was. OUT is a dataset when it is done, and not before. Needs the program ffmpeg.
+    Rows, files and times stay as they are. Every frame is encoded once, at its time, in closed GOPs without B-frames, as
+    8 bit 4:2:0 in BT.601; some frames of each episode are compared with the source. After an interruption, the same command
+    resumes. OUT becomes a dataset only after verification. Needs the program ffmpeg.
     """
-    from dali_stream.tools.transcode import transcode as write
-
-    dataset = arguments.dataset(
-        uri,
-        revision=revision,
-        data_files_root=data_files_root,
-        storage_options=storage_options,
-        cache_dir=cache_dir,
-    )
-    try:
-        with console.progress() as bar:
-            show = console.stages(bar, files=_FILES)
-            report = write(
-                dataset,
-                out,
-                codec=codec,
-                gop=gop,
-                encoder=encoder,
-                crf=crf,
-                jobs=jobs,
-                progress=show,
-            )
-    finally:
-        dataset.close()
+    place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as bar:
+        options: dict[str, Any] = {"codec": codec, "gop": gop, "encoder": encoder, "crf": crf, "jobs": jobs}
+        report = dali_stream.transcode(dataset, out, **options, progress=console.stages(bar, files=_FILES))
     if as_json:
         console.print_json(report.as_dict())
         return
@@ -77,17 +58,8 @@ def transcode(
 
 
 def _table(report: Report) -> Table:
-    made = console.table(
-        "camera",
-        "files",
-        "pictures",
-        "codec",
-        "bytes",
-        "encoder",
-        "PSNR min",
-        "mean",
-        right=("files", "pictures", "PSNR min", "mean"),
-    )
+    numbers = ("files", "frames", "PSNR min", "mean")
+    made = console.table("camera", "files", "frames", "codec", "bytes", "encoder", "PSNR min", "mean", right=numbers)
     for name, camera in report.cameras.items():
         sizes = f"{console.megabytes(camera.bytes_before)} → {console.megabytes(camera.bytes_after)}"
         quality = ["" if value is None else f"{value:.1f} dB" for value in (camera.psnr_min, camera.psnr_mean)]
@@ -97,9 +69,8 @@ def _table(report: Report) -> Table:
 
 
 def _compared(report: Report) -> str:
-    files = sum(camera.files for camera in report.cameras.values())
-    copied = sum(camera.copied for camera in report.cameras.values())
+    files, copied = (sum(getattr(camera, name) for camera in report.cameras.values()) for name in ("files", "copied"))
     if copied == files:
-        return f"its {files} video files needed nothing and are copied"
-    rest = f"; {copied} needed nothing and are copied" if copied else ""
+        return f"its {files} video files already fit and are copied"
+    rest = f"; {copied} already fit and are copied" if copied else ""
     return f"{files - copied} video files encoded, their counts and times checked, and frames of each episode compared{rest}"

@@ -1,4 +1,4 @@
-"""ISO base media boxes (ISO/IEC 14496-12, section 4.2): walking them safely in files of any origin, and writing them."""
+"""ISO base media boxes (ISO/IEC 14496-12, section 4.2): walking them safely in untrusted files, and writing them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dali_stream.storage import Store
 
 MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
-UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of frames shown as they are
-HEAD = 1 << 12  # bytes fetched to look for `moov`; the rest of it is one exact read
-TAIL = 1 << 22  # bytes fetched of what follows the media data, which is hardly ever more than `moov`
+UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of unrotated frames
+HEAD = 1 << 12  # bytes fetched to find `moov`; the rest of it is one exact read
+TAIL = 1 << 22  # bytes fetched after the media data, which rarely holds more than `moov`
 
 
 def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """(kind, start, end) of the bodies of the boxes in `data[start:end]`.
 
     Raises:
-        DecodeError: a box does not fit into its parent, or there are more than any real file has.
+        DecodeError: a box does not fit into its parent, or there are too many.
     """
     for _ in range(MOST_CHILDREN):
         if start == end:
@@ -27,7 +27,7 @@ def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, in
         kind, head, size = _header(data[start : start + 16], start, end)
         yield kind, start + head, start + size
         start += size
-    raise DecodeError(f"a box has more than {MOST_CHILDREN} boxes in it: the file's index is broken")
+    raise DecodeError(f"a box contains more than {MOST_CHILDREN} boxes: the file's index is broken; fetch or record it again")
 
 
 def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | None:
@@ -43,14 +43,14 @@ def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | N
 
 
 def read_moov(store: Store, path: str) -> bytes:
-    """The body of a file's `moov` box in two reads, or three where it is large and follows the media data.
+    """The body of a file's `moov` box, in two reads, or three if it is large and follows the media data.
 
     Raises:
-        DecodeError: not an MP4, or one that ends before its boxes do.
+        DecodeError: the file is not an MP4, or is truncated.
     """
     at = base = 0
     window = store.read(path, 0, HEAD)
-    size = store.size(path)  # after the read, whose answer has told it where the file is remote
+    size = store.size(path)  # after the read, which brings the size of a remote file
     for _ in range(MOST_CHILDREN):
         if at == size:
             raise DecodeError(f"no moov box (the index of an MP4){_looks_like(store.read(path, 0, 48))}")
@@ -71,14 +71,15 @@ def read_moov(store: Store, path: str) -> bytes:
 
 
 def box(kind: bytes, *parts: bytes) -> bytes:
-    """A box with these bytes as its body."""
+    """A box with this body."""
     body = b"".join(parts)
     return struct.pack(">I4s", 8 + len(body), kind) + body
 
 
 def full_box(kind: bytes, version: int, flags: int, *parts: bytes) -> bytes:
-    """A box whose body begins with a version and flags."""
-    return box(kind, struct.pack(">I", version << 24 | flags), *parts)
+    """A box whose body starts with version and flags."""
+    body = b"".join(parts)
+    return struct.pack(">I4sI", 12 + len(body), kind, version << 24 | flags) + body
 
 
 def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
@@ -99,11 +100,11 @@ def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
 
 
 def _looks_like(first: bytes) -> str:
-    """What a file that is no MP4 is instead, for the message."""
+    """A hint for the message on what a file without `moov` is."""
     if first.startswith(b"version https://git-lfs"):
         return "; it is a Git LFS pointer: run `git lfs pull`"
     if first.lstrip()[:5].lower() in (b"<!doc", b"<html"):
-        return "; it is an HTML page, so the download went wrong"
+        return "; it is an HTML page: the download failed"
     if not first:
         return "; it is empty"
-    return "" if first[4:8] == b"ftyp" else f"; it begins with {first[:16]!r}, which is no MP4"
+    return "" if first[4:8] == b"ftyp" else f"; it begins with {first[:16]!r}, so it is not an MP4"

@@ -1,20 +1,18 @@
-"""Packed clips: small MP4s in memory that hold only the frames which some requested frames need.
+"""Packed clips: small MP4s in memory that hold only the packets needed to decode the requested frames.
 
     file A   |I p|I p|I p|I p|I p| ...        requests: A2 (the p of the second pair), A7, B4
     file B   |I p|I p|I p| ...
 
     clip     |I p|I p|I|     the prefixes of the GOPs of A2, A7 and B4, packed end to end
-    frames    1   3   4      where the requests are in the clip, counted in the order of showing
+    frames    1   3   4      where the requests are in the clip, counted in display order
 
-Decoding starts at a keyframe and continues to the requested frame: that prefix is all that a request costs. Each run
-of samples keeps its decode order; times are rewritten, one tick per frame, so that a frame's index is its time. The
-shifts of `ctts` are negative where needed (version 1): the first frame is shown at 0, and nothing is delivered late.
+Decoding starts at a keyframe and continues to the requested frame, so a request costs that GOP prefix. Each run of packets
+keeps its decode order; times are rewritten, one tick per frame, so that a frame's index is its time.
 """
 
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,10 +21,10 @@ import numpy as np
 from dali_stream.counters import Timed, untimed
 from dali_stream.errors import DecodeError
 from dali_stream.mp4 import hidden
-from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.muxer import file_head
 from dali_stream.storage import Store
 
 TIMESCALE, TICK = 15360, 512  # 30 frames a second, the numbers FFmpeg writes; a clip's own time means nothing else
@@ -38,7 +36,7 @@ class Clip:
 
     Attributes:
         data: the file; not `bytes`, which torch takes with a warning only.
-        frames: per request, its index in the order of showing.
+        frames: per request, its index in display order.
         coded_frames: how many the clip holds.
     """
 
@@ -48,15 +46,15 @@ class Clip:
 
 
 class HiddenFrames(DecodeError):
-    """A clip for NVDEC would hold frames that are decoded and never shown."""
+    """A clip for NVDEC would hold frames that are decoded and never displayed."""
 
 
 class _Run:
-    """Samples of one file that are decoded one after the other, beginning with a keyframe."""
+    """Packets of one file that are decoded one after the other, starting at a keyframe."""
 
     __slots__ = ("ranks", "samples", "sizes", "table")
 
-    # Python's own numbers: most runs are a few frames long, and then the interpreter is done with them sooner.
+    # Python ints: most runs are a few frames long, where NumPy is slower.
     def __init__(self, table: VideoIndex, start: int, stop: int) -> None:
         self.table = table
         self.samples: Sequence[int] = range(start, stop + 1)
@@ -67,15 +65,15 @@ class _Run:
             own = np.arange(start, stop + 1)
             own = own[(table.head[own] != start) | (table.pts[own] >= table.pts[start])]
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()
-        self.ranks: Sequence[int] = range(len(self.sizes))  # per sample, its place in the order of showing within the run
+        self.ranks: Sequence[int] = range(len(self.sizes))  # per sample, its place in display order within the run
         if table.reordered:
             self.ranks = np.argsort(np.argsort(table.pts[np.array(self.samples)], kind="stable")).tolist()
 
     def rank(self, sample: int) -> int:
-        """The place of one sample in the order of showing."""
+        """The place of one packet in display order."""
         if sample not in self.samples:
             raise DecodeError(
-                "the frame refers to others before the file's beginning: the file was cut there, in the middle of an open "
+                "the frame depends on frames before the start of the file: the file was cut there, in the middle of an open "
                 "GOP; record or convert it again"
             )
         return self.ranks[self.samples.index(sample)]
@@ -94,12 +92,13 @@ class _Run:
         whole = data[0] if len(data) == 1 else b"".join(data)
         if len(whole) != sum(self.sizes):
             raise DecodeError(
-                f"bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become shorter since its index was read"
+                f"bytes {parts[0][0]} to {parts[-1][1]} are not all there: the file has become shorter since its index was "
+                "read; open the dataset again"
             )
         return whole
 
     def check(self, data: bytes, shown_only: bool) -> None:
-        """Decoders pass over most damage, so what can be seen of it is looked for here (see `damage`)."""
+        """Decoders ignore most damage, so visible damage is detected here (see `damage`)."""
         table, at = self.table, 0
         config = table.configs[table.config[self.samples[0]]]
         check, codec = checker(config), codec_of(config) if shown_only else ""
@@ -110,10 +109,10 @@ class _Run:
             if check and size and (wrong := check(data, at, at + size, at == 0)):
                 raise DecodeError(
                     f"the encoded frame at bytes {table.offset[sample]} to "
-                    f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or leave its episodes out"
+                    f"{table.offset[sample] + size} is damaged: {wrong}. Copy the file again, or exclude its episodes"
                 )
             if look and hidden.hidden(codec, data[at : at + size]):
-                what = f"the {codec} frame at byte {table.offset[sample]} comes with frames that are never shown"
+                what = f"the {codec} frame at byte {table.offset[sample]} comes with frames that are never displayed"
                 raise HiddenFrames(f"{hidden.hidden_frames_refusal(codec)} ({what})")
             at += size
 
@@ -132,10 +131,10 @@ def pack(
     Args:
         store: where the files are.
         tables: per request, the table of its file; all with the same sample description.
-        samples: per request, the sample in its file. The same request may come more than once.
+        samples: per request, the sample in its file. A request may occur more than once.
         from_the_start: decode from the file's first frame on.
-        shown_only: refuse frames that are never shown.
-        timed: counts the time that reading takes.
+        shown_only: refuse frames that are never displayed.
+        timed: times reading.
 
     Raises:
         HiddenFrames: there are some, and `shown_only` is set.
@@ -169,7 +168,7 @@ def config(table: VideoIndex, sample: int) -> bytes:
 def span(table: VideoIndex, sample: int) -> tuple[int, int]:
     """The samples, first and last, that are decoded for `sample`.
 
-    A frame that follows an open GOP's keyframe but is shown before it refers to the GOP before that one too.
+    A frame that follows an open GOP's keyframe but is displayed before it depends on the previous GOP too.
     """
     start = int(table.head[sample])
     if not table.open_gops:
@@ -187,8 +186,8 @@ def is_avc(table: VideoIndex) -> bool:
 def _stop(table: VideoIndex, sample: int) -> int:
     """The last sample to decode for one of an open GOP of H.264.
 
-    FFmpeg does not show what it still holds back at the end of a clip that began with something else than an IDR
-    frame. So the clip continues until as many frames that are shown later have been decoded as push this one out.
+    FFmpeg does not output the frames it still holds back at the end of a clip that starts with anything but an IDR
+    frame. So the clip continues until enough later frames have been decoded to push this one out.
     """
     later = np.flatnonzero(table.pts[sample + 1 : sample + 65] > table.pts[sample])[:_HELD_BACK]
     return sample + 1 + int(later[-1]) if len(later) else sample
@@ -200,44 +199,24 @@ _HELD_BACK = 4  # encoders of hierarchical B-frames delay frames by two or three
 def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> bytearray:
     lengths = [len(run.samples) for run in runs]
     n = sum(lengths)
-    sizes = np.array([size for run in runs for size in run.sizes], ">u4")
     table, first = runs[0].table, runs[0].samples[0]
-    # A run that continues over an open GOP's keyframe does not name it: a decoder that seeks to it, since it is decoded
-    # before the frame that is asked for, loses the frames that lead it.
-    sync = np.cumsum([1, *lengths[:-1]])
-    tables = [
-        full_box(b"stsd", 0, 0, struct.pack(">I", 1), table.configs[table.config[first]]),
-        full_box(b"stts", 0, 0, struct.pack(">III", 1, n, TICK)),
-        full_box(b"stss", 0, 0, struct.pack(">I", len(sync)), sync.astype(">u4").tobytes()),
-        full_box(b"stsc", 0, 0, struct.pack(">IIII", 1, 1, n, 1)),
-        full_box(b"stsz", 0, 0, struct.pack(">II", 0, n), sizes.tobytes()),
-    ]
+    shifts = None
     if any(run.table.reordered for run in runs):
-        shift = np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
-        entries = np.stack([np.ones(n, np.int64), shift], 1).astype(">i4").tobytes()
-        tables.append(full_box(b"ctts", 1, 0, struct.pack(">I", n), entries))
-    length = _LENGTH_OF_REST + sum(map(len, tables))
-    moov = _moov(tables, table.track_header, n * TICK, len(_FTYP) + length + 8)
+        shifts = np.ones(n, np.int64), np.array([rank - i for run in runs for i, rank in enumerate(run.ranks)]) * TICK
+    head = file_head(
+        TIMESCALE, n * TICK, table.track_header, [table.configs[table.config[first]]],
+        np.array([size for run in runs for size in run.sizes], ">u4"),
+        nbytes=sum([sum(run.sizes) for run in runs]),
+        durations=([n], [TICK]),
+        shifts=shifts,
+        # A run that continues over an open GOP's keyframe does not name it: a decoder that seeks to it, since it is decoded
+        # before the requested frame, loses the frames that lead it.
+        keyframes=list(itertools.accumulate(lengths[:-1], initial=1)),
+        chunks=([1], [n], [1]),
+        offsets=[0],
+    )  # fmt: skip
     with timed("read_s"):  # once a clip: it costs as much as a read
         body = [run.read(store) for run in runs]
     for run, data in zip(runs, body, strict=True):
         run.check(data, shown_only)
-    return bytearray().join((_FTYP, moov, struct.pack(">I4s", 8 + sum(map(len, body)), b"mdat"), *body))
-
-
-def _moov(tables: list[bytes], track_header: bytes, duration: int, media_offset: int) -> bytes:
-    stbl = box(b"stbl", *tables, full_box(b"stco", 0, 0, struct.pack(">II", 1, media_offset)))
-    minf = box(b"minf", _VMHD_AND_DINF, stbl)
-    mdhd = full_box(b"mdhd", 0, 0, struct.pack(">IIIIHH", 0, 0, TIMESCALE, duration, 0x55C4, 0))
-    tkhd = full_box(b"tkhd", 0, 3, struct.pack(">IIIII", 0, 0, 1, 0, duration), bytes(16), track_header)
-    mvhd = full_box(b"mvhd", 0, 0, struct.pack(">IIII", 0, 0, TIMESCALE, duration), _MVHD_REST)
-    return box(b"moov", mvhd, box(b"trak", tkhd, box(b"mdia", mdhd, _HDLR, minf)))
-
-
-_FTYP = box(b"ftyp", b"isom", struct.pack(">I", 512), b"isomiso2mp41")
-_MVHD_REST = struct.pack(">IH", 0x10000, 0x100) + bytes(10) + UPRIGHT + bytes(24) + struct.pack(">I", 2)
-_HDLR = full_box(b"hdlr", 0, 0, bytes(4), b"vide", bytes(12), b"v\0")
-_VMHD_AND_DINF = full_box(b"vmhd", 0, 1, bytes(8)) + box(
-    b"dinf", full_box(b"dref", 0, 0, struct.pack(">I", 1), full_box(b"url ", 0, 1))
-)
-_LENGTH_OF_REST = len(_moov([], bytes(44), 0, 0))  # bytes of `moov` beside the tables: stco holds an absolute offset
+    return bytearray().join((head, *body))

@@ -1,6 +1,6 @@
-"""What a dataset is, without decoding any of it: sizes, features, tasks, and what its videos are made of.
+"""`describe`: sizes, features, tasks and video formats of a dataset, without decoding.
 
-Only metadata and the indices (`moov`) of video files are read. Neither torchcodec nor DALI is needed.
+Reads only metadata and the indices (`moov`) of video files. Needs neither torchcodec nor DALI.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from dali_stream.mp4.format import describe as describe_format
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
 
-LOOK_AT = 32  # video files per camera: each is a read of its index, which may be far away
-_AT_A_TIME = 16  # reads under way: each waits for its answer, where the files are remote
+LOOK_AT = 32  # video files per camera whose index is read
+_AT_A_TIME = 16  # concurrent reads, for remote files
 _PROFILES = {
     "av1": {0: "Main", 1: "High", 2: "Professional"},
     "h264": {66: "Baseline", 77: "Main", 88: "Extended", 100: "High", 110: "High 10", 122: "High 4:2:2", 244: "High 4:4:4"},
@@ -33,7 +33,7 @@ _PROFILES = {
 
 @dataclass(frozen=True)
 class FeatureReport:
-    """One feature as `meta/info.json` has it."""
+    """One feature of `meta/info.json`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class FeatureReport:
 
 @dataclass(frozen=True)
 class CameraReport:
-    """One camera. What only videos have is None for a camera whose frames are images in Parquet rows.
+    """One camera. Fields of videos are None for a camera with images in Parquet rows.
 
     Attributes:
         kind: "video" or "image".
@@ -51,16 +51,15 @@ class CameraReport:
         other_formats: formats of other files that differ from the first, as "codec profile pixel_format HxW".
         gop_min, gop_max: frames of the shortest and the longest GOP. A file's last GOP ends with the file, so it
             does not count as shortest unless it is the only one.
-        b_frames: whether any file shows frames in another order than it decodes them in.
-        open_gops: whether in any file frames after a keyframe refer to those before it.
-        files, files_looked_at: how many there are, and how many of them all of this was read from.
+        b_frames: whether any file displays frames in another order than it decodes them.
+        open_gops: whether in any file frames after a keyframe depend on frames before it.
+        files, files_looked_at: number of files, and of those whose index was read.
         bytes: of all its files.
-        route: the decoder that a Loader begins with on this machine.
-        route_change: why a Loader would leave that route for torchcodec at a later file; empty if none of those looked
-            at makes it.
+        route: the decoder that a Loader starts with on this machine.
+        route_change: why a Loader would switch to torchcodec at a later file; empty if no checked file requires it.
     """
 
-    kind: str
+    kind: Literal["video", "image"]
     height: int
     width: int
     route: Route
@@ -80,10 +79,10 @@ class CameraReport:
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """A dataset, or the part of it that is selected.
+    """A dataset, or its selected part.
 
     Attributes:
-        uri, address: as given, and where that is.
+        uri, address: as given, and resolved.
         episode_frames: (fewest, most) frames of an episode.
         data_files: Parquet files of the selected episodes.
         bytes: {"data", "videos", "meta"}: of the files of the selected episodes and cameras; all of `meta/`.
@@ -106,23 +105,27 @@ class DatasetReport:
     bytes: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain dicts and lists, which JSON can hold."""
+        """The same as dicts and lists for JSON."""
         return dataclasses.asdict(self)
 
 
 def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
-    """Looks at a dataset's metadata and at the indices of its video files.
+    """Describes a dataset from its metadata and the indices of its video files.
 
     Args:
-        dataset: the selected part of a dataset.
-        look_at: video files per camera to read the index of; where there are more, they are spread over all.
+        dataset: the dataset, or a selected part of one.
+        look_at: video files per camera whose index is read, evenly spread over all.
+
+    Returns:
+        Counts, features, tasks, and per camera the video format and the decoder of this machine.
 
     Raises:
+        ValueError: `look_at` is less than 1.
         DatasetError: a file is missing or its metadata is broken.
         DecodeError: a video file's index cannot be read.
     """
     if look_at < 1:
-        raise ValueError(f"look_at is {look_at}; it is the number of video files per camera to look at, 1 or more")
+        raise ValueError(f"Invalid look_at {look_at}. Give the number of video files per camera to look at, 1 or more")
     info = metadata.read_json(dataset.store, metadata.INFO)
     cameras = {key: _camera(dataset, key, look_at) for key in dataset.cameras}
     data_files = _paths(dataset, dataset.table.data)
@@ -153,7 +156,7 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
 
 
 def _paths(dataset: Dataset, files: metadata.Files) -> list[str]:
-    """Files of the selected episodes, that of the first episode first."""
+    """Files of the selected episodes, in order of the episodes."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
 
 
@@ -168,20 +171,20 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
 
 
 def video_files(dataset: Dataset, key: str, look_at: int = LOOK_AT) -> tuple[list[str], list[str]]:
-    """The video files of a camera, and those of them to look at: the first episode's, the last's, and others between."""
+    """The video files of a camera, and those to look at: the first, the last, and others in between."""
     paths = _paths(dataset, dataset.table.video[key])
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int)).tolist()
     return paths, [paths[i] for i in chosen]
 
 
 def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
-    """What a camera's videos are.
+    """Describes a camera's videos.
 
     Args:
-        tables: of the files that were looked at, one or more.
-        store: where they are.
-        gpu: index of the CUDA device that the route is for; None for the CPU.
-        files, size: how many files the camera has, and their bytes.
+        tables: indices of one or more files.
+        store: of these files.
+        gpu: CUDA device that the route is for; None for the CPU.
+        files, size: number of files of the camera, and their bytes.
 
     Raises:
         DecodeError: a sample description is broken.

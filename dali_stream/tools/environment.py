@@ -1,4 +1,4 @@
-"""What a measurement ran on, for reports: versions and the machine."""
+"""The circumstances of a measurement, for reports: versions and the machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import dali_stream
 from dali_stream import process
 
-# A path that begins at the root of a file system, in a home or outside the working folder: a whole string, what stands in
-# quotes, or a word. Addresses (https://...) do not begin like this.
+# An absolute path, or one in a home or outside the working folder: a whole string, a quoted part, or a word. Addresses
+# (https://...) do not match.
 _BEGINS = r"(?:file://)?(?:~\w*|\.\.)?/(?!/)"
 _PATH = re.compile(
     rf"""\A{_BEGINS}[^:,;"'\n]*\Z|(?<=["']){_BEGINS}[^"'\n]*(?=["'])|(?<![\w/.\]-]){_BEGINS}[^\s"'`<>|,;:()\[\]{{}}]+"""
@@ -26,7 +26,7 @@ _PATH = re.compile(
 
 
 def ran_on(device: str) -> dict[str, Any]:
-    """What a report says of its circumstances: `versions`, `machine` and `date`."""
+    """Entries of a report: `versions`, `machine` and `date`."""
     return {"versions": versions(), "machine": machine(device), "date": time.strftime("%Y-%m-%d")}
 
 
@@ -36,10 +36,10 @@ def report_json(report: dict[str, Any], indent: int | None = None) -> str:
 
 
 def without_folders(value: Any) -> Any:
-    """A copy of what JSON can hold in which paths of this machine are file names: "/data/g1" becomes "g1".
+    """A copy of a JSON value with the paths of this machine reduced to file names: "/data/g1" becomes "g1".
 
-    Reports are published. A path says nothing to a reader elsewhere, and may name a user or a project. Relative paths inside
-    the working folder and addresses (https://, s3://, hf://) stay.
+    Reports are published, and a path may name a user or a project. Relative paths inside the working folder and addresses
+    (https://, s3://, hf://) stay.
     """
     if isinstance(value, str):
         return _PATH.sub(lambda found: PurePosixPath(found[0]).name, value)
@@ -49,7 +49,7 @@ def without_folders(value: Any) -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of the libraries that decode, and of the program ffmpeg."""
+    """Versions of Python, of the decoding libraries, and of the program ffmpeg."""
     import nvidia.dali
     import torch
     import torchcodec
@@ -65,7 +65,7 @@ def versions() -> dict[str, str | None]:
 
 
 def ffmpeg_program() -> str | None:
-    """The version of the program ffmpeg; None where it is not there or does not run."""
+    """The version of the program ffmpeg; None if it is missing or does not run."""
     path = shutil.which("ffmpeg")
     try:
         done = subprocess.run([path or "", "-version"], capture_output=True, text=True, timeout=30, check=True)
@@ -88,7 +88,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def memory_bytes(figure: str) -> int | None:
-    """A figure of this process's memory: "VmRSS", what it holds, or "VmHWM", its peak; None where /proc does not say."""
+    """Memory of this process: "VmRSS", now, or "VmHWM", its peak; None without /proc."""
     with contextlib.suppress(OSError):
         if found := re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
             return int(found[1]) * 1024
@@ -96,18 +96,18 @@ def memory_bytes(figure: str) -> int | None:
 
 
 def forget_peak() -> None:
-    """Lets the peak of this process begin anew, where Linux allows it, so that it is of what comes now."""
+    """Resets the memory peak of this process, where Linux allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss() -> int:
-    """Bytes of memory that this process has held at most, since its start or `forget_peak`."""
+    """Peak memory of this process in bytes, since its start or `forget_peak`."""
     return memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gpu_bytes_used(gpu: int | None) -> int | None:
-    """Bytes in use on a GPU, by DALI, torch and whoever else; None on a CPU."""
+    """Bytes in use on a GPU by all processes; None on a CPU."""
     if gpu is None:
         return None
     import torch

@@ -1,4 +1,4 @@
-"""What `memory_budget` brings for a dataset: frames decoded per delivered frame, computed on the loader's own schedule."""
+"""The effect of `memory_budget` for a dataset: frames decoded per delivered frame, computed with the loader's schedule."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from dali_stream.mp4.index import VideoIndex
 
 BUDGETS = tuple(1 << 28 + i for i in range(8))  # 256 MiB to 32 GiB
-_BATCHES = 400  # that are counted, once the cache is full
-_TIMED = 32  # frames that are decoded and resized for the time of one
+_BATCHES = 400  # counted batches, once the cache is full
+_TIMED = 32  # frames that are decoded and resized to measure the time per frame
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a `memory_budget` brings.
+    """The effect of a `memory_budget`.
 
     Attributes:
         memory_budget: bytes.
-        kept: decoded frames of each camera that it keeps.
-        decodes: frames decoded per delivered frame, in an epoch after the first; 0 where all frames are kept.
+        kept: decoded frames per camera that the cache keeps.
+        decodes: frames decoded per delivered frame, in an epoch after the first; 0 if all frames are kept.
         first_decodes: the same in the first epoch.
-        frames_per_s: about how many frames of all cameras this machine's decode threads deliver at most, in an epoch after the
-            first; None where nothing is decoded then.
+        frames_per_s: approximate limit of this machine's decode threads, frames of all cameras, in an epoch after the first;
+            None if nothing is decoded then.
     """
 
     memory_budget: int
@@ -48,16 +48,16 @@ class Forecast:
 
 
 def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]:
-    """Forecasts for a loader with other budgets; those beyond what keeps all frames are left out.
+    """Forecasts for a loader with other budgets, up to the first that keeps all frames.
 
-    The GOPs of all files are taken for those of the first file of a camera. Decodes some frames to measure the time.
+    Assumes that all files of a camera have the GOPs of its first file. Decodes some frames to measure the time.
 
     Args:
         loader: dataset, image_size, batch_size, order and threads are taken from it.
         budgets: bytes.
 
     Returns:
-        By rising budget; empty where the CPU decodes no video.
+        By rising budget; empty if the CPU decodes no video.
     """
     config = loader._config
     cameras = [key for key in config.dataset.videos if loader.routes[key].decoder == "torchcodec"]

@@ -1,4 +1,4 @@
-"""Reading every file's index ahead of time, so that it is in the cache when a Loader asks for it."""
+"""`index`: reads every file's index into the cache ahead of time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dali_stream.lerobot.metadata import Files, parquet_errors
 from dali_stream.mp4.index import read_index
 from dali_stream.storage import Store
 
-THREADS = 16  # nearly all of the time is spent waiting for answers
+THREADS = 16  # nearly all time is spent waiting for responses
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,9 @@ class IndexReport:
 
     Attributes:
         files: video and Parquet files of the selected cameras and episodes.
-        fetched_bytes: that came over the network. Where the cache has everything, at most a byte of each file, to see whether
-            it has changed.
-        cached_bytes: that came out of the cache.
-        broken: the files that have no readable index, and why.
+        fetched_bytes: from the network. With everything cached, at most a byte of each file, to check whether it has changed.
+        cached_bytes: from the cache.
+        broken: files without a readable index, and why.
     """
 
     files: int
@@ -36,21 +35,27 @@ class IndexReport:
     broken: dict[str, str]
 
 
-def build_index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
-    """Reads the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache.
+def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
+    """Reads the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache, so that
+    training starts without waiting for them.
 
-    What the cache has is not fetched again, so a run that was interrupted continues where it was.
+    Files in the cache are not fetched again, so an interrupted run resumes.
 
     Args:
         dataset: a remote dataset with a `cache_dir`.
-        progress: called with the files that are done and the files that there are, in the caller's thread.
+        progress: called as (files done, files in all), in the caller's thread.
+
+    Returns:
+        What was read, and which files are broken.
 
     Raises:
         ValueError: the dataset is local.
         StorageError: the source cannot be reached.
     """
     if not dataset.data_store.remote:
-        raise ValueError(f"{dataset.data_store.address} is local: its files are read in place, and need no index in a cache")
+        raise ValueError(
+            f"{dataset.data_store.address} is local. Only remote datasets have a cache; local files are read in place"
+        )
     jobs, traffic = _jobs(dataset), dataset.data_store.traffic
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
     progress(0, len(jobs))
@@ -59,7 +64,7 @@ def build_index(dataset: Dataset, progress: Callable[[int, int], None] = lambda 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream index") as pool:
         try:
             for path, read in jobs.items():
-                futures[pool.submit(read, dataset.data_store, path)] = path
+                futures[pool.submit(_error, read, dataset.data_store, path)] = path
             for done, future in enumerate(as_completed(futures), start=1):
                 if why := future.result():
                     broken[futures[future]] = why
@@ -76,19 +81,19 @@ def build_index(dataset: Dataset, progress: Callable[[int, int], None] = lambda 
 
 
 def _end(pool: ThreadPoolExecutor, futures: Iterable[Future[str | None]], dataset: Dataset) -> None:
-    """Ends what is being read and all that has not begun."""
+    """Aborts running reads and cancels the others."""
     pool.shutdown(wait=False, cancel_futures=True)
     dataset.close()
-    begun = [future for future in futures if not future.cancelled()]  # `wait` waits for the others for ever
+    begun = [future for future in futures if not future.cancelled()]  # `wait` never returns for the others
     while wait(begun, timeout=0.5).not_done:
         dataset.close()  # a thread was between two reads
 
 
-def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], str | None]]:
-    """The files that the selected cameras and episodes lie in, each with what reads its index."""
-    jobs: dict[str, Callable[[Store, str], str | None]] = dict.fromkeys(_used(dataset, dataset.table.data), _read_footer)
+def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], object]]:
+    """The files of the selected cameras and episodes, each with the function that reads its index."""
+    jobs: dict[str, Callable[[Store, str], object]] = dict.fromkeys(_used(dataset, dataset.table.data), _read_footer)
     for camera in dataset.videos:
-        jobs |= dict.fromkeys(_used(dataset, dataset.table.video[camera]), _read_moov)
+        jobs |= dict.fromkeys(_used(dataset, dataset.table.video[camera]), read_index)
     return jobs
 
 
@@ -96,19 +101,15 @@ def _used(dataset: Dataset, files: Files) -> list[str]:
     return [files.paths[number] for number in np.unique(files.index[dataset.rows])]
 
 
-def _read_moov(store: Store, path: str) -> str | None:
-    """Reads it; returns why that cannot be done, if so."""
-    try:
-        read_index(store, path)
-    except (DatasetError, DecodeError) as error:  # DatasetError: there is no such file
-        return str(error)
-    return None
+def _read_footer(store: Store, path: str) -> None:
+    with parquet_errors(store, path), store.open(path) as file:
+        pq.ParquetFile(file)
 
 
-def _read_footer(store: Store, path: str) -> str | None:
+def _error(read: Callable[[Store, str], object], store: Store, path: str) -> str | None:
+    """Reads an index; returns the error of a broken or missing file."""
     try:
-        with parquet_errors(store, path), store.open(path) as file:
-            pq.ParquetFile(file)
-    except DatasetError as error:
+        read(store, path)
+    except (DatasetError, DecodeError) as error:
         return str(error)
     return None

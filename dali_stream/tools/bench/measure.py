@@ -1,4 +1,4 @@
-"""What one rank sees: batches of a Loader, moved to the device and dropped."""
+"""One rank's measurement: batches of a Loader, moved to the device and dropped."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dali_stream import Dataset, Loader
+from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
+from dali_stream.loader import Loader
 from dali_stream.pipeline.bottleneck import STAGES
 from dali_stream.tools import environment
 
-MODES = ("single", "sarm", "action_chunk")
+Mode = Literal["single", "sarm", "action_chunk"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 CHUNK = 50  # actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
-POINTS = 200  # of the time line
-# Sums of `Loader.stats()` that a measurement takes the growth of.
+POINTS = 200  # of the timeline
+# Counters of `Loader.stats()` whose growth is measured.
 SUMS = ("frames", "clips", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
         "needed_bytes", "requests", "retries", "evicted_early", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
 
@@ -31,33 +33,35 @@ class Settings:
     """What is measured.
 
     Attributes:
-        mode: "single", the current frame of all cameras; "sarm", 8 steps of all cameras, 1 s apart; "action_chunk", the
+        mode: "single": the current frame of all cameras; "sarm": 8 steps of all cameras, 1 s apart; "action_chunk": the
             current frame of all cameras and 50 actions from it on.
-        num_batches: that are timed, after `warmup` that are not.
+        num_batches: timed batches, after `warmup` others.
         loader: further arguments of the Loader.
     """
 
-    mode: str
+    mode: Mode
     num_batches: int
     warmup: int
     loader: dict[str, Any]
 
 
-def windows(mode: str, dataset: Dataset) -> dict[str, list[float]]:
+def windows(mode: Mode, dataset: Dataset) -> dict[str, list[float]]:
     """`delta_timestamps` of a mode.
 
     Raises:
-        ValueError: the mode does not exist, or the dataset has not what it takes.
+        ValueError: the mode is unknown, or the dataset lacks a feature that it needs.
     """
     if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; it is one of {', '.join(MODES)}")
+        raise ValueError(f"Unknown mode {mode!r}. Allowed: {', '.join(MODES)}")
     if mode == "sarm":
         frames = max(round(SARM_SPACING_S * dataset.fps), 1)
         return {key: [-frames * step / dataset.fps for step in reversed(range(SARM_STEPS))] for key in dataset.cameras}
     if mode == "single":
         return {}
     if "action" not in dataset.features:
-        raise ValueError(f"mode action_chunk needs a feature 'action', and {dataset.uri} has {', '.join(dataset.features)}")
+        raise ValueError(
+            f"mode action_chunk needs a feature 'action'. Features of {dataset.uri}: {', '.join(dataset.features)}"
+        )
     return {"action": [step / dataset.fps for step in range(CHUNK)]}
 
 
@@ -65,19 +69,19 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
     """Times this rank's batches.
 
     Args:
-        dataset: what is streamed, epoch after epoch.
-        settings: what is measured.
-        device: of the Loader, and where the consumer wants the batches.
-        together: returns when all ranks have called it, so that all are measured over the same time.
+        dataset: to stream, epoch after epoch.
+        settings: of the measurement.
+        device: of the Loader, and of the batches.
+        together: a barrier of all ranks, so that all are measured over the same time.
 
     Returns:
-        What this rank has seen in the time that was measured; see `report.node_report` for the fields.
+        The measurements of this rank; see `report.node_report` for the fields.
 
     Raises:
-        DaliStreamError: there are no frames to measure, or one cannot be read.
+        DaliStreamError: the dataset has no frames, or one cannot be read.
     """
     if not dataset.cameras:
-        raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset that has some")
+        raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset with cameras")
     environment.forget_peak()
     deltas = windows(settings.mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
@@ -110,7 +114,7 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
 
 
 class _Watch:
-    """Notes what comes between its making and its end."""
+    """Records measurements from its creation to `end`."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._stats = loader, loader.stats()
@@ -153,12 +157,12 @@ def endless(loader: Loader) -> Iterator[dict[str, Any]]:
 
 
 def take(stream: Iterator[Any], batches: int) -> None:
-    """Takes so many batches and drops each before the next."""
+    """Takes batches and drops each before the next."""
     deque(itertools.islice(stream, batches), maxlen=0)
 
 
 def _consume(batch: dict[str, Any]) -> str:
-    """Waits until the batch is on its device, which the Loader brings it to; returns the device."""
+    """Waits until the batch is on its device; returns the device."""
     device = batch["index"].device
     if device.type == "cuda":
         import torch

@@ -1,4 +1,4 @@
-"""The ranks' figures put together, and written."""
+"""The ranks' results combined, and written."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
 
     Returns:
         `head`, and
-        `frames_per_s_node`, `samples_per_s`: what came in the time of the slowest rank, per node. That time runs from after
-        the warm-up to the last batch without a break; it is no sum of waits.
-        `first_batch_latency_s`: from making the Loader to its first batch, of the slowest rank.
-        `p50_sample_latency_ms` and so on: of the wait for a batch, from asking for it until it is on the device.
+        `frames_per_s_node`, `samples_per_s`: per node, over the time of the slowest rank, from the end of the warm-up to the
+        last batch without a break.
+        `first_batch_latency_s`: from creating the Loader to its first batch, of the slowest rank.
+        `p50_sample_latency_ms` and so on: of the wait for a batch, from the request until it is on the device.
         `wallclock_s`; `decode_s_total`, `fetch_s_total`, `wait_s_total`: seconds of all decode threads, all fetches, and in
         `next()`, over all ranks; `stage_s_total`: those of each stage (see `Loader.stats`); `fetched_bytes`, `needed_bytes`,
         `cached_bytes` (hits of cache_dir), `requests`, `retries`.
-        `bottleneck`: the stage that limits the rank that waits most, its share and what would help (see `Loader.bottleneck`).
+        `bottleneck`: the stage that limits the rank that waits most, its share and remedies (see `Loader.bottleneck`).
         `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `peak_rss_bytes` and `peak_gpu_bytes` (the largest of a
         rank), `cpu_s_per_sample`, `consumers`, `episode_pool_size`, `routes`, `timeline` (of rank 0), `versions`, `machine`,
-        `date`. No path names a folder.
+        `date`. Paths are reduced to file names.
     """
     nodes = len({rank["host"] for rank in ranks})
     wall = max(rank["wallclock_s"] for rank in ranks)
@@ -68,6 +68,11 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         **environment.ran_on(ranks[0]["device"]),
     }
     return environment.without_folders(report)
+
+
+def stage_seconds(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """{who: {stage: seconds}} of a report, in words."""
+    return {who: {name: report["stage_s_total"][key] for key, name in stages.items()} for who, stages in STAGES.items()}
 
 
 def write(report: dict[str, Any], folder: Path) -> Path:

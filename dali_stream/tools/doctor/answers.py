@@ -1,19 +1,18 @@
-"""The answers to the doctor's questions (see `asking`), given in a process that may die of them."""
+"""What libraries and the driver report. Each function runs in a process of its own, which it may crash (see `isolated`).
+
+This file is run by its path: the process imports nothing of this package until a function needs it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import dataclasses
-import json
-import os
 import re
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-CODECS = {  # by FFmpeg's name of the codec: its decoders that need no hardware
+CODECS = {  # FFmpeg's codec: its software decoders
     "h264": ("h264",),
     "hevc": ("hevc",),
     "av1": ("libdav1d", "libaom-av1", "libgav1"),
@@ -22,26 +21,8 @@ CODECS = {  # by FFmpeg's name of the codec: its decoders that need no hardware
 }
 
 
-def main(questions: str) -> None:
-    """Answers on stdout, a line each. What libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
-    for name, arguments in json.loads(questions):
-        said: dict[str, Any] = {"value": {}, "error": "", "kind": ""}
-        try:
-            said["value"] = _QUESTIONS[name](**arguments)
-        except (Exception, SystemExit) as error:
-            said["error"] = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            said["kind"] = type(error).__name__
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-    answers.flush()
-    os._exit(0)  # libraries that crash when they are unloaded have answered all the same
-
-
 def driver() -> dict[str, Any]:
-    """The driver's CUDA and its GPUs; or what failed, the remedy, and the driver's error (0: it could not be loaded)."""
+    """The driver's CUDA version and its GPUs; or the failure, its remedy, and the driver's error code (0: not loaded)."""
     from dali_stream.decode import capability
 
     try:
@@ -51,7 +32,7 @@ def driver() -> dict[str, Any]:
 
 
 def nvdec() -> dict[str, Any]:
-    """Per GPU, what the driver says of each format, or why it says nothing."""
+    """Per GPU, NVDEC's capability for each format, or why the driver does not report it."""
     from dali_stream.decode import capability
 
     found: list[dict[str, Any]] = []
@@ -73,14 +54,14 @@ def dali() -> dict[str, Any]:
 
 
 def torch() -> dict[str, Any]:
-    """torch's version, the CUDA that it is built for (None: none), and whether it finds a GPU."""
+    """torch's version, the CUDA version it is built for (None: without CUDA), and whether it finds a GPU."""
     import torch
 
     return {"version": str(torch.__version__), "cuda": torch.version.cuda, "finds_gpu": bool(torch.cuda.is_available())}
 
 
 def torchcodec() -> dict[str, Any]:
-    """torchcodec's version, and FFmpeg's libraries as it has loaded them: their folder, version and decoders."""
+    """torchcodec's version, and the FFmpeg libraries it has loaded: folder, version and decoders."""
     import torchcodec
     import torchcodec.decoders
 
@@ -88,8 +69,8 @@ def torchcodec() -> dict[str, Any]:
 
 
 def ffmpeg() -> dict[str, Any]:
-    """The same of FFmpeg where torchcodec has not loaded it: the newest that it could have."""
-    for version in (62, 61, 60, 59, 58):  # FFmpeg 8 to 4. libavdevice needs all others; players bring libavcodec alone
+    """FFmpeg where torchcodec has not loaded it: the newest version that it could load."""
+    for version in (62, 61, 60, 59, 58):  # FFmpeg 8 to 4. libavdevice needs all others; players ship only libavcodec
         with contextlib.suppress(OSError):
             ctypes.CDLL(f"libavdevice.so.{version}")
             break
@@ -97,7 +78,7 @@ def ffmpeg() -> dict[str, Any]:
 
 
 def _mapped_ffmpeg() -> dict[str, Any] | None:
-    # Out of this process's own map: the program ffmpeg, or another folder, may have another FFmpeg than the one in use.
+    # From this process's memory map: the program ffmpeg may belong to another FFmpeg.
     mapped = _mapped("libavcodec")
     return _ffmpeg(ctypes.CDLL(mapped[0]), mapped[0]) if mapped else None
 
@@ -107,7 +88,7 @@ def _mapped(library: str) -> list[str]:
 
 
 def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
-    """Version and decoders of a libavcodec (avcodec.h, codec.h, codec_desc.h): what is looked at has not changed since 4."""
+    """Version and decoders of a libavcodec. These parts of avcodec.h, codec.h and codec_desc.h are stable since FFmpeg 4."""
 
     class Descriptor(ctypes.Structure):  # the beginning of AVCodecDescriptor
         _fields_ = [("id", ctypes.c_int)]
@@ -136,7 +117,7 @@ def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
 
 
 def _release(libavcodec: str) -> str:
-    """FFmpeg's own version, which libavutil knows; empty where that cannot be found beside libavcodec."""
+    """FFmpeg's version, from the libavutil next to libavcodec; empty without one."""
     for path in _mapped("libavutil"):
         if Path(path).parent == Path(libavcodec).parent:
             told = ctypes.CDLL(path).av_version_info
@@ -146,7 +127,7 @@ def _release(libavcodec: str) -> str:
 
 
 def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | None, out: str) -> dict[str, Any]:
-    """Decodes one frame of a packed clip, by torchcodec or by DALI, and saves it as NumPy array (H, W, 3) in `out`."""
+    """Decodes one frame of a packed clip with torchcodec or DALI, and saves it as NumPy array (H, W, 3) in `out`."""
     import numpy as np
 
     from dali_stream.mp4.clip import Clip
@@ -163,10 +144,3 @@ def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | 
         frames = decode_clip(packed, VideoFormat(**video))
     np.save(out, frames[0])
     return {"shape": frames[0].shape}
-
-
-_QUESTIONS = {call.__name__: call for call in (driver, nvdec, dali, torch, torchcodec, ffmpeg, decode)}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

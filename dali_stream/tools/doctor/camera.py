@@ -1,4 +1,4 @@
-"""Findings on one camera: what its videos are, what makes them hard to decode, the decoder they get, and a frame of them."""
+"""Findings on one camera: its video format, its decoder and why, and one decoded frame."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Ta
 from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
 from dali_stream.tools.doctor.looks import look
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
-from dali_stream.tools.doctor.stream import edit_list
 from dali_stream.tools.doctor.timing import Timestamps
 
-_SHOWN = 3  # broken files of a camera, each with what it looks like
+_SHOWN = 3  # broken files reported per camera
 
 
 class Camera:
     """A video camera of a dataset.
 
     Args:
-        dataset: where it is.
+        dataset: its dataset.
         key: the camera.
         timestamps: of its rows.
-        decoders: what loads on this machine.
+        decoders: available on this machine.
 
     Attributes:
         findings: all but those on the frame, which is decoded together with those of other cameras.
         facts: for the report.
-        task: the frame; None where there is none to decode.
+        task: the frame to decode; None if there is none.
     """
 
     def __init__(self, dataset: Dataset, key: str, timestamps: Timestamps, decoders: Decoders) -> None:
@@ -60,7 +59,7 @@ class Camera:
         """The findings on the frame."""
         for route, each in found.items():
             others = [name for name, other in found.items() if not other.error]
-            if each.error and others:  # so it is not the file
+            if each.error and others:  # the file is fine
                 remedy = f"the loader uses {others[0]}; check this decoder's version and driver, and please report it"
                 text = f"{each.error}; {others[0]} decodes it"
                 yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
@@ -73,8 +72,8 @@ class Camera:
                 if each.psnr_db >= LEAST_PSNR_DB:
                     yield Finding("dataset", f"{self.key} frame, {route}", OK, text)
                     continue
-                text += f", and {LEAST_PSNR_DB:g} or more is what two right decoders have"
-                remedy = 'give Loader(decode="torchcodec"), and please report it with the file'
+                text += f"; two correct decoders have {LEAST_PSNR_DB:g} or more"
+                remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
                 yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
 
     def _look(self, timestamps: Timestamps) -> None:
@@ -96,7 +95,7 @@ class Camera:
         self._choose_frame(table, video, timestamps, list(self._routes(video, table, reports)))
 
     def _tables(self, chosen: list[str]) -> list[VideoIndex]:
-        """The sample tables of those files that have one; the others are findings."""
+        """The indices of these files; broken ones become findings."""
         tables, broken = [], 0
         for path in chosen:
             try:
@@ -106,7 +105,7 @@ class Camera:
                 if broken <= _SHOWN:
                     self.findings.append(self._broken(path, error, f"file {broken}"))
         if broken > _SHOWN:
-            text = f"{broken} of {len(chosen)} files that were looked at are broken"
+            text = f"{broken} of {len(chosen)} checked files are broken"
             self.findings.append(Finding("dataset", f"{self.key} files", PROBLEM, text, "copy the dataset again"))
         return tables
 
@@ -120,27 +119,25 @@ class Camera:
     def _describe(self, report: CameraReport, video: VideoFormat, table: VideoIndex) -> None:
         gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
         kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
-        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {report.files_looked_at} of {report.files} files looked at"
+        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {report.files_looked_at} of {report.files} files checked"
         self.findings.append(
             Finding("dataset", self.key, OK, text + "".join(f"; other files: {f}" for f in report.other_formats))
         )
-        edits = edit_list(self._dataset.data_store, table.path)
         hidden, of = hidden_frames(self._dataset.data_store, table, video.codec)
-        has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"edit list ({edits})": bool(edits),
-               f"{hidden} hidden frames in {of} frames": bool(hidden)}  # fmt: skip
-        traits = [name for name, there in has.items() if there]
-        text = f"{', '.join(traits) or 'no open GOPs, B-frames, edit list or hidden frames'}; colours {video.matrix_name}"
+        has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"{hidden} hidden frames in {of} frames": hidden}
+        traits = ", ".join(name for name, there in has.items() if there) or "no open GOPs, B-frames or hidden frames"
+        text = f"{traits}; colours {video.matrix_name}"
         self.findings.append(Finding("dataset", f"{self.key} structure", OK, text))
         own = dataclasses.asdict(report)
-        for key in ("route", "route_change", "bytes"):  # of this machine as a whole; here, routes are per GPU
+        for key in ("route", "route_change", "bytes"):  # routes are reported per GPU
             del own[key]
-        self.facts |= own | {"colour_matrix": video.matrix, "edit_list": edits, "hidden_frames": hidden, "hidden_of": of}
+        self.facts |= own | {"colour_matrix": video.matrix, "hidden_frames": hidden, "hidden_of": of}
 
     def _route(self, where: str, report: CameraReport) -> Finding:
         name, on_nvdec = f"{self.key} on {where}", where != "CPU" and report.route.decoder == "dali"
         text = report.route.reason if on_nvdec else f"{report.route.decoder}: {report.route.reason}"
         if report.route_change:
-            text += f"; torchcodec from a later file on: {report.route_change}"
+            text += f"; torchcodec from a later file: {report.route_change}"
         if where == "CPU" or (on_nvdec and not report.route_change):
             return Finding("dataset", name, OK, text)
         gpu = self._decoders.gpus[where]
@@ -156,7 +153,7 @@ class Camera:
     def _choose_frame(
         self, table: VideoIndex, video: VideoFormat, timestamps: Timestamps, routes: list[tuple[str, bool, int | None]]
     ) -> None:
-        """The middle of the first selected episode in this file, so that frames before it are needed."""
+        """Chooses the middle of the first selected episode in this file, whose decoding needs earlier frames."""
         dataset = self._dataset
         files = dataset.table.video[self.key]
         episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(table.path)))
@@ -171,9 +168,8 @@ class Camera:
             raise DecodeError(f"episode {dataset.episodes[episode]}, frame {frame}: {why}")
         size = dataset.picture_size(self.key)
         if (video.height, video.width) != size:
-            promised = f"meta/info.json promises {size[0]}×{size[1]}"
-            raise DatasetError(f"has frames of {video.height}×{video.width}, and {promised}")
-        # FFmpeg shows all frames of an H.264 file with open GOPs only where it begins with the first (see `decode`).
+            raise DatasetError(f"has frames of {video.height}×{video.width}, and meta/info.json has {size[0]}×{size[1]}")
+        # FFmpeg outputs all frames of an H.264 file with open GOPs only from its start (see `decode`).
         clip = pack(dataset.data_store, [table], [sample], from_the_start=table.open_gops and is_avc(table))
         if routes:
             self.task = Task(self.key, clip, video, routes)

@@ -1,4 +1,4 @@
-"""Findings on a dataset: its metadata, its rows, and each camera's videos, of which one frame is decoded."""
+"""Findings on a dataset: its metadata, its rows, and each camera."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dali_stream.tools.doctor.timing import Timestamps, spread
 
 
 def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
-    """A dataset, as `Dataset` takes it; where it cannot be opened, a finding.
+    """A dataset, or a finding if it cannot be opened.
 
     Raises:
         ValueError: an argument that does not fit the address.
@@ -32,9 +32,9 @@ def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
 
 def _unreadable(error: DaliStreamError) -> Finding:
     if isinstance(error, StorageError):
-        remedy = "look at the address, the network and the credentials; the message says which it is"
+        remedy = "check what the message names: the address, the network or the credentials"
         return Finding("dataset", "storage", PROBLEM, str(error), remedy)
-    return Finding("dataset", "metadata", PROBLEM, str(error), "put right what the message names, or copy the dataset again")
+    return Finding("dataset", "metadata", PROBLEM, str(error), "repair what the message names, or copy the dataset again")
 
 
 def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[Finding], dict[str, Any]]:
@@ -42,7 +42,7 @@ def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[
 
     Args:
         dataset: the selected part of a dataset.
-        decoders: what loads on this machine.
+        decoders: available on this machine.
         limit_s: seconds for a decoder's frames.
     """
     text = f"{dataset.store.address}: {dataset.num_episodes} episodes, {dataset.num_frames} frames at {dataset.fps:g} fps"
@@ -73,7 +73,7 @@ def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[
 
 
 def _rows(dataset: Dataset, reader: RowReader, timestamps: Timestamps) -> tuple[Columns | None, Finding]:
-    """The rows of the first selected episode, and the timestamps of others."""
+    """Checks the rows of the first selected episode, and timestamps of others."""
     rows, episode = None, 0
     looked_at = spread(dataset, range(dataset.num_episodes))
     try:
@@ -86,18 +86,18 @@ def _rows(dataset: Dataset, reader: RowReader, timestamps: Timestamps) -> tuple[
     except DaliStreamError as error:
         files, count = dataset.table.data, len(timestamps.errors)
         said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
-        more = f"; {count} of {len(looked_at)} episodes looked at have such rows" if count > 1 else ""
+        more = f"; {count} of {len(looked_at)} checked episodes have such rows" if count > 1 else ""
         text = f"{error}{'; ' if said else ''}{said}{more}"
         return rows, Finding("dataset", "rows", PROBLEM, text, remedy or "copy the dataset again")
     readable = f"the {dataset.lengths[0]} rows of episode {dataset.episodes[0]} are readable"
-    text = f"{readable}; timestamps rise in {len(looked_at)} of {dataset.num_episodes} episodes that were looked at"
+    text = f"{readable}; timestamps rise in {len(looked_at)} checked episodes of {dataset.num_episodes}"
     return rows, Finding("dataset", "rows", OK, text)
 
 
 def _image(dataset: Dataset, key: str, rows: Columns | None) -> Finding:
     height, width = dataset.picture_size(key)
     if rows is None:
-        return Finding("dataset", key, PROBLEM, "images in rows, which cannot be read", "put the rows right first")
+        return Finding("dataset", key, PROBLEM, "its images are in rows that cannot be read", "repair the rows first")
     try:
         image.decode(rows[key][len(rows[key]) // 2], (height, width))
     except DecodeError as error:

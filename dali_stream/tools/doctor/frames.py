@@ -1,4 +1,4 @@
-"""One frame of a camera, decoded by every decoder of this machine that a Loader could choose for it."""
+"""One frame per camera, decoded by every decoder of this machine that a Loader could choose for it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat
-from dali_stream.tools.doctor.asking import ask
+from dali_stream.tools.doctor import answers
+from dali_stream.tools.isolated import Call, call_each
 
-# Of luma, since decoders upsample chroma each in its own way: in RGB, DALI is at 31 dB from FFmpeg where colours are loud.
-# Measured in luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording. The next frame
-# of a drawn scene that moves: up to 22. BT.601 taken for BT.709: 32 with loud colours; with muted ones it is not told, nor is
-# a neighbouring frame of a scene that stands still.
+# Of luma, since decoders upsample chroma differently: in RGB, DALI and FFmpeg differ by 31 dB in saturated colours. Measured in
+# luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording; at most 22 for the next frame of
+# a moving drawn scene; 32 for BT.601 taken for BT.709 in saturated colours. A wrong matrix in muted colours, and a neighbouring
+# frame of a still scene, are not detected.
 LEAST_PSNR_DB = 35.0
 _LUMA = (0.299, 0.587, 0.114)  # of RGB, BT.601
 
 
 @dataclass(frozen=True)
 class Decoders:
-    """What loads on this machine. `gpus` are those that can be asked what NVDEC decodes, {name: index}, one of each kind."""
+    """Decoders that load on this machine. `gpus`: {name: index} of those with known NVDEC capabilities, one of each kind."""
 
     torchcodec: bool
     dali: bool
@@ -36,7 +36,7 @@ class Decoders:
 
 @dataclass(frozen=True)
 class Task:
-    """A frame to decode: `frame` of the one in `clip`. `routes` are (name, whether DALI decodes, on which GPU)."""
+    """A frame to decode, the first request of `clip`. `routes` are (name, whether DALI decodes, on which GPU)."""
 
     camera: str
     clip: Clip
@@ -46,14 +46,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Attributes: `error`, empty where there is a frame; `psnr_db` against the first decoder that had one (None: this)."""
+    """Attributes: `error`, empty on success; `psnr_db` against the first decoder that succeeded (None: this is the first)."""
 
     error: str = ""
     psnr_db: float | None = None
 
 
 def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded]]:
-    """{camera: {route: what came of it}}. A process per route decodes all cameras; where it dies, the next continues."""
+    """{camera: {route: result}}. A process per route decodes all cameras; if it crashes, another continues."""
     found: dict[str, dict[str, Decoded]] = {task.camera: {} for task in tasks}
     decoded: dict[str, npt.NDArray[np.uint8]] = {}
     with tempfile.TemporaryDirectory(prefix="dali-stream-doctor-") as folder:
@@ -61,11 +61,11 @@ def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded
             Path(folder, f"{number}.mp4").write_bytes(task.clip.data)
         for route in dict.fromkeys(route for task in tasks for route in task.routes):
             own = [number for number, task in enumerate(tasks) if route in task.routes]
-            answers = ask([_question(tasks[number], number, route, folder) for number in own], limit_s)
-            for number, answer in zip(own, answers, strict=True):
+            calls = [_call(tasks[number], number, route, folder) for number in own]
+            for number, answer in zip(own, call_each(calls, limit_s), strict=True):
                 camera = tasks[number].camera
                 if answer.error:
-                    found[camera][route[0]] = Decoded(answer.error)
+                    found[camera][route[0]] = Decoded(answer.reason)
                     continue
                 frame = np.load(_out(folder, number))
                 first = decoded.setdefault(camera, frame)
@@ -85,7 +85,7 @@ def _out(folder: str, number: int) -> str:
     return str(Path(folder, f"{number}.npy"))
 
 
-def _question(task: Task, number: int, route: tuple[str, bool, int | None], folder: str) -> tuple[str, dict[str, Any]]:
+def _call(task: Task, number: int, route: tuple[str, bool, int | None], folder: str) -> Call:
     clip, video = str(Path(folder, f"{number}.mp4")), dataclasses.asdict(task.video)
     arguments = {"clip": clip, "frame": task.clip.frames[0], "video": video, "dali": route[1], "gpu": route[2]}
-    return "decode", arguments | {"out": _out(folder, number)}
+    return str(answers.__file__), "decode", arguments | {"out": _out(folder, number)}

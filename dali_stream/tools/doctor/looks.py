@@ -1,4 +1,4 @@
-"""What a file that will not decode is instead: its first bytes, where its name leads, and what that looks like."""
+"""Recognizes files that do not decode: by their first bytes, and by the target of a link."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from dali_stream.errors import DaliStreamError
 from dali_stream.storage import LocalStore, Store
 
-SHOWN = 16  # bytes; enough to tell kinds apart, too few for what an error page may repeat of a request
+SHOWN = 16  # bytes; enough to recognize kinds, too few to leak a request that an error page repeats
 _FETCH = "fetch or copy it again"
-_PAGE = f"{_FETCH}: a server's answer was saved in its place; look at the address, the login and the dataset's permissions"
-_PACKED = "unpack it: files are read as they are"
+_PAGE = f"{_FETCH}: a server's answer was saved in its place; check the address, the login and the dataset's permissions"
+_PACKED = "unpack it"
 _BEGINNINGS = (  # (first bytes, what they are, what to do)
     (b"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull` in its repository"),
     (b"<!doctype", "an HTML page", _PAGE),
     (b"<html", "an HTML page", _PAGE),
-    (b"<?xml", "XML, as storage answers with when it refuses", _PAGE),
-    (b"{", "JSON, as servers answer with when they refuse", _PAGE),
+    (b"<?xml", "XML, such as an error message of a storage service", _PAGE),
+    (b"{", "JSON, such as an error message of a server", _PAGE),
     (b"\x1f\x8b", "gzip", _PACKED),
     (b"pk\x03\x04", "a ZIP archive", _PACKED),
     (b"\x28\xb5\x2f\xfd", "zstd", _PACKED),
@@ -27,12 +27,12 @@ _BEGINNINGS = (  # (first bytes, what they are, what to do)
     (b"\x1a\x45\xdf\xa3", "Matroska or WebM", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
     (b"riff", "AVI or another RIFF", "remux it: `ffmpeg -i IN -c copy OUT.mp4`"),
     (b"par1", "Parquet", "the metadata names the wrong file, or files were mixed up; copy the dataset again"),
-    (bytes(SHOWN), "zeros: room was made for it, and it was never written", _FETCH),
+    (bytes(SHOWN), "zeros: its space was allocated and never written", _FETCH),
 )
 
 
 def look(store: Store, path: str) -> tuple[str, str]:
-    """(what is to be said of a file, what to do): its first bytes, what they look like, and where a link leads."""
+    """(description of a file, what to do): its kind, its first bytes, and the target of a link."""
     place = _resolved(store, path)
     try:
         size, first = store.size(path), store.read(path, 0, 64)
@@ -47,7 +47,7 @@ def look(store: Store, path: str) -> tuple[str, str]:
 
 
 def _resolved(store: Store, path: str) -> str:
-    """Where a link leads; the Hub's cache has nothing but links, to files that are named by their hash."""
+    """The target of a link; the Hub's cache consists of links to files named by their hash."""
     if not isinstance(store, LocalStore):
         return ""
     name = Path(store.address, path)
@@ -64,11 +64,11 @@ def _kind(store: Store, path: str, size: int, first: bytes) -> tuple[str, str]:
     for start, kind, remedy in _BEGINNINGS:
         if begin.startswith(start):
             return kind, remedy
-    return "nothing known", _FETCH
+    return "an unknown format", _FETCH
 
 
 def _mp4(store: Store, path: str, size: int) -> tuple[str, str]:
-    """Walks the boxes at the top (ISO/IEC 14496-12, 4.2), each by its header alone."""
+    """Walks the top-level boxes (ISO/IEC 14496-12, 4.2) by their headers."""
     at, found = 0, []
     with contextlib.suppress(struct.error):
         for _ in range(64):
@@ -83,12 +83,12 @@ def _mp4(store: Store, path: str, size: int) -> tuple[str, str]:
                 what = (
                     f"an MP4 that is cut short: {kind.decode('latin-1')} at byte {at} has {length} bytes, {size - at} are there"
                 )
-                return what, f"{_FETCH}, or leave its episodes out"
+                return what, f"{_FETCH}, or exclude its episodes"
             found.append(kind)
             if length < 8:
                 break
             at += length
     if b"moov" not in found:
-        remedy = f"{_FETCH}; where it was recorded so, the recording was ended before it was finished, and it is lost"
+        remedy = f"{_FETCH}; if it was recorded like this, the recording was ended too early, and the video is lost"
         return "an MP4 without its index (moov)", remedy
-    return "an MP4 whose boxes are whole", f"{_FETCH}, record it again, or leave its episodes out"
+    return "an MP4 whose boxes are whole", f"{_FETCH}, record it again, or exclude its episodes"

@@ -1,4 +1,4 @@
-"""Findings on what this process may use of its machine: the container, cores, memory, shared memory, disk."""
+"""Findings on the limits of this process: container, cores, memory, shared memory, disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
 
 CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
 _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
-_PLENTY = 1 << 60  # cgroup v1's way of saying that there is no limit is a number near 2^63
+_PLENTY = 1 << 60  # cgroup v1 reports no limit as a number near 2^63
 
 
 def examine(
@@ -27,10 +27,10 @@ def examine(
     """Findings, and the facts for the report.
 
     Args:
-        cache_dir: as of `Dataset`; None: the working directory is looked at instead.
-        gpus: how many the driver has.
-        environment: of this process. Of its values, only words that NVIDIA's container toolkit knows are shown.
-        root: where `proc`, `sys`, `run` and `dev` lie.
+        cache_dir: as for `Dataset`; None: the working directory is checked instead.
+        gpus: number of GPUs of the driver.
+        environment: of this process. Only words of NVIDIA's container toolkit are reported from its values.
+        root: the folder of `proc`, `sys`, `run` and `dev`.
     """
     kind = container(environment, root)
     cores, quota, memory = len(os.sched_getaffinity(0)), cpu_quota(root), memory_limit(root)
@@ -55,7 +55,7 @@ def examine(
 
 
 def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """The kind of container that this process is in; None where it is in none that leaves traces."""
+    """The kind of container that this process runs in; None if none is detected."""
     if environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER"):
         return "apptainer"
     if environment.get("ENROOT_ROOTFS") or (root / "etc/enroot").exists():
@@ -81,8 +81,8 @@ def _container(kind: str | None, gpus: int, environment: Mapping[str, str]) -> F
     asked_for = environment.get("NVIDIA_VISIBLE_DEVICES", "") not in ("", "none", "void")
     if asked_for and not gpus:
         remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
-        return Finding("machine", "container", PROBLEM, f"{text}, and no GPU can be used", remedy)
-    # Where the toolkit has put libnvcuvid there nevertheless, the driver has answered: that is what counts (see `gpu`).
+        return Finding("machine", "container", PROBLEM, f"{text}, and no GPU is usable", remedy)
+    # If libnvcuvid is there nevertheless, the findings of `gpu` say so.
     if kind and gpus and given and not {"all", "video"} & set(known):
         remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility; on Kubernetes in the pod's env"
         return Finding("machine", "container", WARNING, f"{text}, and without video there is no NVDEC", remedy)
@@ -96,7 +96,7 @@ def _devices(value: str) -> str:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores that the control group's quota comes to; None without one."""
+    """Cores of the control group's quota; None without one."""
     found = []
     for text in _group_files(root, "cpu", "cpu.max"):  # version 2: "quota period", or "max period"
         quota, _, period = text.partition(" ")
@@ -110,15 +110,15 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that the control group may take; None without a limit."""
+    """Memory limit of the control group in bytes; None without one."""
     texts = _group_files(root, "memory", "memory.max") + _group_files(root, "memory", "memory.limit_in_bytes")
     return min((int(text) for text in texts if text.isdigit() and int(text) < _PLENTY), default=None)
 
 
 def _group_files(root: Path, controller: str, name: str) -> list[str]:
-    """What a file of this name says in this process's control group and in those around it, all of which bind it.
+    """Contents of a file of this name in this process's control group and its parents, which limit it too.
 
-    A container sees its own group at the top, whatever path the kernel names, so the top is looked at in any case.
+    A container sees its own group at the top, whatever path the kernel reports, so the top is always included.
     """
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -142,7 +142,7 @@ def _cores(cores: int, quota: float | None) -> Finding:
     text = f"{cores} for this process"
     if quota is None or quota >= cores:
         return Finding("machine", "cores", OK, text)
-    text += f", and the container's quota is {quota:.3g}: threads beyond that are stopped again and again"
+    text += f", and the container's quota is {quota:.3g}: the kernel pauses threads beyond that"
     return Finding("machine", "cores", WARNING, text, f"give Loader(threads={max(int(quota), 1)}), or the container more cores")
 
 
@@ -151,7 +151,7 @@ def _memory(total: int, limit: int | None) -> Finding:
     text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
     if usable >= 8 * _GIB:
         return Finding("machine", "memory", OK, text)
-    remedy = 'give Loader(memory_budget=...) a part of it that is left beside the model; its default is "4GiB"'
+    remedy = 'set Loader(memory_budget=...) to what the model leaves free; its default is "4GiB"'
     return Finding("machine", "memory", WARNING, text, remedy)
 
 
@@ -164,27 +164,27 @@ def _shm(size: int, gpus: int) -> Finding:
     text = f"{size / _GIB:.2g} GiB in /dev/shm"
     if gpus < 2 or size >= _SMALL_SHM:
         return Finding("machine", "shared memory", OK, text)
-    text += ", and NCCL needs more between several GPUs; dali_stream uses none"
+    text += ", and NCCL needs more for several GPUs; dali_stream uses none"
     return Finding("machine", "shared memory", WARNING, text, "start the container with --shm-size=8g or --ipc=host")
 
 
 def _disk(cache_dir: str | os.PathLike[str] | None) -> tuple[Finding, int | None]:
     name, folder = ("cache_dir", Path(cache_dir).expanduser().absolute()) if cache_dir else ("disk", Path.cwd())
-    there = next(path for path in (folder, *folder.parents) if path.exists())  # a cache is made when it is first used
+    there = next(path for path in (folder, *folder.parents) if path.exists())  # the cache is created on first use
     free = _free(there)
     if not there.is_dir() or not os.access(there, os.W_OK):
         if name == "disk":
-            return Finding("machine", name, OK, "the working directory is read only, which training does not mind"), None
+            return Finding("machine", name, OK, "the working directory is read-only, which does not affect training"), None
         wrong = "cannot be written to" if there.is_dir() else "is a file"
-        return Finding("machine", name, PROBLEM, f"{there} {wrong}", "name a folder that this user may write to"), None
+        return Finding("machine", name, PROBLEM, f"{there} {wrong}", "give a folder that this user may write to"), None
     text = f"{(free or (0, 0))[1] / 1e9:.1f} GB free at {there}"
     if free and free[1] < _LITTLE_DISK:
-        return Finding("machine", name, WARNING, text, "free some, or name another folder"), free[1]
+        return Finding("machine", name, WARNING, text, "free some space, or give another folder"), free[1]
     return Finding("machine", name, OK, text), free[1] if free else None
 
 
 def _free(path: Path) -> tuple[int, int] | None:
-    """(bytes, free bytes) of the file system of a path; None where it cannot be told."""
+    """(bytes, free bytes) of the file system of a path; None if unknown."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:

@@ -1,13 +1,18 @@
-"""What the doctor says: findings, and the facts that they were made from."""
+"""The report of `doctor`: findings, and the facts they are based on."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-OK, WARNING, PROBLEM = STATUSES = ("ok", "warning", "problem")
+Area = Literal["gpu", "software", "machine", "dataset"]
+Status = Literal["ok", "warning", "problem"]
+OK: Status = "ok"
+WARNING: Status = "warning"
+PROBLEM: Status = "problem"
+STATUSES = get_args(Status)
 
 
 @dataclass(frozen=True)
@@ -16,29 +21,29 @@ class Finding:
 
     Attributes:
         area: "gpu", "software", "machine" or "dataset".
-        name: what was looked at, such as "torchcodec" or "gpu 0 av1"; unique within its area.
+        name: of the check, such as "torchcodec" or "GPU 0 AV1"; unique within its area.
         status: "ok", "warning" or "problem".
         text: what was found.
-        remedy: what to do; empty where it is ok.
+        remedy: what to do; empty for "ok".
     """
 
-    area: str
+    area: Area
     name: str
-    status: str
+    status: Status
     text: str
     remedy: str = ""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found.
+    """All findings.
 
     Attributes:
-        findings: in the order in which they are to be read.
-        gpus: per GPU its index, name, memory, compute capability, NVDEC engines and what the driver says of each format.
-        software: versions, as far as they could be had.
+        findings: in reading order.
+        gpus: per GPU its index, name, memory, compute capability, NVDEC engines and capability for each format.
+        software: versions, as far as they are known.
         machine: cores, memory, disk, container.
-        dataset: address and cameras; None without a dataset, or with one that cannot be read.
+        dataset: address and cameras; None without a readable dataset.
     """
 
     findings: tuple[Finding, ...]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_stream.tools import environment
-from dali_stream.tools.doctor.asking import Answer
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.isolated import Answer
 
-_DRIVERS = {12: "525", 13: "580"}  # the first that serves this CUDA: CUDA's release notes, table "toolkit driver versions"
+_DRIVERS = {12: "525", 13: "580"}  # the first driver for this CUDA: CUDA's release notes, table "toolkit driver versions"
 _INSTALL_DALI = (
     "`pip install 'dali-stream[cuda12]'` (driver 525 or later) or `'dali-stream[cuda13]'` (580 or later), never both"
 )
@@ -23,7 +23,7 @@ _INSTALL_FFMPEG = "install FFmpeg 4 to 8 as shared libraries (Debian, Ubuntu: ap
 
 @dataclass(frozen=True)
 class Asked:
-    """The answers that are needed: `cuda` of the driver, where there is one, and how many GPUs it has."""
+    """Answers of the libraries; the driver's CUDA version (None without a driver) and its number of GPUs."""
 
     dali: Answer
     torch: Answer
@@ -52,7 +52,7 @@ def examine(asked: Asked) -> tuple[list[Finding], dict[str, Any]]:
 
 
 def dali_builds() -> list[str]:
-    """The packages that bring `nvidia.dali`, such as nvidia-dali-cuda120."""
+    """The installed packages with `nvidia.dali`, such as nvidia-dali-cuda120."""
     names = {str(found.metadata["Name"]) for found in importlib.metadata.distributions()}
     return sorted(name for name in names if re.fullmatch(r"nvidia[-_]dali[-_](?:nightly[-_]|weekly[-_])?cuda\d+", name or ""))
 
@@ -66,18 +66,18 @@ def _python() -> Finding:
 def _dali(asked: Asked, builds: Sequence[str]) -> Finding:
     answer = asked.dali
     if len(builds) > 1:
-        text = f"{' and '.join(builds)} are both installed, and overwrite each other's files"
+        text = f"{' and '.join(builds)} are both installed, and overwrite each other"
         right = "cuda13" if asked.cuda and asked.cuda[0] >= 13 else "cuda12"
         remedy = f"`pip uninstall {' '.join(builds)}`, then `pip install 'dali-stream[{right}]'`"
         return Finding("software", "DALI", PROBLEM, text, remedy)
     if answer.kind == "ModuleNotFoundError":
-        return Finding("software", "DALI", PROBLEM, f"not installed ({answer.error})", f"install it with {_INSTALL_DALI}")
+        return Finding("software", "DALI", PROBLEM, f"not installed ({answer.reason})", f"install it with {_INSTALL_DALI}")
     if answer.error:
-        return _unloadable("DALI", answer, "nvidia.dali", f"install it anew with {_INSTALL_DALI}")
+        return _unloadable("DALI", answer, "nvidia.dali", f"reinstall it with {_INSTALL_DALI}")
     cuda = _cuda_of(builds[0]) if builds else None
     text = answer.value["version"] + (f", for CUDA {cuda[0]}.{cuda[1]}" if cuda else "")
     if cuda and asked.cuda and cuda > asked.cuda:
-        text += f", and the driver serves up to {asked.cuda[0]}.{asked.cuda[1]}"
+        text += f", and the driver supports up to {asked.cuda[0]}.{asked.cuda[1]}"
         remedy = f"install driver {_DRIVERS.get(cuda[0], 'of that CUDA')} or later"
         if cuda[0] > 12 and asked.cuda >= (12, 0):
             remedy += f"; or `pip uninstall {builds[0]}`, then `pip install 'dali-stream[cuda12]'`"
@@ -93,16 +93,16 @@ def _cuda_of(build: str) -> tuple[int, int]:
 def _torch(asked: Asked) -> Finding:
     answer, remedy = asked.torch, "install a CUDA build of torch: https://pytorch.org/get-started has the command"
     if answer.error:
-        return _unloadable("torch", answer, "torch", "install it anew: https://pytorch.org/get-started has the command")
+        return _unloadable("torch", answer, "torch", "reinstall it: https://pytorch.org/get-started has the command")
     version, cuda = answer.value["version"], answer.value["cuda"]
     if not cuda:
         text = f"{version}, without CUDA"
         if asked.gpus:
-            return Finding("software", "torch", PROBLEM, f"{text}, and there is a GPU, which it cannot use", remedy)
+            return Finding("software", "torch", PROBLEM, f"{text}, and there is a GPU that it cannot use", remedy)
         return _new_enough("torch", "torch", version, text)
     text = f"{version}, for CUDA {cuda}"
     if asked.cuda and int(cuda.partition(".")[0]) > asked.cuda[0]:
-        text += f", and the driver serves up to {asked.cuda[0]}.{asked.cuda[1]}"
+        text += f", and the driver supports up to {asked.cuda[0]}.{asked.cuda[1]}"
         return Finding("software", "torch", PROBLEM, text, f"update the driver, or {remedy} for CUDA {asked.cuda[0]}")
     if asked.gpus and not answer.value["finds_gpu"]:
         remedy = '`python -c "import torch; torch.cuda.init()"` says why'
@@ -114,8 +114,8 @@ def _torchcodec(asked: Asked) -> Finding:
     answer = asked.torchcodec
     if not answer.error:
         return _new_enough("torchcodec", "torchcodec", answer.value["version"], f"{answer.value['version']}, fits torch")
-    if answer.kind == "unasked":
-        text, remedy = "not looked at, since torch, which it needs, does not load", "put torch right first"
+    if answer.kind == "skipped":
+        text, remedy = "not checked, since torch does not load", "repair torch first"
         return Finding("software", "torchcodec", PROBLEM, text, remedy)
     remedy = "install a version that fits torch (constraints.txt has a pair that does)"
     if not asked.ffmpeg.value.get("ffmpeg"):
@@ -125,9 +125,9 @@ def _torchcodec(asked: Asked) -> Finding:
 
 def _unloadable(name: str, answer: Answer, module: str, remedy: str) -> Finding:
     if answer.kind == "ModuleNotFoundError":
-        return Finding("software", name, PROBLEM, f"not installed ({answer.error})", remedy)
-    see = f"; `python -c 'import {module}'` shows all of it"
-    return Finding("software", name, PROBLEM, f"cannot be loaded: {answer.error.rstrip('.:')}", remedy + see)
+        return Finding("software", name, PROBLEM, f"not installed ({answer.reason})", remedy)
+    see = f"; `python -c 'import {module}'` shows the whole error"
+    return Finding("software", name, PROBLEM, f"cannot be loaded: {answer.reason.rstrip('.:')}", remedy + see)
 
 
 def _new_enough(name: str, package: str, version: str, text: str) -> Finding:
@@ -138,7 +138,7 @@ def _new_enough(name: str, package: str, version: str, text: str) -> Finding:
 
 
 def _least(package: str) -> str:
-    """The lower bound that this package's own metadata gives; empty where it gives none."""
+    """The lower bound in this package's metadata; empty without one."""
     try:
         needed = importlib.metadata.requires("dali-stream") or []
     except importlib.metadata.PackageNotFoundError:
@@ -153,7 +153,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 def _ffmpeg(ffmpeg: dict[str, Any] | None) -> list[Finding]:
     if ffmpeg is None:
-        return [Finding("software", "FFmpeg", PROBLEM, "no shared libraries of FFmpeg 4 to 8 can be loaded", _INSTALL_FFMPEG)]
+        return [Finding("software", "FFmpeg", PROBLEM, "no shared libraries of FFmpeg 4 to 8 were found", _INSTALL_FFMPEG)]
     major = ffmpeg["libavcodec"] - 54
     text = f"{ffmpeg['version']}, libraries in {ffmpeg['path'].rpartition('/')[0]}"
     fits = 4 <= major <= 8
@@ -166,7 +166,7 @@ def _decoders(decoders: dict[str, dict[str, Any]]) -> list[Finding]:
     names = [codec if name == codec else f"{codec} ({name})" for codec, name in there.items()]
     findings = [Finding("software", "decoders", OK, f"FFmpeg on the CPU: {', '.join(names) or 'none'}")]
     if there.get("av1", "libdav1d") != "libdav1d":
-        text, remedy = f"FFmpeg decodes AV1 with {there['av1']}, which is slower than libdav1d", "take an FFmpeg with libdav1d"
+        text, remedy = f"FFmpeg decodes AV1 with {there['av1']}, which is slower than libdav1d", "use an FFmpeg with libdav1d"
         findings.append(Finding("software", "decoder av1", WARNING, text, remedy))
     for codec in [codec for codec in decoders if codec not in there]:
         # AV1 is what LeRobot writes. Without libdav1d or libaom, FFmpeg has only a decoder that needs hardware.
@@ -180,5 +180,5 @@ def _decoders(decoders: dict[str, dict[str, Any]]) -> list[Finding]:
 def _program(version: str | None) -> Finding:
     if version:
         return Finding("software", "ffmpeg program", OK, version)
-    text = "the program ffmpeg is not in PATH: `dali-stream demo` and `transcode` need it, training does not"
+    text = "the program ffmpeg is not on the PATH: `dali-stream demo` and `transcode` need it, training does not"
     return Finding("software", "ffmpeg program", WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)")

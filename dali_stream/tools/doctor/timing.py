@@ -1,4 +1,4 @@
-"""Whether rows and video fit in time: timestamps rise, and each row has a frame of its own episode."""
+"""Checks that timestamps rise, and that each row has a frame of its episode."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import TOLERANCE, explain, find_samples
 from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
 
-LOCAL, REMOTE = 1000, 32  # episodes whose rows are read: of remote data each may be a request
+LOCAL, REMOTE = 1000, 32  # episodes whose rows are read; for remote data, each may be a request
 
 
 class Timestamps:
-    """Timestamps of episodes, without any other column that is large. Each episode is read once.
+    """Timestamps of episodes, read without large columns. Each episode is read once.
 
     Attributes:
-        errors: per episode that cannot be read, or whose timestamps do not rise, why.
+        errors: per episode that cannot be read, or whose timestamps do not rise.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -30,7 +30,7 @@ class Timestamps:
         self.errors: dict[int, DatasetError] = {}
 
     def of(self, episode: int) -> npt.NDArray[np.float32] | None:
-        """(L,) seconds of the `episode`-th selected episode; None where it has an error. Raises StorageError."""
+        """(L,) seconds of the `episode`-th selected episode; None if it has an error. Raises StorageError."""
         if episode not in self._found and episode not in self.errors:
             try:
                 self._found |= {e: rows["timestamp"] for e, rows in self._reader.read(episode).items()}
@@ -40,13 +40,13 @@ class Timestamps:
 
 
 def spread(dataset: Dataset, episodes: Sequence[int]) -> list[int]:
-    """As many of these episodes as are looked at, evenly spread."""
+    """The episodes to check, evenly spread over these."""
     most = min(len(episodes), REMOTE if dataset.data_store.remote else LOCAL)
     return [episodes[i] for i in np.linspace(0, len(episodes) - 1, most).round().astype(int).tolist()]
 
 
 def examine(dataset: Dataset, camera: str, tables: Iterable[VideoIndex], timestamps: Timestamps) -> Finding:
-    """Whether the rows of episodes in these files have their frames there. Raises StorageError."""
+    """Checks that the rows of episodes in these files have their frames there. Raises StorageError."""
     files = dataset.table.video[camera]
     number = {path: n for n, path in enumerate(files.paths)}
     tables_by_number = {number[table.path]: table for table in tables}
@@ -59,13 +59,11 @@ def examine(dataset: Dataset, camera: str, tables: Iterable[VideoIndex], timesta
         if why:
             faults[episode] = why
     if not faults:
-        text = (
-            f"each row has a frame of its episode, in {len(looked_at)} of {dataset.num_episodes} episodes that were looked at"
-        )
+        text = f"each row has a frame of its episode, in {len(looked_at)} checked episodes of {dataset.num_episodes}"
         return Finding("dataset", f"{camera} timestamps", OK, text)
     first = min(faults)
     more = f"; {len(faults)} of {dataset.num_episodes} episodes have such faults" if len(faults) > 1 else ""
-    remedy = "leave these episodes out (episodes=...), or record or convert the dataset again"
+    remedy = "exclude these episodes (episodes=...), or record or convert the dataset again"
     return Finding(
         "dataset", f"{camera} timestamps", PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
     )
@@ -82,7 +80,7 @@ def _fault(dataset: Dataset, camera: str, table: VideoIndex, episode: int, times
 
 
 def _short(dataset: Dataset, camera: str) -> Iterator[tuple[int, str]]:
-    """Episodes whose frames do not fit between their times in the file, by the metadata alone."""
+    """Episodes whose interval in the file is too short for their frames, by the metadata alone."""
     start, stop = (times[camera][dataset.rows] for times in (dataset.table.start, dataset.table.stop))
     for episode in np.flatnonzero(stop - start <= (dataset.lengths - 1 + TOLERANCE) / dataset.fps).tolist():
         yield (

@@ -1,8 +1,8 @@
-"""What `reshard` and `transcode` have in common: they rewrite a dataset into a local folder, and can be cut short.
+"""Shared by `reshard` and `transcode`: both rewrite a dataset into a local folder, and can be interrupted and resumed.
 
-checks   what has to hold before anything is written, and what makes a run the same as an earlier one
-folder   the folder that is written: resuming, and nothing outside it
-work     several things at a time, and how far they are
-copy     files that stay as they are
-samples  encoded frames of a video file
+checks   checks before anything is written, and the identity of a run
+folder   the output folder: resuming, and writing nothing outside it
+work     jobs in several threads, with progress
+copy     files copied unchanged
+samples  packets of a video file
 """

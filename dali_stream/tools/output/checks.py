@@ -1,4 +1,4 @@
-"""What has to hold before anything is written, and what makes a run the same as an earlier one."""
+"""Checks before anything is written, and the identity of a run."""
 
 from __future__ import annotations
 
@@ -23,27 +23,42 @@ from dali_stream.storage import LocalStore, Store
 from dali_stream.storage.store import checked
 
 
-def check_whole(dataset: Dataset, info: dict[str, Any]) -> None:
-    there = {key for key, feature in info["features"].items() if feature.get("dtype") == "image"}
-    if dataset.num_episodes != len(dataset.table.index) or not there <= set(dataset.cameras):
-        raise ValueError("a part of the dataset is selected, and only a whole one is rewritten; leave out the selection")
+def read_source(dataset: Dataset) -> tuple[dict[str, Any], list[str], metadata.Episodes]:
+    """Of a dataset to rewrite: info.json, its video keys, and its episodes with all of these, also those that a Loader skips.
+
+    Raises:
+        ValueError: only a part of the dataset is selected.
+        DatasetError: its metadata is broken.
+    """
+    info = metadata.read_json(dataset.store, metadata.INFO)
+    keys = {
+        kind: [key for key, feature in info["features"].items() if feature.get("dtype") == kind] for kind in ("image", "video")
+    }
+    if dataset.num_episodes != len(dataset.table.index) or not set(keys["image"]) <= set(dataset.cameras):
+        raise ValueError("only a part of the dataset is selected. Only a whole dataset can be rewritten; remove the selection")
+    if keys["video"] and not info.get("video_path"):
+        raise DatasetError(
+            f"{dataset.store.where(metadata.INFO)}: has video features, and video_path is null. Copy the dataset again"
+        )
+    read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
+    return info, keys["video"], metadata.read_episodes(dataset.store, read, keys["video"])
 
 
 def check_outside(dataset: Dataset, out: str | os.PathLike[str]) -> None:
-    """Raises ValueError where OUT lies in the source, or the source in OUT."""
+    """Raises ValueError if OUT is inside the source, or the source inside OUT."""
     place = Path(os.path.realpath(os.path.expanduser(os.fspath(out))))
     for store in dataset.stores:
         if isinstance(store, LocalStore):
             source = Path(os.path.realpath(store.address))
             if source in place.parents or place in source.parents:
-                raise ValueError(f"one of {place} and the dataset's {source} lies in the other; name a folder elsewhere")
+                raise ValueError(f"one of {place} and the dataset's {source} lies in the other; give a folder elsewhere")
 
 
 def check_apart(places: Iterable[tuple[str, str]]) -> None:
-    """Names come out of metadata that others wrote, and become paths in OUT.
+    """Checks names from the source's metadata that become paths in OUT.
 
     Args:
-        places: (what it is, path) of files. None may be the same as another, above or below it.
+        places: (name, path) of files. No path may equal another, or be above or below it.
     """
     files: dict[PurePosixPath, str] = {}
     folders: dict[PurePosixPath, str] = {}
@@ -53,7 +68,7 @@ def check_apart(places: Iterable[tuple[str, str]]) -> None:
         other = next((files[p] for p in (place, *above) if p in files), folders.get(place))
         if other is not None:
             raise DatasetError(
-                f"{other[:80]!r} and {name[:80]!r} would be written to the same place; nothing was written. Rename one in "
+                f"{other[:80]!r} and {name[:80]!r} would be written to the same path; nothing was written. Rename one in "
                 "meta/info.json and meta/episodes"
             )
         files[place] = name
@@ -61,36 +76,36 @@ def check_apart(places: Iterable[tuple[str, str]]) -> None:
 
 
 def inside(name: str, path: str) -> str:
-    """The path itself, unless it leads out of OUT."""
+    """The path itself. Raises DatasetError if it is outside OUT."""
     try:
         return checked(path)
     except DatasetError:
         raise DatasetError(
-            f"{name[:80]!r} has a name that leads out of its folder; nothing was written. Rename it in meta/info.json and "
+            f"{name[:80]!r} is a path outside the output folder; nothing was written. Rename it in meta/info.json and "
             "meta/episodes"
         ) from None
 
 
 def refuse_sound(store: Store, path: str) -> None:
-    """Raises DecodeError where an MP4 has a sound track, which would be lost."""
+    """Raises DecodeError if an MP4 has a sound track, which would be lost."""
     moov = read_moov(store, path)
     for kind, start, end in children(moov, 0, len(moov)):
         handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
         if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
             raise DecodeError(
-                f"{store.where(path)}: has sound, which is not copied; leave it out with `ffmpeg -i IN -c copy -an OUT`"
+                f"{store.where(path)}: has sound, which cannot be copied; remove it with `ffmpeg -i IN -c copy -an OUT`"
             )
 
 
 def shown(where: str, table: VideoIndex, interval: Interval, timestamp: npt.NDArray[np.float32], fps: float) -> Int64:
-    """The samples that show an episode's rows, as `find_samples` has them.
+    """The packets of an episode's rows, as from `find_samples`.
 
     Args:
         where: file, camera and episode, for the message.
-        table, interval, timestamp, fps: as of `find_samples`.
+        table, interval, timestamp, fps: as for `find_samples`.
 
     Raises:
-        DecodeError: for one of them there is none.
+        DecodeError: a row has no frame.
         DatasetError: the timestamps do not rise.
     """
     check_rising(where, timestamp)

@@ -1,4 +1,4 @@
-"""Files that stay as they are, byte for byte."""
+"""Files copied byte for byte."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dali_stream.lerobot import metadata
 from dali_stream.storage import Store
 from dali_stream.tools.output.folder import AGAIN, Folder
 
-RANGE = 8 << 20  # bytes of one request: large for the server, and little to fetch again when it fails
+RANGE = 8 << 20  # bytes of one request: few requests, and little to fetch again after a failure
 AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
-_ALWAYS = ("meta/stats.json", "meta/tasks.parquet", "meta/subtasks.parquet")  # where a source cannot list its files
+_ALWAYS = ("meta/stats.json", "meta/tasks.parquet", "meta/subtasks.parquet")  # for sources that cannot list their files
 
 
 def copy(
@@ -24,10 +24,10 @@ def copy(
     note: dict[str, Any] | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Copies a file into a folder. `note` is that of `Folder.writing`; `advance` is told of bytes as they come.
+    """Copies a file into a folder. `note` is as for `Folder.writing`; `advance` is called with the bytes of each part.
 
     Raises:
-        StorageError: it has become shorter meanwhile.
+        StorageError: the file has become shorter in the meantime.
     """
     size = store.size(name)
     with folder.writing(target, note) as file:
@@ -36,11 +36,11 @@ def copy(
             file.write(data)
             advance(len(data))
         if file.tell() != size:
-            raise StorageError(f"{store.where(name)}: {file.tell()} bytes came, and it had {size}; it has changed, so {AGAIN}")
+            raise StorageError(f"{store.where(name)}: got {file.tell()} bytes of {size}; the file has changed, so {AGAIN}")
 
 
 def copy_small_files(dataset: Dataset, folder: Folder) -> None:
-    """Copies `small_files` into the folder's stage, and what stands at the root of a dataset for people."""
+    """Copies `small_files` into the folder's stage, and README and license into its root."""
     for name in small_files(dataset.store):
         copy(dataset.store, name, folder, f"{folder.stage.name}/{name}")
     for name in AT_THE_ROOT:
@@ -49,7 +49,7 @@ def copy_small_files(dataset: Dataset, folder: Folder) -> None:
 
 
 def small_files(store: Store) -> list[str]:
-    """Files below `meta/` beside info.json and the episode table."""
+    """Files below `meta/` except info.json and the episode table."""
     names = {*store.files("meta"), *(name for name in _ALWAYS if store.exists(name))}
     return sorted(names - {metadata.INFO, *episode_files(store)})
 
@@ -60,7 +60,7 @@ def episode_files(store: Store) -> list[str]:
 
 
 def check_same(source: Store, out: Store, names: list[str]) -> None:
-    """Raises DaliStreamError where one of these files differs."""
+    """Raises DaliStreamError if one of these files differs."""
     for name in names:
         if out.read_all(name) != source.read_all(name):
             raise DaliStreamError(f"{out.where(name)}: differs from the source's; {AGAIN}")

@@ -1,12 +1,12 @@
-"""The folder that is written: which job it is of, which of its files are finished, and that nothing lands outside.
+"""The output folder: which job it belongs to, which of its files are finished, and writing nothing outside it.
 
-    OUT/<stage>/plan.json     which dataset with which options this is the unfinished copy of
-    OUT/<stage>/incoming/     files that are being written
-    OUT/<stage>/done/<path>   what is known of a finished file: digests of its source, as JSON
-    OUT/<stage>/meta/         the metadata, until all is verified; then it becomes OUT/meta, and the stage goes
+    OUT/<stage>/plan.json     the dataset and options of the unfinished copy
+    OUT/<stage>/incoming/     files being written
+    OUT/<stage>/done/<path>   notes on a finished file, such as digests of its source, as JSON
+    OUT/<stage>/meta/         the metadata until verification; then it becomes OUT/meta, and the stage is removed
 
-So OUT is no dataset before it is a verified one. The stage has a name of each command's own, such as `.reshard`, so that
-none continues with what another has begun.
+OUT becomes a dataset only after verification. Each command has its own stage, such as `.reshard`, so none resumes the work of
+another.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import filelock
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.storage.store import checked
 
-AGAIN = "run the same command again to write it anew, and look at the disk if that does not help"
+AGAIN = "run the same command again to rewrite it; if that does not help, check the disk"
 
 
 class Folder:
-    """OUT, for one process at a time; to be closed.
+    """OUT, locked for this process until `close`.
 
     Args:
-        out: made if it is not there.
-        stage: the name of a folder in it, which is there until all is done.
-        job: what an unfinished copy has to be of in order to be gone on with.
+        out: created if it does not exist.
+        stage: name of a folder in it, which exists until `finish`.
+        job: identity of the job; an unfinished copy is resumed only if it has the same one.
 
     Raises:
-        ValueError: something else is there, or another process is at it.
+        ValueError: the folder holds something else, or another process is writing it.
     """
 
     def __init__(self, out: str | os.PathLike[str], stage: str, job: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Folder:
         try:
             self._lock.acquire()
         except filelock.Timeout:
-            raise ValueError(f"{self.root} is being written by another process; wait for it, or name another folder") from None
+            raise ValueError(f"{self.root} is being written by another process; wait for it, or give another folder") from None
         try:
             self._begin(job)
         except BaseException:
@@ -58,11 +58,11 @@ class Folder:
             raise
 
     def close(self) -> None:
-        """Lets another process continue with it."""
+        """Releases the lock."""
         self._lock.release()
 
     def finished(self, path: str) -> Any:
-        """What `writing` was told of a file that is finished; None where it is not."""
+        """The note of a finished file; None if the file is not finished."""
         note = self._place(f"{self.stage.name}/done/{path}")
         if not note.is_file() or not self._place(path).is_file():
             return None
@@ -70,8 +70,8 @@ class Folder:
 
     @contextmanager
     def writing(self, path: str, note: dict[str, Any] | None = None) -> Iterator[Written]:
-        """A new file, which is there under its name when all of it is. `note` may be filled until then; it gets `bytes`,
-        a digest of the whole file."""
+        """A new file, which gets its name when it is complete. `note` may be filled until then; `bytes`, a digest of the whole
+        file, is added to it."""
         incoming = self._place(f"{self.stage.name}/incoming/{path}")
         with self._opened(incoming) as file:
             yield file
@@ -80,13 +80,13 @@ class Folder:
         self._put(path, incoming, note)
 
     def incoming(self, path: str) -> Path:
-        """Where another program may write a file, for `adopt`."""
+        """A path where another program may write a file, for `adopt`."""
         place = self._place(f"{self.stage.name}/incoming/{path}")
         place.unlink(missing_ok=True)
         return place
 
     def adopt(self, path: str, note: dict[str, Any]) -> None:
-        """Takes what another program has written at `incoming(path)` for that file, as `writing` does at its end."""
+        """Finishes a file that another program has written at `incoming(path)`."""
         incoming = self._place(f"{self.stage.name}/incoming/{path}")
         with open(incoming, "rb") as file:
             note["bytes"] = digest(file)
@@ -94,34 +94,34 @@ class Folder:
         self._put(path, incoming, note)
 
     def discard(self, path: str) -> None:
-        """Has a file rewritten by the next run."""
+        """Removes a file, so that the next run rewrites it."""
         for name in (path, f"{self.stage.name}/done/{path}"):
             self._place(name).unlink(missing_ok=True)
 
     def refuse(self, path: str, how: str) -> NoReturn:
-        """Has a file rewritten by the next run, and says so."""
+        """Removes a file, so that the next run rewrites it, and raises DaliStreamError."""
         self.discard(path)
-        raise DaliStreamError(f"{self.root / path}: {how}. The file is removed; {AGAIN}")
+        raise DaliStreamError(f"{self.root / path}: {how}. The file was removed; {AGAIN}")
 
     @contextmanager
     def blaming(self, path: str, what: str) -> Iterator[None]:
-        """What goes wrong in the block is what is wrong with that file."""
+        """Refuses the file if the block raises a DaliStreamError."""
         try:
             yield
         except DaliStreamError as error:
             self.refuse(path, f"{what}{error}")
 
     def check(self, path: str, how: str, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Reads a finished file, and refuses it, saying `how`, where it is not what was written. `advance` is told of bytes."""
+        """Refuses a finished file with `how` if it has changed. `advance` is called with the bytes of each part."""
         note = self.finished(path)
         if note is None:
-            self.refuse(path, "is gone")
+            self.refuse(path, "is missing")
         with open(self._place(path), "rb") as file:
             if digest(file, advance) != note["bytes"]:
                 self.refuse(path, how)
 
     def finish(self) -> None:
-        """Makes it a dataset."""
+        """Turns the folder into a dataset."""
         if (self.stage / "meta").is_dir():
             os.rename(self.stage / "meta", self.root / "meta")
         _sync(self.root)
@@ -129,7 +129,7 @@ class Folder:
         shutil.rmtree(self.stage)
 
     def fresh_meta(self) -> None:
-        """Removes metadata that an earlier run has left unfinished."""
+        """Removes unfinished metadata of an earlier run."""
         shutil.rmtree(self.stage / "meta", ignore_errors=True)
 
     def _put(self, path: str, incoming: Path, note: dict[str, Any] | None) -> None:
@@ -140,12 +140,12 @@ class Folder:
 
     def _check_ours(self) -> None:
         if self.root.exists() and not self.root.is_dir():
-            raise ValueError(f"{self.root} is a file; name a folder that is empty or not there yet")
+            raise ValueError(f"{self.root} is a file; give a folder that is empty or new")
         there = os.listdir(self.root) if self.root.is_dir() else []
         if self.stage.is_symlink() or (there and not self.stage.is_dir()):
             raise ValueError(
-                f"{self.root} is not empty, and what is in it was not begun by this command; it is left as it is. Name a "
-                "folder that is empty or not there yet"
+                f"{self.root} is not empty, and holds no unfinished copy of this command; nothing was changed. Give a folder "
+                "that is empty or new"
             )
 
     def _begin(self, job: dict[str, Any]) -> None:
@@ -158,24 +158,26 @@ class Folder:
             if found != job:
                 differs = [name for name in job if not isinstance(found, dict) or found.get(name) != job[name]]
                 raise ValueError(
-                    f"{self.root} holds an unfinished copy that was begun with another {' and another '.join(differs)}; "
-                    "give the same as then to continue with it, remove it, or name another folder"
+                    f"{self.root} holds an unfinished copy with another {' and another '.join(differs)}; repeat the earlier "
+                    "command to resume it, remove it, or give another folder"
                 )
         elif set(os.listdir(self.root)) != {self.stage.name}:
-            raise ValueError(f"{self.root} holds files, and {plan}, which would say of what, is gone; name another folder")
+            raise ValueError(
+                f"{self.root} holds an unfinished copy, and its {plan} is missing; remove it or give another folder"
+            )
         else:
             with self.writing(f"{self.stage.name}/plan.json") as file:
                 file.write(json.dumps(job).encode())
 
     def _place(self, path: str) -> Path:
-        """Where a file goes, with its folders made. No link is followed on the way there."""
+        """The place of a file, with its folders created. Links are not followed."""
         place = self.root
         for part in PurePosixPath(checked(path)).parts:
             if place != self.root:
                 place.mkdir(exist_ok=True)
             place = place / part
             if place.is_symlink():
-                raise DatasetError(f"{place} is a link, and nothing is written through links; remove it")
+                raise DatasetError(f"{place} is a link, and files are not written through links; remove it")
         return place
 
     @contextmanager
@@ -192,7 +194,7 @@ class Folder:
 
 
 class Written(io.BufferedIOBase):
-    """A file that is written from its beginning to its end. `digest` is of all its bytes."""
+    """A file that is written sequentially. `digest` is of all its bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -210,7 +212,7 @@ class Written(io.BufferedIOBase):
 
 
 def digest(file: BinaryIO, advance: Callable[[int], None] = lambda _: None) -> str:
-    """Of all bytes of a file, as `Written` has it. `advance` is told of bytes as they are read."""
+    """Digest of a file, as in `Written`. `advance` is called with the bytes of each part."""
     found = hashlib.blake2b(digest_size=16)
     while data := file.read(8 << 20):
         found.update(data)

@@ -1,4 +1,4 @@
-"""Encoded frames out of a video file, as many at a time as one request brings."""
+"""Packets of a video file, read in large ranges."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 from dali_stream.tools.output.copy import RANGE
 
-HOLE = 256 << 10  # bytes between samples that are rather fetched than left out
+HOLE = 256 << 10  # bytes between packets up to which they are fetched in one request
 
 
 def read_samples(store: Store, table: VideoIndex, start: int, stop: int) -> Iterator[list[memoryview]]:
-    """The samples [start, stop) in decode order, as many at a time as one range of a few megabytes holds.
+    """The packets [start, stop) in decode order, as many at a time as one range of a few megabytes holds.
 
     Raises:
         DecodeError: the file has become shorter.
@@ -29,7 +29,7 @@ def read_samples(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
         if len(data) != after - begin:
             raise DecodeError(
                 f"{store.where(table.path)}: bytes {begin} to {after} are not all there: the file has become shorter since its "
-                "index was read"
+                "index was read; run the same command again"
             )
         yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
         start = last + 1

@@ -1,4 +1,4 @@
-"""Several things at a time, and how far they are."""
+"""Jobs in several threads, with progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Work:
 
     Args:
         progress: called as (stage, done, total), by one thread at a time.
-        interrupt: ends what jobs may be waiting for.
+        interrupt: aborts whatever jobs may be waiting for.
         threads: jobs at a time.
     """
 
@@ -29,9 +29,9 @@ class Work:
         self._stopping = False
 
     def each(self, stage: str, items: Sequence[T], call: Callable[[T], R], total: int | None = None) -> list[R]:
-        """`call` of each item. The calls tell how far they are (`advance`), or each counts as 1 of as many as there are.
+        """`call` of each item. Calls report progress with `advance` up to `total`; without one, each call counts as 1.
 
-        The first failure stops the others at their next `advance`, and is raised.
+        The first failure is raised; the other calls stop at their next `advance`.
         """
         counted = total is None
         self._stage, self._done, self._total = stage, 0, len(items) if total is None else total
@@ -50,7 +50,7 @@ class Work:
         return [job.result() for job in jobs]
 
     def advance(self, by: int) -> None:
-        """Counts, from within a job."""
+        """Adds to the progress, from within a job."""
         if self._stopping:
             raise _Stopped
         with self._lock:
@@ -60,4 +60,4 @@ class Work:
 
 
 class _Stopped(Exception):
-    """Another job has failed; nobody sees this."""
+    """Another job has failed. Never leaves `Work`."""

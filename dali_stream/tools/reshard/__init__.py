@@ -1,17 +1,18 @@
-"""A dataset laid out again for streaming: larger row groups, MP4s with their index in front, files of a chosen size.
+"""Rewrites a dataset for streaming: larger row groups, MP4s with their index in front, files of a chosen size.
 
-rows     which episodes go into which Parquet file, and writing them
-video    which encoded frames go into which MP4; mp4 writes what stands before them
+rows     assigns episodes to Parquet files, and writes these
+video    assigns packets to MP4 files
 meta     the files below meta/
-verify   reading all of it back
-job      one after the other
+job      writes all of it
+verify   reads all of it back
+run      `reshard`
 
-What `transcode` does in the same way is in `dali_stream.tools.output`.
+`dali_stream.tools.output` holds what `transcode` does the same way.
 """
 
 from __future__ import annotations
 
-from dali_stream.tools.reshard.job import reshard
 from dali_stream.tools.reshard.report import Report, Side
+from dali_stream.tools.reshard.run import reshard
 
 __all__ = ["Report", "Side", "reshard"]

@@ -1,4 +1,4 @@
-"""Digests of rows that do not depend on how they are laid out in memory: on chunks, slices, encodings, padding."""
+"""Digests of rows, independent of chunks, slices, encodings and padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 
 class Rows:
-    """A digest over all columns of tables, as if they were one table. Equal bits are equal: NaN too."""
+    """A digest of all columns of tables, as if they were one table. It compares bits, so NaN equals NaN."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Any] = {}
@@ -50,12 +50,7 @@ class Rows:
             self._feed(f"{name}[]", array.flatten())
         elif (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and not array.null_count:
             self._put(name, np.ascontiguousarray(array.to_numpy(zero_copy_only=False)))
-        elif (
-            pa.types.is_binary(kind)
-            or pa.types.is_string(kind)
-            or pa.types.is_large_binary(kind)
-            or pa.types.is_large_string(kind)
-        ):
+        elif kind in (pa.binary(), pa.string(), pa.large_binary(), pa.large_string()):
             self._put(f"{name} length", _whole(pc.binary_length(array)))
             for value in array.cast(pa.large_binary()).to_pylist():
                 self._put(name, value or b"")

@@ -1,9 +1,8 @@
-"""Resharding from the beginning to the end: rows, then video, then metadata, then reading all of it back."""
+"""Writing the new dataset: rows, then video, then metadata."""
 
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import numpy as np
@@ -11,123 +10,82 @@ import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
-from dali_stream.lerobot import metadata
 from dali_stream.lerobot.rows import RowReader
+from dali_stream.mp4 import muxer
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import Interval
 from dali_stream.storage import LocalStore
-from dali_stream.tools.output.checks import check_outside, check_whole, content_hash, identity, shown
+from dali_stream.tools.output.checks import check_apart, content_hash, identity, inside, read_source, shown
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.output.work import Progress, Work
-from dali_stream.tools.reshard import mp4, rows, video
-from dali_stream.tools.reshard.checks import check_columns, check_names, chunks_size
+from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
-from dali_stream.tools.reshard.report import Reads, Report, side
+from dali_stream.tools.reshard.report import Reads, Report, Side, side
 from dali_stream.tools.reshard.rows import DataFile, SourceRows
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import Source, VideoFile
 
-STAGE = ".reshard"
-_LAYOUT = 1  # counts up when the same dataset and options come to be written in another way
-_TABLES = 16  # indices of source files that are kept
-
-
-def reshard(
-    dataset: Dataset,
-    out: str | os.PathLike[str],
-    *,
-    data_file_size: int = 100 << 20,
-    video_file_size: int = 200 << 20,
-    progress: Progress | None = None,
-) -> Report:
-    """Writes the same dataset, laid out for streaming, into a local folder, and verifies it.
-
-    A run that was cut short continues where it was when the same is asked for again. Until all is verified, the folder is
-    no dataset. Up to 4 files are written at a time; each takes the memory of one row group of the source, encoded and
-    decoded, and of one that is written, or of 8 MiB of video and 16 indices together.
-
-    Args:
-        dataset: a whole one, wherever it lies.
-        out: a folder that is empty, not there, or the unfinished one of an earlier run.
-        data_file_size, video_file_size: bytes of a file at most, unless one episode is larger.
-        progress: called as (stage, done, total).
-
-    Raises:
-        ValueError: `out` holds something else, or lies in the source, or only a part of the dataset is selected.
-        DatasetError, DecodeError: the source is broken. The message names what.
-        StorageError: the source cannot be read.
-        DaliStreamError: what was written is not what was read. The message names episode and camera.
-    """
-    check_outside(dataset, out)
-    job = Job(dataset, data_file_size, video_file_size, progress)
-    job.folder = Folder(out, STAGE, job.identity)
-    try:
-        return job.run()
-    finally:
-        job.folder.close()
+_LAYOUT = 1  # increased when the same dataset and options are written differently
+_TABLES = 16  # video indices kept in memory
 
 
 class Job:
     """One run.
 
     Attributes:
-        store: where its rows and videos are.
-        table: the source's episodes, with all cameras, also those that a Loader does not read.
-        videos: the keys of the cameras whose frames are in MP4s.
-        layout: where everything lies in the new dataset; complete when `copy_videos` is done.
-        identity: what an earlier run has to have in common with this one.
+        store: of the source's rows and videos.
+        table: the source's episodes, with all cameras.
+        videos: keys of the cameras with MP4s.
+        layout: paths and columns of the new dataset; complete after `write`.
+        identity: must be the same in a run that is resumed.
     """
 
     folder: Folder
 
     def __init__(self, dataset: Dataset, data_file_size: int, video_file_size: int, progress: Progress | None) -> None:
-        info = metadata.read_json(dataset.store, metadata.INFO)
+        self.info, self.videos, self.table = read_source(dataset)
         self.dataset, self.store = dataset, dataset.data_store.session()
         self.work = Work(progress, self.store.close)
-        self.videos = [key for key, feature in info["features"].items() if feature.get("dtype") == "video"]
-        if self.videos and not info.get("video_path"):
-            raise DatasetError(f"{dataset.store.where(metadata.INFO)}: has video features, and video_path is null")
         self._sizes = data_file_size, video_file_size
-        check_whole(dataset, info)
-        self.layout = Layout(chunks_size(info))
-        check_names(self.layout, self.videos)
-        read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
-        self.table = metadata.read_episodes(dataset.store, read, self.videos)
+        size = self.info.get("chunks_size")
+        self.layout = Layout(size if type(size) is int and 0 < size < 1000 else 1000)  # three digits sort by name
+        check_apart((camera, self.layout.path(VIDEO_PATH, 0, inside(camera, camera))) for camera in self.videos)
         self.table_of = functools.lru_cache(_TABLES)(lambda path: read_index(self.store, path))
         self.order: Int64 = np.lexsort((self.table.index, self.table.first_row))
         self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
         self.identity = {
-            "dataset": identity(dataset, info, self.table),
+            "dataset": identity(dataset, self.info, self.table),
             "data file size": data_file_size,
             "video file size": video_file_size,
             "version of dali_stream": _LAYOUT,
         }
 
-    def run(self) -> Report:
-        """All of it."""
-        from dali_stream.tools.reshard.verify import verify
-
-        data_files, row_reads = self.copy_rows()
-        video_files, index_reads = self.copy_videos()
+    def write(self) -> tuple[list[DataFile], dict[str, list[VideoFile]]]:
+        """Writes all files, metadata last; returns those with rows, and those with video per camera."""
+        data_files, self._row_reads = self._copy_rows()
+        video_files, self._index_reads = self._copy_videos()
         self._describe(data_files, video_files)
         write_meta(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
-        out = verify(self, data_files, video_files)
+        return data_files, video_files
+
+    def report(self, out: Side) -> Report:
+        """The report, with the source beside `out`."""
         table, dataset = self.table, self.dataset
         paths = [path for camera in self.videos for path in table.video[camera].paths]
         nbytes = sum(map(dataset.store.size, dataset.store.files("meta")))
         nbytes += sum(map(self.store.size, [*table.data.paths, *paths]))
-        source = side(dataset.store.address, (len(table.data.paths), len(paths)), nbytes, index_reads, row_reads)
-        self.folder.finish()
+        files = len(table.data.paths), len(paths)
+        source = side(dataset.store.address, files, nbytes, self._index_reads, self._row_reads)
         return Report(len(table.index), int(table.length.sum()), tuple(self.videos), source, out)
 
     # ---- rows
 
-    def copy_rows(self) -> tuple[list[DataFile], Reads]:
-        """Writes the Parquet files; returns them, and what a Loader reads of the source's."""
+    def _copy_rows(self) -> tuple[list[DataFile], Reads]:
+        """Writes the Parquet files; returns them, and the ranges that a Loader reads of the source's."""
         store, table = self.store, self.table
         sources = self.work.each("footers", table.data.paths, functools.partial(rows.read_footer, store))
-        check_columns(self.dataset, self.videos, sources)
+        rows.check_columns(store, self.info["features"], self.videos, sources)
         files = rows.plan(table, sources, self.order, self._sizes[0], functools.partial(self.layout.path, DATA_PATH))
         copied = functools.partial(self._write_rows, sources)
         reads = self.work.each("rows", files, copied, sum(file.nbytes for file in files))
@@ -138,14 +96,16 @@ class Job:
         return files, set().union(*reads)
 
     def _read_back(self, file: DataFile) -> npt.NDArray[np.float32]:
-        """The times of a file's rows, in which the video will be looked for."""
+        """The timestamps of a written file, which locate the frames in the videos."""
         try:
             times = rows.timestamps(LocalStore(str(self.folder.root)), file.path)
         except DatasetError:
             times = np.empty(0, np.float32)
         if content_hash(times.tobytes()) != self.folder.finished(file.path)["times"]:
             self.folder.discard(file.path)
-            raise DaliStreamError(f"{self.folder.root / file.path}: has changed since it was written. It is removed; {AGAIN}")
+            raise DaliStreamError(
+                f"{self.folder.root / file.path}: has changed since it was written. The file was removed; {AGAIN}"
+            )
         return times
 
     def _write_rows(self, sources: list[rows.Parquet], file: DataFile) -> Reads:
@@ -164,8 +124,8 @@ class Job:
 
     # ---- video
 
-    def copy_videos(self) -> tuple[dict[str, list[VideoFile]], Reads]:
-        """Writes the MP4 files; returns them per camera, and what a Loader reads of the source's indices."""
+    def _copy_videos(self) -> tuple[dict[str, list[VideoFile]], Reads]:
+        """Writes the MP4 files; returns them per camera, and the ranges that a Loader reads of the source's indices."""
         recorder = Recorder(self.store)
         todo = [(camera, n) for camera in self.videos for n in range(len(self.table.video[camera].paths))]
         found = self.work.each("indices", todo, lambda item: self._read_source(recorder, *item))
@@ -177,7 +137,7 @@ class Job:
         return files, recorder.reads
 
     def shown(self, camera: str, episode: int, interval: Interval, table: VideoIndex) -> Int64:
-        """The samples that show an episode's rows, in a file where it has this interval."""
+        """The packets of an episode's rows, in a file where it has this interval."""
         where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
         return shown(where, table, interval, self.timestamps[episode], self.dataset.fps)
 
@@ -200,7 +160,7 @@ class Job:
             return
         note: dict[str, Any] = {}
         with self.folder.writing(file.path, note) as out:
-            out.write(mp4.head(video.track(file, self.table_of)))
+            out.write(muxer.head(video.track(file, self.table_of)))
             marks = []
             for run in file.runs:
                 found: list[bytes] = []
@@ -212,7 +172,7 @@ class Job:
             note["video"] = {str(e): self.digest(camera, e, file.runs[n], marks[n]) for e, n in file.episodes.items()}
 
     def digest(self, camera: str, episode: int, run: video.Run, marks: npt.NDArray[np.uint8]) -> str:
-        """Of an episode's samples in the source."""
+        """Digest of an episode's packets in the source."""
         table = self.table_of(run.source.path)
         shown = self.shown(camera, episode, self.table.interval(camera, episode), table)
         return video.digest(table, shown, marks, run.start)
@@ -247,10 +207,10 @@ class Job:
 
 
 class _Reader:
-    """Reads the episodes of a file to be written, both as they are and as a Loader does, which is recorded.
+    """Reads the episodes of a new file, with all columns and also as a Loader does, whose reads are recorded.
 
     Attributes:
-        times: of the rows, per episode.
+        times: timestamps of the rows, per episode.
     """
 
     def __init__(self, job: Job, sources: list[rows.Parquet], file: DataFile, window: Window, recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""The files below `meta/` of the dataset that is written, and its README and LICENSE."""
+"""The files below `meta/` of the new dataset, and its README and LICENSE."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.par
 
 @dataclass
 class Layout:
-    """Where everything lies in the new dataset.
+    """Paths and changed metadata of the new dataset.
 
     Attributes:
         chunks_size: files per chunk folder.
-        columns: columns of the episode table with their new values, (E,) by place of the episode.
+        columns: columns of the episode table with their new values, (E,) in the order of the table.
         moved: columns of times, with ticks per second and the ticks to add, (E,) each.
-        info: entries of info.json that are new.
+        info: new entries of info.json.
     """
 
     chunks_size: int
@@ -46,13 +46,13 @@ class Layout:
         return template.format(chunk_index=chunk, file_index=file, video_key=key)
 
     def put(self, prefix: str, number: npt.NDArray[np.int64]) -> None:
-        """Notes in which file each episode lies."""
+        """Sets the file of each episode."""
         chunk, file = np.divmod(number, self.chunks_size)  # new arrays: `number` may change
         self.columns |= {f"{prefix}chunk_index": chunk, f"{prefix}file_index": file}
 
 
 def write_meta(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout, file_size: int) -> None:
-    """Writes all of it into the folder's stage."""
+    """Writes them into the folder's stage."""
     folder.fresh_meta()
     copy_small_files(dataset, folder)
     _write_episodes(folder, dataset.store, table, layout, file_size)
@@ -62,7 +62,7 @@ def write_meta(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout
 
 
 def renewed(found: pa.Table, table: Episodes, layout: Layout) -> pa.Table:
-    """A part of the episode table with the layout's values in the columns that it has of these."""
+    """A part of the episode table with the layout's values in its columns."""
     place = np.searchsorted(table.index, found["episode_index"].to_numpy())
     values = {name: column[place] for name, column in layout.columns.items() if name in found.column_names}
     for name, (clock, shift) in layout.moved.items():
@@ -75,14 +75,14 @@ def renewed(found: pa.Table, table: Episodes, layout: Layout) -> pa.Table:
 
 
 def _moved(seconds: npt.NDArray[Any], clock: npt.NDArray[np.int64], shift: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Times moved by whole ticks. What was a whole tick but for the rounding of a float is one again."""
+    """Times moved by whole ticks. Times within rounding of a whole tick become one."""
     ticks = seconds.astype(np.float64) * clock
     whole = np.round(ticks)
     return (np.where(np.abs(ticks - whole) < 1e-3, whole, ticks) + shift) / clock
 
 
 def _write_episodes(folder: Folder, store: Store, table: Episodes, layout: Layout, file_size: int) -> None:
-    """The files of the source, joined up to a size as long as they are of one schema."""
+    """The source's files, joined up to a size while their schema stays the same."""
     names = episode_files(store)
     numbers, number, in_file = np.zeros(len(table.index), np.int64), -1, 0
     before, open_file = None, ExitStack()

@@ -1,4 +1,4 @@
-"""What resharding has changed."""
+"""What resharding changed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Reads = set[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two datasets. Requests and bytes are those that a Loader's own code has read, each range once.
+    """One of the two datasets. Requests and bytes are those of the code that a Loader reads with, each range once.
 
     Attributes:
-        address: where it lies.
-        data_files, video_files: how many there are.
-        bytes: of all its files below `meta/`, `data/` and `videos/`.
+        address: of the dataset.
+        data_files, video_files: number of files.
+        bytes: of all files below `meta/`, `data/` and `videos/`.
         index_requests, index_bytes: reading the index of every video file.
         row_requests, row_bytes: reading the rows of an epoch, footers included.
     """
@@ -33,7 +33,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Report:
-    """The source and what was written, and how much of it was verified."""
+    """The source and the new dataset."""
 
     episodes: int
     frames: int
@@ -42,7 +42,7 @@ class Report:
     out: Side
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain dicts and lists, which JSON can hold."""
+        """The same as dicts and lists for JSON."""
         return dataclasses.asdict(self)
 
 

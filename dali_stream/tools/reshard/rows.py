@@ -1,14 +1,14 @@
-"""Parquet files: which episodes go into which file and row group, and writing them.
+"""Parquet files: assigning episodes to files and row groups, and writing them.
 
-Row groups hold whole episodes, about `ROW_GROUP` bytes of them as they are encoded in the source. An episode that is
-larger has row groups of its own. Schema, metadata, columns and compression stay what they are in the source; where
-a file's schema differs from that of the one before, a new file begins.
+Row groups hold whole episodes, about `ROW_GROUP` bytes of them as encoded in the source. A larger episode has row groups of
+its own. Schema, metadata, columns and compression stay those of the source; a new file starts where the schema changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +23,16 @@ from dali_stream.tools.reshard.digest import Rows
 from dali_stream.tools.reshard.stores import Window
 
 ROW_GROUP = 32 << 20
-WINDOW = 16 << 20  # bytes of row groups that are fetched together; a single one may be larger
+WINDOW = 16 << 20  # bytes of row groups fetched together; a single one may be larger
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Parquet:
-    """What a file's footer says.
+    """A file's footer.
 
     Attributes:
-        first_row: (groups + 1,) first row of each row group, and the rows of the file.
+        first_row: (groups + 1,) first row of each row group, then the number of rows.
         start, stop: (groups,) bytes of each row group in the file.
     """
 
@@ -44,7 +44,7 @@ class Parquet:
     stop: Int64
 
     def nbytes(self, start: int, stop: int) -> int:
-        """About how many encoded bytes the rows [start, stop) take."""
+        """Approximate encoded bytes of the rows [start, stop)."""
         rows = np.diff(self.first_row)
         taken = np.clip(np.minimum(self.first_row[1:], stop) - np.maximum(self.first_row[:-1], start), 0, None)
         return int((taken * (self.stop - self.start) / np.maximum(rows, 1)).sum())
@@ -56,7 +56,7 @@ class Parquet:
 
 @dataclass
 class Group:
-    """Episodes, as places in the episode table, that are written together, and about how many bytes that is."""
+    """Episodes of a row group, as positions in the episode table, and their approximate bytes."""
 
     episodes: list[int] = field(default_factory=list)
     nbytes: int = 0
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass
 class DataFile:
-    """A file to be written."""
+    """A new file."""
 
     path: str
     schema: pa.Schema
@@ -77,12 +77,12 @@ class DataFile:
 
     @property
     def nbytes(self) -> int:
-        """About, and 1 for an empty file."""
+        """Approximate bytes; 1 for an empty file."""
         return 1 + sum(group.nbytes for group in self.groups)
 
 
 def read_footer(store: Store, path: str) -> Parquet:
-    """Reads a file's footer. Raises DatasetError where it has none."""
+    """Reads a file's footer. Raises DatasetError if it is missing or broken."""
     with parquet_errors(store, path), store.open(path) as file:
         parquet = pq.ParquetFile(file)
         groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
@@ -97,21 +97,33 @@ def read_footer(store: Store, path: str) -> Parquet:
         return Parquet(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, np.cumsum(rows), begin, stop)
 
 
+def check_columns(store: Store, features: dict[str, Any], videos: list[str], sources: list[Parquet]) -> None:
+    """Checks that every feature is a video or a column of every data file."""
+    for source in sources:
+        missing = [key for key in features if key not in videos and key not in source.schema.names]
+        if missing:
+            dtype = str(features[missing[0]].get("dtype"))[:40]
+            raise DatasetError(
+                f"{store.where(source.path)}: has no column {missing[0]}, a feature of dtype {dtype!r} in meta/info.json. Only "
+                "columns and videos can be copied; remove the feature or copy the dataset again"
+            )
+
+
 def places(table: Episodes) -> Int64:
-    """Per episode, its first row in its file, if that holds its episodes in their order and no other rows."""
+    """Per episode, its first row in its file, assuming that the file holds its episodes in order and no other rows."""
     lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
     np.minimum.at(lowest, table.data.index, table.first_row)
     return table.first_row - lowest[table.data.index]
 
 
 def plan(table: Episodes, sources: list[Parquet], order: Int64, file_size: int, name: Callable[[int], str]) -> list[DataFile]:
-    """Deals the episodes, in this order, into files and row groups.
+    """Assigns the episodes, in this order, to files and row groups.
 
     Args:
         table: the source's episodes.
         sources: its data files, as `table.data.paths` names them.
-        order: places of the episodes in the table.
-        file_size: bytes that a file holds unless it is one episode.
+        order: positions of the episodes in the table.
+        file_size: upper bound of a file in bytes, unless it holds one episode.
         name: the path of the n-th file.
     """
     files: list[DataFile] = []
@@ -130,12 +142,12 @@ def plan(table: Episodes, sources: list[Parquet], order: Int64, file_size: int, 
 
 
 class SourceRows:
-    """Rows of one source file by episode, with all columns. For one thread.
+    """Rows of one source file by episode, with all columns. Not thread-safe.
 
     Args:
-        window: where the file is.
+        window: the store of the file.
         file: its footer.
-        until: the row before which all that is wanted lies, if the file is in order.
+        until: end of the rows that will be read, assuming that the file is in order.
     """
 
     def __init__(self, window: Window, file: Parquet, until: int) -> None:
@@ -144,7 +156,7 @@ class SourceRows:
         self._index: Int64 | None = None
 
     def read(self, index: int, first: int, length: int) -> pa.Table:
-        """The rows of the episode of that index, which should begin at row `first`."""
+        """The rows of an episode by its index. `first` is its likely first row."""
         path = self._file.path
         with parquet_errors(self._window, path), self._window.open(path) as file:
             parquet = pq.ParquetFile(file, pre_buffer=True)
@@ -173,7 +185,7 @@ class SourceRows:
         return self._group[1]
 
     def _joins(self, first: int, group: int) -> bool:
-        """Whether a row group is worth fetching with those from `first` on."""
+        """Whether to fetch a row group together with those from `first` on."""
         file = self._file
         return bool(
             file.first_row[group] < self._until
@@ -188,14 +200,14 @@ class SourceRows:
         rows = np.flatnonzero(self._index == index)
         if len(rows) != length or rows[-1] - rows[0] != length - 1:
             raise DatasetError(
-                f"{self._window.where(self._file.path)}: episode {index}: the metadata promises {length} rows end to end, and "
+                f"{self._window.where(self._file.path)}: episode {index}: the metadata has {length} contiguous rows, and "
                 f"the file holds {len(rows)}; copy the dataset again"
             )
         return int(rows[0])
 
 
 def write(out: Written, file: DataFile, read: Callable[[int], pa.Table]) -> dict[int, str]:
-    """Writes a file; `read` gives the rows of the episode at a place of the table. Returns a digest of each."""
+    """Writes a file; `read` returns the rows of the episode at a position of the table. Returns a digest per episode."""
     digests: dict[int, str] = {}
     layout = {"write_page_index": True, "write_page_checksum": True}
     with pq.ParquetWriter(out, file.schema, compression=file.codec, **layout) as writer:
@@ -208,6 +220,6 @@ def write(out: Written, file: DataFile, read: Callable[[int], pa.Table]) -> dict
 
 
 def timestamps(store: Store, path: str) -> npt.NDArray[np.float32]:
-    """The times of all rows of a file."""
+    """The timestamps of all rows of a file."""
     column = read_parquet(store, path, ["timestamp"])["timestamp"]
     return column.to_numpy().astype(np.float32)

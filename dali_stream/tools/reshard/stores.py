@@ -1,4 +1,4 @@
-"""Stores over another store: one that notes what is read, and one that reads ahead in large ranges."""
+"""Stores around another store: one records reads, one reads ahead in large ranges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dali_stream.tools.output.copy import RANGE
 
 
 class Through(Store):
-    """Hands everything on to the store below."""
+    """Forwards everything to another store."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.address, self.remote, self.revision = store, store.address, store.remote, store.revision
@@ -32,7 +32,7 @@ class Through(Store):
 
 
 class Recorder(Through):
-    """Notes which ranges are read; of equal reads one, since what has been read once can be kept.
+    """Records the ranges that are read, each once.
 
     Attributes:
         reads: {(path, start, stop)}.
@@ -49,14 +49,14 @@ class Recorder(Through):
 
 
 class Window(Through):
-    """Serves what lies in the range that was loaded last. For one thread to load; those of pyarrow read."""
+    """Serves reads from the range loaded last. One thread loads; those of pyarrow read."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._held = ("", 0, b"")
 
     def load(self, path: str, start: int, stop: int) -> None:
-        """Fetches [start, stop) of a file, unless it is here."""
+        """Fetches [start, stop) of a file, unless it is loaded."""
         held, begin, data = self._held
         if held != path or not begin <= start <= stop <= begin + len(data):
             self._held = ("", 0, b"")

@@ -1,10 +1,9 @@
-"""Reading back what was written, with the code that a Loader reads with, and holding it against what was read."""
+"""Reads the new dataset with the code that a Loader uses, and compares it with the digests of the source."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,18 +18,16 @@ from dali_stream.tools.output.folder import AGAIN
 from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.digest import Rows
+from dali_stream.tools.reshard.job import Job
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, renewed
 from dali_stream.tools.reshard.report import Side, side
 from dali_stream.tools.reshard.rows import DataFile, SourceRows
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import VideoFile
 
-if TYPE_CHECKING:
-    from dali_stream.tools.reshard.job import Job
-
 
 def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[VideoFile]]) -> Side:
-    """Raises DaliStreamError where anything differs; else says what reading the new dataset takes."""
+    """Returns the new dataset's side of the report. Raises DaliStreamError if anything differs."""
     out = Dataset(job.folder.stage, data_files_root=job.folder.root)
     try:
         check = _Check(job, out)
@@ -48,7 +45,7 @@ def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[Vid
         out.close()
 
 
-_REST = "a part of it that belongs to no episode has changed since it was written"  # its head or footer, shared frames
+_REST = "bytes outside its episodes have changed since it was written"  # its head or footer, shared frames
 
 
 def _call(check: Callable[[], None]) -> None:
@@ -64,7 +61,7 @@ class _Check:
         self._reader = RowReader(out, self.row_reads)
 
     def meta(self) -> None:
-        """Counts, tasks, statistics, and of the episode table all that is not about places."""
+        """Compares counts, tasks, statistics and the episode table."""
         job, out, source = self._job, self._out, self._job.dataset
         for what, same in (
             ("the episodes", np.array_equal(self._table.index, job.table.index)),
@@ -79,7 +76,7 @@ class _Check:
             raise DaliStreamError(f"{out.store.where('meta/episodes')}: a column differs from the source's; {AGAIN}")
 
     def _episode_table(self, dataset: Dataset) -> str:
-        """A digest of what stays, and of what is new as it should be."""
+        """A digest of the episode table; of the source's with the new layout applied."""
         digest, layout = Rows(), self._job.layout
         for name in episode_files(dataset.store):
             found = metadata.read_parquet(dataset.store, name)
@@ -87,7 +84,7 @@ class _Check:
         return digest.hexdigest()
 
     def rows(self, file: DataFile) -> None:
-        """Every row of a data file."""
+        """Compares every row of a data file."""
         job, out, at, seen = self._job, self._out, 0, set[int]()
         note = job.folder.finished(file.path)
         with job.folder.blaming(file.path, "it cannot be read: "):
@@ -108,7 +105,7 @@ class _Check:
         job.folder.check(file.path, _REST)
 
     def video(self, camera: str, file: VideoFile) -> None:
-        """Every sample of a video file."""
+        """Compares every packet of a video file."""
         job, out, marks = self._job, self._out, list[bytes]()
         note, files = job.folder.finished(file.path), self._table.video[camera]
         with job.folder.blaming(file.path, f"{camera}: its index cannot be read: "):

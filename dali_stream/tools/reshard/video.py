@@ -1,9 +1,8 @@
-"""MP4 files: which samples go into which file and when they are shown there, and copying them.
+"""MP4 files: assigning packets to files, and their times there.
 
-Nothing is re-encoded. What is copied of a source file is cut at keyframes, so each file begins with one and its
-frames follow each other without holes. A source file with open GOPs is copied whole, since what may be left out of it
-without changing what is decoded depends on the decoder. Files of one output share clock, track matrix, display size
-and codec; their sample descriptions may differ.
+Nothing is re-encoded. Source files are cut at keyframes, so each new file begins with one and has no gaps. A source file with
+open GOPs is copied whole, since which packets can be dropped without changing the decoded frames depends on the decoder.
+The parts of a new file share timescale, track matrix, display size and codec; their sample descriptions may differ.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ import numpy.typing as npt
 
 from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.muxer import Track
 from dali_stream.storage import Store
 from dali_stream.tools.output.checks import refuse_sound
-from dali_stream.tools.reshard.mp4 import Track
 
-_MOST_CONFIGS = 127  # sample descriptions of a file that are read
+_MOST_CONFIGS = 127  # sample descriptions per file that the reader allows
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What planning needs of a source file. Between `cuts`, samples at which something is cut, it has per piece:
+    """A source file, in pieces between `cuts`.
 
     Attributes:
-        cuts: (pieces + 1,) rising samples.
-        nbytes, low, high: (pieces,) bytes, and the first and the last time of a frame.
+        cuts: (pieces + 1,) rising packets.
+        nbytes, low, high: (pieces,) bytes, and first and last time of a frame.
         frame: ticks from one frame to the next.
-        kind: what the files of one output have in common.
-        spans: per place of an episode in the episode table, its samples, from one cut to another.
+        kind: must be the same for all parts of a new file.
+        spans: per episode (position in the episode table), its packets, from one cut to another.
     """
 
     path: str
@@ -49,7 +48,7 @@ class Source:
     spans: dict[int, tuple[int, int]]
 
     def size(self, start: int, stop: int) -> int:
-        """Bytes of the samples from one cut to another."""
+        """Bytes of the packets from one cut to another."""
         return int(self.nbytes[self._pieces(start, stop)].sum())
 
     def times(self, start: int, stop: int) -> tuple[int, int]:
@@ -64,7 +63,7 @@ class Source:
 
 @dataclass
 class Run:
-    """Samples [start, stop) of a source file. `shift` is added to their times."""
+    """Packets [start, stop) of a source file. `shift` is added to their times."""
 
     source: Source
     start: int
@@ -74,7 +73,7 @@ class Run:
 
 @dataclass
 class VideoFile:
-    """A file to be written. `episodes` has per place of an episode in the table the run that it lies in."""
+    """A new file. `episodes` maps episodes (positions in the table) to their run."""
 
     path: str
     runs: list[Run] = field(default_factory=list)
@@ -89,30 +88,30 @@ class VideoFile:
         return tuple(dict.fromkeys(config for run in self.runs for config in run.source.configs))
 
     def missing(self, source: Source, start: int, stop: int) -> int:
-        """Bytes of samples that are not in it yet."""
+        """Bytes of these packets that are not in it yet."""
         for run in self.runs:
             if run.source is source and run.start <= start and stop <= run.stop:
                 return 0
         last = self.runs[-1]
-        return source.size(last.stop if self._goes_on(last, source, start) else start, stop)
+        return source.size(last.stop if self._continues(last, source, start) else start, stop)
 
     def add(self, episode: int, source: Source, start: int, stop: int) -> None:
-        """Takes in an episode that needs these samples."""
+        """Adds an episode that needs these packets."""
         for number, run in enumerate(self.runs):
             if run.source is source and run.start <= start and stop <= run.stop:
                 self.episodes[episode] = number
                 return
-        if self.runs and self._goes_on(self.runs[-1], source, start):
+        if self.runs and self._continues(self.runs[-1], source, start):
             self.runs[-1].stop = stop
         else:
             self.runs.append(Run(source, start, stop))
         self.episodes[episode] = len(self.runs) - 1
 
-    def _goes_on(self, run: Run, source: Source, start: int) -> bool:
+    def _continues(self, run: Run, source: Source, start: int) -> bool:
         return run.source is source and run.start <= start <= run.stop
 
     def place(self) -> None:
-        """Puts the runs one after the other in time."""
+        """Places the runs one after the other in time."""
         at = 0
         for run in self.runs:
             low, high = run.source.times(run.start, run.stop)
@@ -124,13 +123,13 @@ def read_source(store: Store, path: str, fps: float, shown: Callable[[VideoIndex
     """Reads the index of a source file.
 
     Args:
-        store: where it is.
+        store: of the file.
         path: the file.
         fps: frames per second of the dataset.
-        shown: gives, per place of an episode of it, the samples that show its rows.
+        shown: returns, per episode of the file, the packets of its rows.
 
     Raises:
-        DecodeError: it cannot be read, or there is sound in it.
+        DecodeError: it cannot be read, or has sound.
     """
     table = read_index(store, path)
     refuse_sound(store, path)
@@ -153,12 +152,12 @@ def read_source(store: Store, path: str, fps: float, shown: Callable[[VideoIndex
 
 
 def _between(cuts: Int64, of: np.ufunc, values: Int64) -> Int64:
-    """The sum, or whatever `of` makes, of the values between neighbouring cuts."""
+    """`of` reduced over the values between neighbouring cuts."""
     return of.reduceat(values, cuts[cuts < len(values)])[: len(cuts) - 1]
 
 
 def plan(episodes: list[tuple[int, Source]], file_size: int, name: Callable[[int], str]) -> list[VideoFile]:
-    """Deals the episodes of a camera, in this order, into files. `name` gives the path of the n-th."""
+    """Assigns the episodes of a camera, in this order, to files. `name` returns the path of the n-th."""
     files: list[VideoFile] = []
     for episode, source in episodes:
         start, stop = source.spans[episode]
@@ -177,7 +176,7 @@ def _fits(file: VideoFile, source: Source, start: int, stop: int, file_size: int
 
 
 def _first_needed(table: VideoIndex, shown: Int64) -> int:
-    """The sample that decoding of these has to start at."""
+    """The packet that decoding of these starts at."""
     earliest = shown[table.head[shown] == table.head[shown].min()]
     return min(span(table, sample)[0] for sample in earliest.tolist())
 
@@ -190,7 +189,7 @@ def _span(table: VideoIndex, shown: Int64) -> tuple[int, int]:
 
 
 def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
-    """The track of a file to be written, out of the tables of its sources."""
+    """The track of a new file, from the indices of its sources."""
     parts, configs = [(run, tables(run.source.path)) for run in file.runs], list(file.configs)
     numbers = [np.array([configs.index(config) for config in table.configs]) for _, table in parts]
     return Track(
@@ -220,13 +219,13 @@ def mark(sample: memoryview) -> bytes:
 
 
 def digest(table: VideoIndex, shown: Int64, marks: npt.NDArray[np.uint8], start: int = 0) -> str:
-    """A digest of what an episode's frames are decoded from: samples, times, sync flags, descriptions.
+    """A digest of everything that determines an episode's frames: packets, times, keyframes, descriptions.
 
     Args:
-        table: of the file it lies in.
-        shown: the samples that show its rows.
-        marks: (n, 16) of samples from `start` on, see `mark`.
-        start: the sample of the first of them.
+        table: index of its file.
+        shown: the packets of its rows.
+        marks: (n, 16) of packets from `start` on, see `mark`.
+        start: the packet of the first mark.
     """
     first, last = _first_needed(table, shown), int(shown.max()) + 1
     configs = [hashlib.blake2b(config, digest_size=16).digest() for config in table.configs]

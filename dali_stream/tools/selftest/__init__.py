@@ -1,12 +1,12 @@
-"""Does this machine's decoder deliver the right frames through DALI, and how fast? With videos made on the spot.
+"""Tests whether this machine's decoder delivers the correct frames through DALI, and how fast, with generated videos.
 
-videos     demo datasets of every codec and GOP, whose frames say which frame they are
+videos     demo datasets of every codec and GOP, whose frames contain their identity
 identity   DALI's decoder on packed clips: identity and colour
-speed      DALI's decoder beside torchcodec on all cores
-lockstep   the Loader on DALI beside the Loader on torchcodec, with batches that are held
-soak       the Loader, for a while
-step       each of these in a process of its own
-run        all of them, one after the other, and what comes of it
+speed      DALI's decoder compared with torchcodec on all cores
+lockstep   the Loader with DALI compared with the Loader with torchcodec, while batches are held
+soak       the Loader over a longer time
+step       one of these in a process of its own
+run        all of them, and the report
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether DALI's decoder delivers the frames that are asked for, in the colours that FFmpeg gives them."""
+"""Tests whether DALI's decoder delivers the requested frames, in FFmpeg's colours."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dali_stream.mp4.clip import Clip
 from dali_stream.tools.selftest import videos
 from dali_stream.tools.selftest.videos import SHAPES, Video
 
-_CLIPS, _FEW = 24, 6  # of one batch, decoded by two threads: every decoder is used for many of them
+_CLIPS, _FEW = 24, 6  # of one batch, decoded by two threads, so each decoder gets many of them
 
 
 def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
-    """Asks for frames of the videos of these folders: of one folder after the other, then of all of them mixed.
+    """Requests frames of the videos of these folders: one folder after the other, then all of them mixed.
 
-    DALI keeps decoders for as long as the process lives, so what a folder's videos leave behind is there for the next one's.
+    DALI keeps its decoders until the process ends, so state left by one folder's videos affects the next.
 
     Args:
         folders: of demo datasets of one codec; frames may differ in size, and GOPs in length.
         gpu: the CUDA device; None on a CPU.
 
     Returns:
-        `refused`, why the loader would leave one of these videos to torchcodec, empty if it would not; and of each of `shapes`:
-        `frames` asked for; `wrong`, those that are of another frame; `mean_error`, the mean absolute difference of 8 bit
-        RGB values to FFmpeg's frames; `failed`, what DALI said if it delivered nothing.
+        `refused`: why the loader would decode one of these videos with torchcodec, empty if it would not. For each of
+        `shapes`: `pictures`, the requested frames; `wrong`, the frames delivered in place of others; `mean_error`, the mean
+        absolute difference of 8 bit RGB values to FFmpeg's frames; `failed`, DALI's error if it delivered nothing.
     """
     groups = [videos.read(folder) for folder in folders]
     found = [video for group in groups for video in group]
@@ -40,19 +40,19 @@ def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
 
 
 def _measure(batches: list[tuple[list[Video], int]], shape: str, gpu: int | None) -> dict[str, Any]:
-    """Of batches, each of so many clips of some videos in turn."""
+    """One row for batches of (videos, clips of each in turn)."""
     rng = np.random.default_rng([SHAPES.index(shape), len(batches)])
     count, wrong, errors, failed = 0, 0, [], ""
     for found, clips in batches:
-        asked = [_ask(found[number % len(found)], shape, rng) for number in rng.permutation(clips).tolist()]
-        asked_for = sum(len(shown) for _, shown, _ in asked)
-        count += asked_for
+        requests = [_request(found[number % len(found)], shape, rng) for number in rng.permutation(clips).tolist()]
+        requested = sum(len(shown) for _, shown, _ in requests)
+        count += requested
         try:
-            decoded = dali.decode([dali.encoded(clip) for _, _, clip in asked], gpu, 2)
+            decoded = dali.decode([dali.encoded(clip) for _, _, clip in requests], gpu, 2)
         except DecodeError as error:
-            wrong, failed = wrong + asked_for, failed or str(error)
+            wrong, failed = wrong + requested, failed or str(error)
             continue
-        for (video, shown, clip), frames in zip(asked, decoded, strict=True):
+        for (video, shown, clip), frames in zip(requests, decoded, strict=True):
             expected = decode_clip(clip, video.format)
             if frames.shape != expected.shape:
                 wrong += len(shown)
@@ -63,7 +63,7 @@ def _measure(batches: list[tuple[list[Video], int]], shape: str, gpu: int | None
     return {"pictures": count, "wrong": wrong, "mean_error": mean_error, "failed": failed}
 
 
-def _ask(video: Video, shape: str, rng: np.random.Generator) -> tuple[Video, list[int], Clip]:
+def _request(video: Video, shape: str, rng: np.random.Generator) -> tuple[Video, list[int], Clip]:
     shown = videos.request(shape, len(video.identity), rng)
     return video, shown, video.clip(shown)
 

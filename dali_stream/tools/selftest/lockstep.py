@@ -1,7 +1,7 @@
-"""The Loader on DALI's decoder beside the Loader on torchcodec, frame by frame, while frames are held and the GPU is busy.
+"""Compares the Loader with DALI and with torchcodec, frame by frame, while frames are held and the GPU is busy.
 
-A frame that is checked as soon as it arrives does not show that its memory is overwritten later. So half of the batches are
-held as they are for several steps, and of the others a copy is queued behind other work of the GPU and the batch dropped.
+Checking a frame as soon as it arrives does not detect that its memory is overwritten later. So half of the batches are held
+for several steps; the others are dropped after a copy is queued behind other work of the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dali_stream import Dataset, Loader
+from dali_stream.dataset import Dataset
+from dali_stream.loader import Loader
 
 _STEPS = (-3, 0, 20)  # of each camera's window
 _HELD = 6  # batches
@@ -23,18 +24,18 @@ _MEAN, _BLOCK = 3.0, 40.0  # of 255: tolerated mean absolute differences to torc
 
 
 def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int] | None) -> dict[str, Any]:
-    """Compares all frames of both loaders for some seconds, at least until batches were held.
+    """Compares all frames of both loaders for some seconds, and at least until batches were held.
 
     Args:
         folder: of a demo dataset.
-        device: "cuda:0" or, where there is no other work, "cpu".
-        seconds: to continue for.
+        device: such as "cuda:0"; "cpu" runs without other work.
+        seconds: to run.
         image_size: (height, width) for both loaders; None for the recorded size.
 
     Returns:
-        `frames` compared; `wrong`, those that differ by more than another decoder's rounding; `worst_mean` and `worst_block`,
-        mean absolute differences of 255, of a frame and of 16 × 16 pixels in it; `routes` {camera: decoder} and
-        `route_changes`, of the loader on DALI; `wait_s` of its `next()` and `seconds` that all took.
+        `pictures`, the compared frames; `wrong`, those that differ by more than a decoder's rounding; `worst_mean` and
+        `worst_block`, mean absolute differences of 255, of a frame and of 16 × 16 pixels; `routes` {camera: decoder} and
+        `route_changes` of the loader with DALI; `wait_s` in its `next()`, and `seconds` in all.
     """
     found = _Differences(device)
     busy, held = work(device), deque[tuple[Any, Any]]()
@@ -81,7 +82,7 @@ def _loader(folder: str, device: str, decode: str, image_size: tuple[int, int] |
 
 
 def work(device: str) -> Callable[[], None]:
-    """A call that queues work on a GPU and does not wait for it; on a CPU, one that does nothing."""
+    """A function that queues work on a GPU without waiting for it; on a CPU, it does nothing."""
     if device == "cpu":
         return lambda: None
     matrix = torch.randn(_MATRIX, _MATRIX, device=device, dtype=torch.bfloat16)

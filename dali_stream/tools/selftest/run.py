@@ -1,4 +1,4 @@
-"""The whole self-test: what is tried on this machine, and whether it passed."""
+"""`selftest`: all stages, and the report."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dali_stream.demo.encode import CODECS
 from dali_stream.tools import environment
 from dali_stream.tools.selftest import step
 
-IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, the most important one first; so are GOPs
+IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, most important first, as are GOPs
 GOPS = (2, 12, 30, 1)
-SIZE, FAST = (240, 320), (480, 640)  # of most videos, and of those for speed
+SIZE, FAST = (240, 320), (480, 640)  # of most videos, and of those of the speed stage
 SIZES = ((368, 640), SIZE, FAST)  # on the same decoders
-# Each is coded as large as the one before it, in blocks of 16 and of 8: what a decoder of that one makes of it.
+# Each has the coded size of the one before, in blocks of 16 and of 8: tests a decoder that is reused for another size.
 PADDED = ((368, 640), (360, 640), (248, 328), (242, 326))
 RESIZED = 224, 224
 SHORT = 2  # the GOP of videos of many sizes: LeRobot's own
 LIMIT_S = 460.0
-_GROWTH = 1.1, 64 << 20  # of memory while soaking: a tenth, and what allocators keep
+_GROWTH = 1.1, 64 << 20  # of memory in the soak stage: 10 %, and a margin for allocators
 _STEP_S = 90.0  # the limit of a step that takes seconds
 _START_S = 15.0  # what a step needs at most before it measures
-_SHARES = {"identity": 0.4, "lockstep": 0.45, "soak": 0.5, "speed": 1.0}  # of the time that is left; the last gets all of it
+_SHARES = {"identity": 0.4, "lockstep": 0.45, "soak": 0.5, "speed": 1.0}  # of the remaining time
 Progress = Callable[[str, int, int], None]
 Report = dict[str, Any]
 
@@ -45,26 +45,25 @@ def selftest(
     progress: Progress | None = None,
     keep: Callable[[Report], None] | None = None,
 ) -> Report:
-    """Tries DALI's video decoder on this machine, what matters most first.
+    """Tests DALI's video decoder on this machine, most important parts first.
 
     Args:
-        device: "auto", the GPU if there is one; "cuda:1"; "cpu": the test itself, on the codecs that DALI decodes there.
-        gops: distances of keyframes, the most important one first.
-        soak_s: seconds of streaming; a third of it for each comparison of loaders in lockstep.
-        speed_s: seconds per measurement of speed.
-        limit_s: seconds for everything. What they do not suffice for is left out, and named.
-        progress: called as (what, done, total).
-        keep: gets the report after each stage, with the status "unfinished" until it is whole.
+        device: "auto": the GPU, if there is one; "cuda:1"; "cpu": the codecs that DALI decodes there, to test this test.
+        gops: distances of keyframes, most important first.
+        soak_s: seconds of streaming; each comparison in lockstep takes a third of it.
+        speed_s: seconds per speed measurement.
+        limit_s: seconds in all. Steps without time are left out, and listed.
+        progress: called as (step, done, total).
+        keep: called with the report after each stage; its status is "unfinished" until the end.
 
     Returns:
-        What JSON can hold. `status` is "passed", "failed", "unfinished" where nothing failed and time was short, or, without a
-        GPU, "not run"; `problems` say what failed, `left_out` what there was no time for. `codecs` {codec: why it is not tried,
-        or empty}; `engines` of NVDEC per codec; `identity`, a row per codec, GOP and shape of request: where `refused` says why
-        the loader would not give NVDEC such a video, the row is for information and fails nothing; `lockstep`, `soak`, `speed`:
-        see the modules.
+        A dict for JSON. `status`: "passed", "failed", "unfinished" (no failure, but out of time) or, without a GPU, "not run".
+        `problems`: failures; `left_out`: steps without time; `codecs`: {codec: why it is not tested, or empty}; `engines` of
+        NVDEC per codec; `identity`: a row per codec, GOP and shape of request, which counts only if `refused`, why the loader
+        would not use NVDEC for such a video, is empty; `lockstep`, `soak`, `speed`: see the modules.
 
     Raises:
-        ValueError: a GPU is asked for that is not there.
+        ValueError: the requested GPU does not exist.
     """
     gpu, started = process.gpu(device), time.perf_counter()
     if gpu is None and device != "cpu":
@@ -102,21 +101,21 @@ def selftest(
 
 
 def _without_gpu() -> Report:
-    reason = "no GPU that torch can use was found, so NVDEC was not tried; `dali-stream doctor` says what is missing"
+    reason = "no GPU that torch can use was found, so NVDEC was not tested; `dali-stream doctor` shows what is missing"
     try:
         there = gpus()
     except DriverError:
         there = ()
-    if there:  # a GPU that cannot be used is no machine without one
+    if there:  # an unusable GPU is a failure
         return {"status": "failed", "problems": [f"the driver has {there[0].name}, and {reason}"], "reason": reason}
     return {"status": "not run", "problems": [], "reason": reason}
 
 
 class _Run:
-    """The stages, and the folders of videos that they share.
+    """The stages, and their videos.
 
-    Attributes: `codecs` {codec: why it is not tried, or empty}; `left_out`, steps that there was no time for; `until`, the
-    `perf_counter` at which the present stage is over.
+    Attributes: `codecs` {codec: why it is not tested, or empty}; `left_out`, steps without time; `until`, the `perf_counter`
+    at which the current stage ends.
     """
 
     def __init__(self, root: Path, gpu: int | None, device: str, gops: tuple[int, ...], progress: Progress | None) -> None:
@@ -125,11 +124,11 @@ class _Run:
         self._gops, self.until, self.left_out = gops, 0.0, list[str]()
         self._written: set[str] = set()
         self._unwritten: dict[str, str] = {}
-        self._exits: list[str] = []  # of steps whose processes crashed after they had an answer
-        self._longest: dict[str, int] = {}  # the longest GOP of each codec that the loader gives to DALI
+        self._exits: list[str] = []  # of steps whose process crashed after its answer
+        self._longest: dict[str, int] = {}  # per codec, the longest GOP that the loader decodes with DALI
 
     def identity(self) -> list[Report]:
-        """A row per codec, GOP (or set of sizes) and shape of request; the same of all codecs, then the next."""
+        """A row per codec, GOP (or set of sizes) and shape of request, GOP by GOP."""
         rounds = {f"GOP {gop}": [(gop, SIZE)] for gop in self._gops}
         rounds |= {name: [(SHORT, size) for size in sizes] for name, sizes in (("sizes", SIZES), ("padded sizes", PADDED))}
         rows = []
@@ -151,7 +150,7 @@ class _Run:
         return rows
 
     def lockstep(self, seconds: float) -> list[Report]:
-        """The Loader on DALI beside the Loader on torchcodec, at the recorded size of each codec and then resized."""
+        """A row per codec, at the recorded size and then resized."""
         jobs = {
             f"{codec}, {'recorded size' if size is None else 'resized'}": {
                 "folder": self._folder(codec, gop, SIZE), "device": self._device, "seconds": seconds, "image_size": size,
@@ -162,12 +161,9 @@ class _Run:
         return [{"loader": label, **row} for label, row in self._each("lockstep", jobs, seconds).items()]
 
     def soak(self, seconds: float) -> Report:
-        """The Loader for a while; empty if there was no time.
-
-        On a GPU the second camera is AV1, on the route that "auto" gives it there.
-        """
+        """The Loader over a longer time; empty without time. On a GPU, the second camera is AV1, on the route of "auto"."""
         if not self._longest:
-            return {} if self.left_out else {"failed": "there is no codec that the loader gives to DALI here"}
+            return {} if self.left_out else {"failed": "the loader decodes no codec with DALI here"}
         codec, gop = next(iter(self._longest.items()))
         folder, decode = self._folder(codec, gop, SIZE), "dali"
         av1 = ("av1", SHORT, SIZE)
@@ -182,7 +178,7 @@ class _Run:
         return self._each("soak", {"the Loader": job}, 2 * seconds).get("the Loader", {})
 
     def speed(self, seconds: float) -> list[Report]:
-        """Per codec and size a row per setting, and one of torchcodec."""
+        """Per codec and size, a row per setting and one of torchcodec."""
         cores = process.cores()
         settings = [(1, cores, 1), (4, cores, 1), (16, cores, 1), (1, cores, 2), (16, cores, 2), (1, max(cores // 2, 1), 1)]
         rows = []
@@ -204,7 +200,7 @@ class _Run:
         return rows
 
     def problems(self, report: Report) -> list[str]:
-        """What failed so far, a sentence each."""
+        """Failures so far."""
         found = [f"{codec}: {reason}" for codec, reason in self._unwritten.items() if self.codecs[codec] == reason]
         for row in report["identity"]:
             if wrong := "" if row["refused"] else _wrong(row):
@@ -224,7 +220,7 @@ class _Run:
         return str(self._root / f"{codec}-{gop}-{size[0]}x{size[1]}")
 
     def _write(self, wanted: list[tuple[str, int, tuple[int, int]]]) -> None:
-        """Writes these videos, unless they are there. A codec that FFmpeg cannot encode here is left out from then on."""
+        """Writes these videos, unless they exist. A codec that FFmpeg cannot encode is left out from then on."""
         folders = {self._folder(*w): w for w in wanted}
         jobs = {
             f"{codec}, GOP {gop}, {size[0]}×{size[1]}": {"folder": folder, "codec": codec, "gop": gop, "size": size}
@@ -240,15 +236,15 @@ class _Run:
                 self._written.add(str(jobs[label]["folder"]))
 
     def _each(self, name: str, jobs: Mapping[str, dict[str, Any]], seconds: float = 0.0) -> dict[str, Report]:
-        """Runs a step per job: videos and identity some at a time, what measures by itself.
+        """Runs a step per job: several at a time for "write" and "identity", one at a time for measurements.
 
         Args:
             name: of the step.
-            jobs: arguments of each, by what it is called in `left_out`.
-            seconds: that it measures for.
+            jobs: arguments of each job, by its name in `left_out`.
+            seconds: of its measurement.
 
         Returns:
-            Their results, without those that the stage had no time for.
+            Results by name, without those of jobs without time.
         """
         results = {}
         limit = _STEP_S + seconds
@@ -283,12 +279,12 @@ def _wrong(row: Report) -> str:
     if row["wrong"]:
         return f"{row['wrong']} of {row['pictures']} frames are of another frame"
     if row["mean_error"] is None or row["mean_error"] > COLOUR_TOLERANCE:
-        return f"the frames differ from FFmpeg's by {row['mean_error']} on average, and {COLOUR_TOLERANCE} is tolerated"
+        return f"the frames differ from FFmpeg's by {row['mean_error']} on average, and at most {COLOUR_TOLERANCE} is allowed"
     return ""
 
 
 def _wrong_epochs(row: Report, cameras: int) -> str:
-    """What is wrong with epochs whose first `cameras` have to be on the DALI route."""
+    """The failure of epochs whose first `cameras` must be on the DALI route; empty without one."""
     if row.get("failed"):
         return str(row["failed"])
     if row["wrong"]:

@@ -1,4 +1,4 @@
-"""The Loader itself, epoch after epoch: every frame's identity, and memory that does not grow."""
+"""Tests the Loader over several epochs: every frame's identity, and that memory does not grow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dali_stream import Dataset, Loader
+from dali_stream.dataset import Dataset
 from dali_stream.demo import read_identities
+from dali_stream.loader import Loader
 from dali_stream.tools import environment
 
 _STEPS = (-3, 0, 20)  # of a window: it is clamped at both ends of an episode
@@ -16,13 +17,12 @@ _FPS = 20
 
 
 def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, Any]:
-    """Streams whole epochs of a demo dataset, with windows for the first camera, until the time is over.
+    """Streams whole epochs of a demo dataset, with windows for the first camera, for some seconds.
 
     Returns:
-        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `frames` delivered; `wrong`, those that are of
-        another frame than their row says; `frames_per_s`; `memory` {"first", "last"}, bytes of this process after the first
-        and the last epoch, and `gpu_memory` likewise of the GPU, None on a CPU; `wait_s` of the loader's `next()` and `seconds`
-        that all took: where only one camera is on DALI, its decoding may be part of the wait.
+        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `pictures`, the delivered frames; `wrong`, those that
+        do not belong to their row; `frames_per_s`; `memory` {"first", "last"}, bytes of this process after the first and the
+        last epoch, and `gpu_memory` of the GPU (None on a CPU); `wait_s` in the loader's `next()`, and `seconds` in all.
     """
     dataset = Dataset(folder)
     windowed = dataset.cameras[0]

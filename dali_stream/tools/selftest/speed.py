@@ -1,4 +1,4 @@
-"""How fast DALI's decoder is, over requests per clip, threads and prefetch, beside torchcodec on all cores."""
+"""Measures DALI's decoder for several requests per clip, threads and prefetch depths, and torchcodec on all cores."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dali_stream.tools import environment
 from dali_stream.tools.selftest import videos
 
 BATCH = 64  # frames
-BATCHES = 24  # that are made beforehand, and come again and again
+BATCHES = 24  # prepared in advance and repeated
 
 
 def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], seconds: float) -> dict[str, Any]:
-    """Decodes random frames out of packed clips, for some seconds per setting.
+    """Decodes random frames from packed clips, for some seconds per setting.
 
     Args:
         folder: of a demo dataset.
         gpu: the CUDA device; None on a CPU.
-        settings: (requests packed into a clip, a divisor of 64; threads of the decoder; batches that the pipeline is ahead).
-        seconds: to measure each for, after three batches that are not counted.
+        settings: (requests per clip, a divisor of 64; threads of the decoder; prefetched batches).
+        seconds: per setting, after three batches that are not counted.
 
     Returns:
-        Per setting in `rows`: `per_clip`, `threads`, `prefetch`, `frames_per_s`. `gpu_bytes`, all that is in use on the GPU in
-        the end, of the largest setting at least, since DALI keeps what it has taken; None on a CPU.
+        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. `gpu_bytes`: in use on the GPU at the end,
+        which covers the largest setting, since DALI keeps its memory; None on a CPU.
     """
     rows = []
     for per_clip, threads, prefetch in settings:
@@ -41,7 +41,7 @@ def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], 
 
 
 def measure_torchcodec(folder: str, threads: int, seconds: float) -> dict[str, Any]:
-    """Such frames by torchcodec, 16 a clip, as the loader's route for the CPU has them. Returns `frames_per_s`."""
+    """Decodes such frames with torchcodec, 16 per clip, as the loader does on a CPU. Returns `frames_per_s`."""
     [video, *_] = videos.read(folder)
     batches, number = _batches(folder, 16), itertools.count()
     with ThreadPoolExecutor(threads) as pool:
@@ -67,7 +67,7 @@ def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
 
 
 def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: int) -> Callable[[], Any]:
-    """A call that decodes the next batch and returns when its frames are there."""
+    """A function that decodes the next batch and returns when it is done."""
     batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in made])
     pipeline = dali.pipeline(lambda: next(batches), len(made[0]), gpu, threads, prefetch)
     pipeline.build()
@@ -83,7 +83,7 @@ def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: i
 
 
 def _rate(run: Callable[[], Any], seconds: float) -> float:
-    """Frames a second of a call that decodes a batch of them."""
+    """Frames per second of a function that decodes a batch."""
     for _ in range(3):
         run()
     started, count = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""Videos whose frames say which frame they are, and requests for frames of them."""
+"""Videos whose frames contain their identity, and requests for frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream import Dataset
+from dali_stream.dataset import Dataset
 from dali_stream.demo import write_demo
 from dali_stream.mp4.clip import Clip, pack
 from dali_stream.mp4.format import VideoFormat, describe
@@ -22,7 +22,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Video:
-    """One MP4 of a demo dataset. `identity` is (n, 3), (episode, frame, camera) of its frames in the order of showing."""
+    """One MP4 of a demo dataset. `identity` is (n, 3), (episode, frame, camera) of its frames in display order."""
 
     store: LocalStore
     table: VideoIndex
@@ -30,12 +30,12 @@ class Video:
     identity: Int64
 
     def clip(self, shown: Sequence[int]) -> Clip:
-        """A packed clip with some of its frames, counted in the order of showing."""
+        """A packed clip with some of its frames, counted in display order."""
         return pack(self.store, [self.table] * len(shown), self.table.shown[list(shown)].tolist())
 
 
 def write(folder: str, codec: str, gop: int, size: tuple[int, int]) -> None:
-    """Writes two episodes, seen by two cameras, into a folder that is not there yet."""
+    """Writes two episodes with two cameras into a new folder."""
     write_demo(folder, episodes=2, codec=codec, gop=gop, size=size)
 
 
@@ -61,7 +61,7 @@ _SECOND = 20  # frames of a demo dataset
 
 
 def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
-    """A request of a shape for some of so many frames, rising and each once."""
+    """A request of a shape for some of `count` frames, rising and each once."""
     first = int(rng.integers(count))
     if shape == "one frame":
         return [first]
@@ -73,7 +73,7 @@ def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
 
 
 def mix(folder: str, top: str, side: str) -> None:
-    """Writes a dataset whose second camera is that of another one, of another codec maybe."""
+    """Writes a dataset with the second camera of another one, which may have another codec."""
     shutil.copytree(top, folder)
     camera = Dataset(top).cameras[1]
     shutil.rmtree(Path(folder, "videos", camera))

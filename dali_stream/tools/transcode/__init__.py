@@ -1,14 +1,14 @@
-"""A dataset with its videos re-encoded, so that the decoder at hand can decode them.
+"""Re-encodes a dataset's videos, for example for a GPU's decoder.
 
-encoders   what FFmpeg's encoders are told, so that every frame comes out once, in order, in closed GOPs
-ffmpeg     the program ffmpeg: what it can do, what it sees in a file, encoding one
-check      whether a file is as asked, and shows what its source shows
+encoders   settings of FFmpeg's encoders: every frame once, in order, in closed GOPs
+ffmpeg     the program ffmpeg: its abilities, the pixels of a file, encoding a file
+check      compares a file with the request and with its source
 video      one file: fetched, encoded, checked
 meta       info.json
-report     what has changed
-job        one after the other
+report     what changed
+job        `transcode`
 
-What `reshard` does in the same way is in `dali_stream.tools.output`.
+`dali_stream.tools.output` holds what `reshard` does the same way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a file is as asked, and shows what its source shows. Decoding is the one that a Loader uses."""
+"""Compares a file with the request and with its source, decoded as a Loader decodes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dali_stream.mp4.index import Int64, VideoIndex
 from dali_stream.storage import Store
 from dali_stream.tools.output.samples import read_samples
 
-FLOOR = 25.0  # dB that every frame looked at has to have, in RGB: lossy codecs at sensible settings give 30 to 50
-# Times the error of encoding from which the difference of two frames tells them apart. A recording holds frames twice,
-# told apart by noise alone, and what is encoded from the second may then look more like the first.
+FLOOR = 25.0  # dB in RGB that every compared frame must have: lossy codecs at sensible settings give 30 to 50
+# Two frames count as different if they differ by this many times the encoding error. Recordings hold frames twice that differ
+# by noise only, and the encoded second frame may look more like the first.
 DIFFERS = 4.0
-_MOST = 4  # frames per episode that changed most, beside first, middle and last
+_MOST = 4  # most changed frames per episode, in addition to first, middle and last
 _LOSSLESS = 100.0  # dB of equal frames, since JSON has no infinity
 
 
@@ -36,7 +36,7 @@ class Video:
 
 
 def refusal(table: VideoIndex, codec: str, gop: int) -> str:
-    """Why a file is not as asked, as far as its index says; empty where it is."""
+    """Why a file does not meet the request, by its index; empty if it does."""
     video = describe(table.configs[0])
     if video.codec != codec:
         return f"it is {video.codec}"
@@ -45,9 +45,9 @@ def refusal(table: VideoIndex, codec: str, gop: int) -> str:
     if (video.chroma, video.depth) != ("420", 8) or video.profile not in PROFILES[codec]:
         return f"it is {video.pixel_format} of profile {video.profile}"
     if not video.like_bt601:
-        return f"it says that its colours have matrix {video.matrix}, and not BT.601"
+        return f"its colour matrix is {video.matrix}, and not BT.601"
     if table.track_header[:36] != UPRIGHT:
-        return "its frames are to be turned"
+        return "its frames are rotated"
     if table.reordered or table.open_gops:
         return "it has B-frames or open GOPs"
     if table.longest_gop > gop:
@@ -56,7 +56,7 @@ def refusal(table: VideoIndex, codec: str, gop: int) -> str:
 
 
 def check_times(source: VideoIndex, out: VideoIndex, fps: float) -> None:
-    """Raises DecodeError where not each frame of the source has come out, at its own time."""
+    """Raises DecodeError unless each frame of the source came out, at its own time."""
     if len(source) != len(out):
         raise DecodeError(f"{len(source)} frames went in, and {len(out)} came out")
     away = np.abs(source.pts[source.shown] / source.timescale - out.pts[out.shown] / out.timescale)
@@ -66,10 +66,10 @@ def check_times(source: VideoIndex, out: VideoIndex, fps: float) -> None:
 
 
 def scan(video: Video) -> int:
-    """Reads every encoded frame; returns how many are never shown.
+    """Reads every packet; returns how many frames are never displayed.
 
     Raises:
-        DecodeError: one is damaged, so that a decoder would paint over it, and nobody see it in what is encoded from that.
+        DecodeError: one is damaged. A decoder would conceal it, and the encoded copy would hide the damage.
     """
     table, hidden_ones = video.table, 0
     head = np.zeros(len(table), np.bool_)
@@ -89,21 +89,21 @@ def scan(video: Video) -> int:
 
 
 def compare(source: Video, out: Video, shown: Int64, shown_out: Int64, what: str) -> list[float]:
-    """Holds frames of an episode against the source's, and against the neighbours of those.
+    """Compares frames of an episode with the source's, and with their neighbours.
 
     Args:
         source, out: the files.
-        shown, shown_out: (n,) samples of each that show the episode's frames.
+        shown, shown_out: (n,) packets of the episode's frames in each.
         what: camera and episode, for the message.
 
     Returns:
-        PSNR in dB of each frame looked at, over RGB.
+        PSNR in dB of each compared frame, over RGB.
 
     Raises:
-        DaliStreamError: a frame is another frame's, or hardly like its source.
+        DaliStreamError: a frame is another one, or differs too much from its source.
     """
     found = []
-    for frame in _worth_a_look(out.table, shown_out):
+    for frame in _frames_to_compare(out.table, shown_out):
         near = range(max(frame - 1, 0), min(frame + 2, len(shown)))
         sources = _decode(source, shown[near.start : near.stop])
         own = sources[frame - near.start]
@@ -117,14 +117,14 @@ def compare(source: Video, out: Video, shown: Int64, shown_out: Int64, what: str
         found.append(_psnr(error))
         if found[-1] < FLOOR:
             raise DaliStreamError(
-                f"{what}, frame {frame}: PSNR against the source is {found[-1]:.1f} dB, and {FLOOR:g} is the least; give a "
-                "lower --crf"
+                f"{what}, frame {frame}: PSNR against the source is {found[-1]:.1f} dB, and at least {FLOOR:g} is required; "
+                "give a lower --crf"
             )
     return found
 
 
-def _worth_a_look(table: VideoIndex, shown: Int64) -> list[int]:
-    """First, middle and last frame, and those that take most bytes to be told from the frame before: there, most changes."""
+def _frames_to_compare(table: VideoIndex, shown: Int64) -> list[int]:
+    """First, middle and last frame, and those with the largest predicted packets, where most changes."""
     predicted = np.where(np.isin(shown, table.sync), 0, table.size[shown])
     most = np.argsort(-predicted, kind="stable")[:_MOST]
     most = most[predicted[most] > 0] if predicted.any() else np.linspace(0, len(shown) - 1, _MOST + 2).astype(np.int64)[1:-1]

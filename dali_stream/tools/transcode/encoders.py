@@ -1,17 +1,20 @@
-"""What FFmpeg's encoders are told.
+"""Settings of FFmpeg's encoders.
 
-Whatever the codec: constant quality, a keyframe every `gop` frames and nowhere else, closed GOPs, no B-frames, no
-frames that are never shown. So a frame of the source is a packet of the file, in the same order.
+For every codec: constant quality, a keyframe every `gop` frames and nowhere else, closed GOPs, no B-frames, no hidden frames.
+So each frame of the source becomes one packet, in the same order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from dali_stream.arguments import one_of, positive
 
-CODECS = ("hevc", "h264", "av1", "vp9")
-ENCODERS = ("auto", "nvenc", "cpu")
+Codec = Literal["hevc", "h264", "av1", "vp9"]
+EncoderChoice = Literal["auto", "nvenc", "cpu"]
+CODECS: tuple[Codec, ...] = get_args(Codec)
+ENCODERS: tuple[EncoderChoice, ...] = get_args(EncoderChoice)
 _LONGEST_GOP = 10_000
 
 
@@ -20,14 +23,14 @@ class Encoder:
     """An encoder with its settings.
 
     Attributes:
-        codec: that it writes.
-        name: FFmpeg's name of it.
+        codec: of its output.
+        name: FFmpeg's name of the encoder.
         quality: constant quality as the encoder counts it; lower is better.
-        preset: FFmpeg's name of it; empty where there is none.
+        preset: FFmpeg's name; empty if the encoder has none.
         arguments: for the ffmpeg program, after its input.
     """
 
-    codec: str
+    codec: Codec
     name: str
     quality: int
     preset: str
@@ -46,24 +49,24 @@ _NVENC_QUALITY = {"h264_nvenc": (20, 51), "hevc_nvenc": (22, 51), "av1_nvenc": (
 _CPU = {"h264": "libx264", "hevc": "libx265", "av1": "libsvtav1", "vp9": "libvpx-vp9"}
 
 
-def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool) -> Encoder:
+def encoder(codec: Codec, gop: int, crf: int | None, *, nvenc: bool) -> Encoder:
     """The encoder of a codec.
 
     Raises:
-        ValueError: there is none on the GPU, or it cannot do that GOP or quality.
+        ValueError: the GPU has none, or it does not support the GOP or quality.
     """
     one_of("codec", codec, CODECS)
     if positive("gop", gop) > _LONGEST_GOP:
-        raise ValueError(f"gop is {gop}; it is the distance of keyframes in frames, 1 to {_LONGEST_GOP}")
+        raise ValueError(f"Invalid gop {gop}. Give the distance of keyframes in frames, 1 to {_LONGEST_GOP}")
     if nvenc and codec == "vp9":
         raise ValueError("NVENC has no VP9 encoder; use the CPU's (--encoder cpu), or another codec")
     name = f"{codec}_nvenc" if nvenc else _CPU[codec]
     if name == "libsvtav1" and gop < 2:
-        raise ValueError("gop is 1, which SVT-AV1 cannot do: it makes only the first frame a keyframe; give 2 or more")
+        raise ValueError("gop is 1, which SVT-AV1 does not support: only the first frame becomes a keyframe; give 2 or more")
     default, highest = (_NVENC_QUALITY if nvenc else _QUALITY)[name]
     quality = default if crf is None else crf
     if isinstance(quality, bool) or not 1 <= quality <= highest:
-        raise ValueError(f"crf is {crf!r}; {name} has 1 (best) to {highest}, and {default} is taken without")
+        raise ValueError(f"Invalid crf {crf!r}. {name} allows 1 (best) to {highest}; the default is {default}")
     preset, arguments = _nvenc(gop, quality) if nvenc else _SETTINGS[name](gop, quality)
     tag = ("-tag:v", "hvc1") if codec == "hevc" else ()
     return Encoder(codec, name, quality, preset, ("-c:v", name, "-bf", "0", *tag, *arguments.split()))
@@ -71,7 +74,7 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool) -> Encoder:
 
 def _nvenc(gop: int, quality: int) -> tuple[str, str]:
     keys = f"-g {gop}"
-    if gop == 1:  # NVENC refuses a GOP that is no longer than the B-frames in it and one more, even where there are none
+    if gop == 1:  # NVENC refuses a GOP of 1 even without B-frames
         keys = "-g 250 -force_key_frames expr:1"
     return "p5", f"{keys} -preset p5 -rc vbr -cq {quality} -b:v 0 -no-scenecut 1 -forced-idr 1"
 
@@ -82,7 +85,7 @@ def _x264(gop: int, quality: int) -> tuple[str, str]:
 
 def _x265(gop: int, quality: int) -> tuple[str, str]:
     params, keys = f"keyint={gop}:min-keyint={gop}:open-gop=0:scenecut=0:bframes=0:log-level=error", f"-g {gop}"
-    if gop == 1:  # told so, x265 writes the profile Main Intra, of the range extensions, which decoders need not have
+    if gop == 1:  # with keyint=1, x265 writes the profile Main Intra, of the range extensions, which decoders need not support
         params, keys = params.replace("keyint=1:min-keyint=1:", ""), "-force_key_frames expr:1 -forced-idr 1"
     return "ultrafast", f"-preset ultrafast -profile:v main -crf {quality} {keys} -x265-params {params}"
 

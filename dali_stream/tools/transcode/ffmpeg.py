@@ -1,6 +1,6 @@
-"""The program ffmpeg: what it can do, what it sees in a file, and re-encoding a file.
+"""The program ffmpeg: its abilities, the pixels of a file, and encoding a file.
 
-Files come from anywhere, so the input is read as MP4 whatever it looks like, and nothing but that file is opened.
+Files are untrusted, so the input is always read as MP4, and no other file is opened.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from dali_stream.arguments import one_of
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.tools.transcode.encoders import ENCODERS, Encoder, encoder
+from dali_stream.tools.transcode.encoders import ENCODERS, Codec, Encoder, EncoderChoice, encoder
 
-_LINES = 40  # of what the program says that are kept
-_SAID = 400  # characters of it in an error
-# On Linux the program ends with this process, however that ends: a killed run leaves no encoder behind. It is a program of
-# its own that asks for it, since code between fork and exec is not safe beside threads.
+_LINES = 40  # of its stderr that are kept
+_SAID = 400  # of these in an error
+# On Linux, ffmpeg ends with this process, even if that is killed. A small program requests this before it becomes ffmpeg,
+# since code between fork and exec is unsafe with threads.
 _TIED = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -32,10 +32,9 @@ if sys.platform == "linux":
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-# What DALI and NVDEC are trusted with. Pixels that are like that already pass through unchanged.
+# The format that DALI and NVDEC convert correctly. Pixels in this format pass unchanged.
 _PIXELS = "scale=out_color_matrix=bt601:out_range=tv,format=yuv420p"
-# For the usual other matrix: the scaler goes through RGB, whose colours are subsampled a second time (mean error 2.1 of 255
-# at edges, and 0.6 so).
+# For BT.709: the scaler goes through RGB and subsamples colours a second time (mean error 2.1 of 255 at edges; 0.6 with this).
 _FROM_709 = "colorspace=iall=bt709:space=smpte170m:primaries=bt709:trc=bt709:range=tv:fast=1:format=yuv420p"
 _TAGS = "setparams=range=tv:colorspace=smpte170m"
 _SHOWN = re.compile(r" fmt:(\S+) .*?(?:color_range:(\S+) color_space:(\S+)|\Z)", re.DOTALL)
@@ -43,14 +42,14 @@ _SHOWN = re.compile(r" fmt:(\S+) .*?(?:color_range:(\S+) color_space:(\S+)|\Z)",
 
 @dataclass(frozen=True)
 class Pixels:
-    """What a file's first frame is made of, in FFmpeg's names."""
+    """Format of a file's first frame, in FFmpeg's names."""
 
     format: str
     range: str
     matrix: str
 
     def refusal(self) -> str:
-        """Why DALI would get its colours wrong; empty where it would not."""
+        """Why DALI would convert its colours wrongly; empty if it would not."""
         if self.format != "yuv420p":
             return f"its pixels are {self.format}, and not yuv420p"
         if self.range not in ("tv", "unknown", ""):
@@ -59,15 +58,15 @@ class Pixels:
         return "" if known else f"its colours are {self.matrix}, and not BT.601"
 
     def conversion(self) -> str:
-        """The filters that make them right."""
+        """The filters that convert it."""
         return f"{_FROM_709 if self.matrix == 'bt709' else _PIXELS},{_TAGS}"
 
 
 class Program:
-    """The ffmpeg on the PATH. Safe to use from several threads; `kill` ends all that runs.
+    """The ffmpeg on the PATH. Thread-safe; `kill` ends all running processes.
 
     Raises:
-        DaliStreamError: there is none.
+        DaliStreamError: it is not installed.
     """
 
     def __init__(self) -> None:
@@ -81,20 +80,20 @@ class Program:
         self._running: set[subprocess.Popen[str]] = set()
         options: list[str] = []
         self._run(["-h", "long"], options.append)
-        new = any(line.startswith("-fps_mode") for line in options)  # from 5.1 on; 8 may do without the old one
+        new = any(line.startswith("-fps_mode") for line in options)  # since 5.1; 8 may lack the old one
         self._times = ("-fps_mode" if new else "-vsync", "passthrough")
 
     def kill(self) -> None:
-        """Ends what runs, and starts nothing any more."""
+        """Ends all processes, and prevents new ones."""
         with self._lock:
             self._killed = True
             for process in self._running:
                 process.kill()
 
     def failure(self, encoder: Encoder, sizes: Sequence[tuple[int, int]]) -> str:
-        """Why an encoder does not work here, in the program's words; empty where it has encoded a few frames of each size.
+        """Why an encoder does not work here, from its stderr; empty if it encodes a few frames of each size.
 
-        Sizes are (height, width): NVENC has a least and a largest one for each GPU.
+        Sizes are (height, width); NVENC's limits depend on the GPU.
         """
         for height, width in sizes or [(240, 320)]:
             raw = ("-f", "rawvideo", "-pix_fmt", "yuv420p", "-s", f"{width}x{height}", "-r", "30", "-i", "/dev/zero")
@@ -114,16 +113,16 @@ class Program:
     def encode(
         self, source: Path, target: Path, encoder: Encoder, timescale: int, advance: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Encodes a file's video, one frame for each packet, at its own time.
+        """Encodes a file's video, each frame once, at its own time.
 
         Args:
-            source, target: MP4 files; `target` is not there yet.
-            encoder: what with.
+            source, target: MP4 files; `target` must not exist.
+            encoder: to use.
             timescale: ticks per second of both.
-            advance: told of every new frame, some at a time, and now and then without one.
+            advance: called regularly with the number of new frames, which may be 0.
 
         Raises:
-            DecodeError: it cannot be decoded from beginning to end, or not be encoded.
+            DecodeError: it cannot be decoded completely, or cannot be encoded.
         """
         done = 0
 
@@ -144,14 +143,13 @@ class Program:
             raise DecodeError(f"ffmpeg cannot encode it with {encoder.name} (exit code {code}): {_short(said)}")
 
     def _run(self, arguments: list[str], line: Callable[[str], None] = lambda _: None) -> tuple[int, str]:
-        """(exit code, the end of what it says on stderr). `line` gets the lines of stdout."""
+        """(exit code, end of its stderr). `line` gets the lines of stdout."""
         tail: deque[str] = deque(maxlen=_LINES)
         with self._started([self._path, "-hide_banner", "-nostdin", *arguments]) as process:
-            assert process.stdout is not None
             reader = threading.Thread(target=tail.extend, args=(process.stderr,), name="dali_stream ffmpeg")
             reader.start()
             try:
-                for text in process.stdout:
+                for text in process.stdout or ():
                     line(text)
             except BaseException:
                 process.kill()
@@ -162,7 +160,7 @@ class Program:
 
     @contextmanager
     def _started(self, command: list[str]) -> Iterator[subprocess.Popen[str]]:
-        # A session of its own: Ctrl-C is for this process to act on.
+        # In its own session, so that Ctrl-C reaches only this process.
         tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
         quiet = os.environ | {"SVT_LOG": "1", "AV_LOG_FORCE_NOCOLOR": "1"}
         with self._lock:
@@ -181,18 +179,20 @@ class Program:
                 self._running.discard(process)
 
 
-def choose(program: Program, codec: str, gop: int, crf: int | None, which: str, sizes: Sequence[tuple[int, int]]) -> Encoder:
-    """The encoder to take for frames of these sizes: `which` is "auto", "nvenc" or "cpu". "auto" takes NVENC where it works.
+def choose(
+    program: Program, codec: Codec, gop: int, crf: int | None, which: EncoderChoice, sizes: Sequence[tuple[int, int]]
+) -> Encoder:
+    """The encoder for frames of these sizes. `which` "auto" takes NVENC where it works.
 
     Raises:
-        ValueError: it cannot do what is asked, or NVENC is asked for and does not work.
+        ValueError: an argument is not supported, or NVENC is requested and does not work.
         DaliStreamError: this ffmpeg lacks the CPU's encoder.
     """
     one_of("encoder", which, ENCODERS)
     odd = [size for size in sizes if size[0] % 2 or size[1] % 2]
     if odd and codec in ("h264", "hevc"):
         raise ValueError(
-            f"codec is {codec!r}, and there are frames of {odd[0][0]}×{odd[0][1]}; its encoders take even sizes; take vp9"
+            f"codec is {codec!r}, and there are frames of {odd[0][0]}×{odd[0][1]}; its encoders need even sizes; use vp9"
         )
     if which != "cpu":
         try:
@@ -202,8 +202,8 @@ def choose(program: Program, codec: str, gop: int, crf: int | None, which: str, 
                 return found
             if which == "nvenc":
                 raise ValueError(
-                    f"encoder is 'nvenc', and {found.name} does not work here: {failure}. It needs a GPU with such an encoder "
-                    "(A100 and H100 have none), its driver, and an ffmpeg that is built with NVENC; use --encoder cpu"
+                    f"encoder is 'nvenc', and {found.name} does not work here: {failure}. It needs a GPU with an encoder (A100 "
+                    "and H100 have none), its driver, and an ffmpeg built with NVENC; use --encoder cpu"
                 )
         except ValueError:
             if which == "nvenc":
@@ -211,8 +211,8 @@ def choose(program: Program, codec: str, gop: int, crf: int | None, which: str, 
     found = encoder(codec, gop, crf, nvenc=False)
     if failure := program.failure(found, sizes):
         raise DaliStreamError(
-            f"this ffmpeg does not encode with {found.name}: {failure}. Install one that has it (`ffmpeg -encoders` lists "
-            "them; those of Debian and Ubuntu have), or choose another codec"
+            f"this ffmpeg cannot encode with {found.name}: {failure}. Install one that can (`ffmpeg -encoders` lists them; "
+            "those of Debian and Ubuntu can), or choose another codec"
         )
     return found
 
@@ -222,5 +222,5 @@ def _input(path: Path) -> list[str]:
 
 
 def _short(said: str) -> str:
-    """The end of what a program says, in one line."""
+    """The end of a program's output, in one line."""
     return " ".join(said.split())[-_SAID:]

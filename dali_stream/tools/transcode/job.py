@@ -1,4 +1,4 @@
-"""Transcoding from the beginning to the end: rows, then video, each file checked as it is done, then metadata."""
+"""`transcode`: copies rows, encodes and checks videos, then writes metadata."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dali_stream.lerobot import metadata
 from dali_stream.lerobot.features import Feature
 from dali_stream.process import cores
 from dali_stream.storage import LocalStore
-from dali_stream.tools.output.checks import check_apart, check_outside, check_whole, identity
+from dali_stream.tools.output.checks import check_apart, check_outside, identity, read_source
 from dali_stream.tools.output.copy import AT_THE_ROOT, check_same, copy, episode_files, small_files
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
-from dali_stream.tools.transcode.encoders import Encoder
+from dali_stream.tools.transcode.encoders import Codec, Encoder, EncoderChoice
 from dali_stream.tools.transcode.ffmpeg import Program, choose
 from dali_stream.tools.transcode.meta import renewed, write_meta
 from dali_stream.tools.transcode.report import Report
@@ -29,43 +29,46 @@ from dali_stream.tools.transcode.video import Copies, Share, VideoFile, Writer
 
 STAGE = ".transcode"
 CHANGED = "has changed since it was written"
-_LAYOUT = 1  # counts up when the same dataset and options come to be written in another way
+_LAYOUT = 1  # increased when the same dataset and options are written differently
 
 
 def transcode(
     dataset: Dataset,
     out: str | os.PathLike[str],
     *,
-    codec: str = "hevc",
+    codec: Codec = "hevc",
     gop: int = 2,
-    encoder: str = "auto",
+    encoder: EncoderChoice = "auto",
     crf: int | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Writes the same dataset with its videos re-encoded into a local folder, and verifies it.
+    """Re-encodes a dataset's videos into a local folder, and verifies it.
 
-    Files, episodes and times stay what they are. Frames become 8 bit 4:2:0 in BT.601, which is what DALI converts right on
-    a GPU. Files that are as asked already, depth maps and rows are copied byte for byte. A run that was cut short continues
-    where it was when the same is asked for again. Until all is verified, the folder is no dataset.
+    Files, episodes and times stay the same. Frames become 8 bit 4:2:0 in BT.601, which DALI converts correctly on a GPU. Files
+    that already meet the request, depth maps and rows are copied byte for byte. An interrupted run resumes when it is started
+    again with the same arguments. The folder becomes a dataset only after verification.
 
     Args:
-        dataset: a whole one, wherever it lies. Files of a remote one are fetched one by one, and removed when done.
-        out: a folder that is empty, not there, or the unfinished one of an earlier run.
+        dataset: a whole dataset, local or remote. Files of a remote one are fetched one by one, and removed when done.
+        out: a folder that is empty, does not exist, or holds the unfinished copy of an earlier run.
         codec: "hevc", "h264", "av1" or "vp9".
         gop: distance of keyframes in frames; for AV1 on the CPU at least 2.
         encoder: "nvenc", "cpu", or "auto" for NVENC where it works.
-        crf: quality as the encoder counts it, lower is better; None: see `encoders`.
-        jobs: files at a time; None: as many as keep the encoder busy.
+        crf: quality on the encoder's scale, lower is better; None: a default per encoder, close to the source.
+        jobs: files at a time; None: enough to keep the encoder busy.
         progress: called as (stage, done, total).
 
+    Returns:
+        What changed: per camera bytes and codec before and after, and PSNR.
+
     Raises:
-        ValueError: an argument is wrong, `out` holds something else or lies in the source, or only a part of the dataset is
-            selected.
-        DatasetError, DecodeError: the source is broken, or has sound. The message names what.
+        ValueError: an argument is invalid, `out` holds something else or overlaps the source, or only a part of the dataset
+            is selected.
+        DatasetError, DecodeError: the source is broken, or has sound. The message names file and camera.
         StorageError: the source cannot be read.
-        DaliStreamError: ffmpeg or an encoder is missing, or what was written is not what was read. The message names file,
-            camera, episode and frame.
+        DaliStreamError: ffmpeg or an encoder is missing, or verification failed. The message names file, camera, episode and
+            frame.
     """
     check_outside(dataset, out)
     program = Program()
@@ -82,7 +85,7 @@ def transcode(
 
 
 def _files_at_a_time(encoder: Encoder) -> int:
-    """NVENC takes what FFmpeg decodes on several cores; libvpx uses about two, the others four or more."""
+    """NVENC needs several decoding cores; libvpx uses about two cores, the other encoders four or more."""
     return 4 if encoder.nvenc else max(1, cores() // (2 if encoder.codec == "vp9" else 4))
 
 
@@ -91,9 +94,9 @@ class Job:
 
     Attributes:
         info: info.json of the source.
-        table: the source's episodes, with all video features, also those that a Loader does not read.
-        store: where rows and videos are.
-        identity: what an earlier run has to have in common with this one.
+        table: the source's episodes, with all cameras.
+        store: of the source's rows and videos.
+        identity: must be the same in a run that is resumed.
     """
 
     folder: Folder
@@ -107,22 +110,16 @@ class Job:
         jobs: int,
         progress: Progress | None,
     ) -> None:
-        self.info = info = metadata.read_json(dataset.store, metadata.INFO)
+        self.info, videos, self.table = read_source(dataset)
         self.dataset, self.program, self.encoder, self.gop = dataset, program, encoder, int(options["gop"])
         self.store = dataset.data_store.session()
         self.reading = Work(progress, self.store.close)
         self.encoding = Work(progress, self._interrupt, jobs)
-        check_whole(dataset, info)
-        videos = [key for key, feature in info["features"].items() if feature.get("dtype") == "video"]
-        if videos and not info.get("video_path"):
-            raise DatasetError(f"{dataset.store.where(metadata.INFO)}: has video features, and video_path is null")
-        read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
-        self.table = metadata.read_episodes(dataset.store, read, videos)
         self.todo = [(camera, n) for camera in videos for n in range(len(self.table.video[camera].paths))]
         files = [("the rows", path) for path in self.table.data.paths] + [(c, self.path(c, n)) for c, n in self.todo]
         check_apart([*((name, name) for name in ("meta", STAGE, *AT_THE_ROOT)), *files])
         self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
-        self.identity = {"dataset": identity(dataset, info, self.table), **options, "version of dali_stream": _LAYOUT}
+        self.identity = {"dataset": identity(dataset, self.info, self.table), **options, "version of dali_stream": _LAYOUT}
 
     def run(self) -> Report:
         """All of it."""
@@ -140,7 +137,7 @@ class Job:
         return Report(len(self.table.index), int(self.table.length.sum()), self.encoder.codec, self.gop, cameras)
 
     def path(self, camera: str, number: int) -> str:
-        """A video file, in the source and in what is written."""
+        """The path of a video file, in the source and in the new dataset."""
         return self.table.video[camera].paths[number]
 
     def _interrupt(self) -> None:
@@ -150,7 +147,7 @@ class Job:
     # ---- rows
 
     def copy_rows(self, sizes: list[int]) -> None:
-        """Copies the Parquet files, of so many bytes each."""
+        """Copies the Parquet files, of these sizes."""
         items = list(zip(self.table.data.paths, sizes, strict=True))
         self.reading.each("rows", items, lambda item: self._copy(*item), sum(sizes))
 
@@ -161,7 +158,7 @@ class Job:
             self.reading.advance(size)
 
     def _read_times(self) -> dict[int, npt.NDArray[np.float32]]:
-        """Per place of an episode in the table, the times of its rows, in which the video will be looked for."""
+        """Per episode (position in the table), the timestamps of its rows, which locate its frames in the videos."""
         store, table, found = Copies(str(self.folder.root), self.store), self.table, {}
         names = ["episode_index", "frame_index", "timestamp"]
         for number, path in enumerate(table.data.paths):
@@ -171,7 +168,9 @@ class Job:
             except (DatasetError, KeyError) as error:
                 self.folder.check(path, CHANGED)
                 raise DatasetError(
-                    str(error) if isinstance(error, DatasetError) else f"{store.where(path)}: lacks {error}"
+                    str(error)
+                    if isinstance(error, DatasetError)
+                    else f"{store.where(path)}: has no column {error}; copy the dataset again"
                 ) from error
             order = np.lexsort((frame, index))
             index, times = index[order], times[order].astype(np.float32)
@@ -179,8 +178,8 @@ class Job:
                 first, last = np.searchsorted(index, [table.index[place], table.index[place] + 1])
                 if last - first != table.length[place]:
                     raise DatasetError(
-                        f"{self.store.where(path)}: episode {table.index[place]}: the metadata promises {table.length[place]} "
-                        f"rows, and the file holds {last - first}; copy the dataset again"
+                        f"{self.store.where(path)}: episode {table.index[place]}: the metadata has {table.length[place]} rows, "
+                        f"and the file {last - first}; copy the dataset again"
                     )
                 found[place] = times[first:last]
         return found
@@ -188,7 +187,7 @@ class Job:
     # ---- video
 
     def write_videos(self, sizes: list[int]) -> dict[tuple[str, int], dict[str, Any]]:
-        """Writes the MP4 files, of so many bytes each, and checks them; returns what is noted of them."""
+        """Writes and checks the MP4 files, of these source sizes; returns their notes."""
         local = isinstance(self.store, LocalStore)
         weights = [size * (1 if local else 2) for size in sizes]  # fetching counts too
         items = list(zip(self.todo, weights, strict=True))
@@ -212,7 +211,7 @@ class Job:
     # ---- reading back
 
     def verify(self) -> None:
-        """Holds every byte against what was written and checked, and the metadata against the source's."""
+        """Compares every byte with the checked files, and the metadata with the source's."""
         out, source = Dataset(self.folder.stage, data_files_root=self.folder.root), self.dataset
         try:
             check_same(source.store, out.store, [*small_files(source.store), *episode_files(source.store)])

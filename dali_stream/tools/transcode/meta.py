@@ -1,4 +1,4 @@
-"""The files below `meta/` of the dataset that is written: all as they are but for what info.json says of the encoding."""
+"""The files below `meta/` of the new dataset: copies, with new encoding entries in info.json."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dali_stream.tools.output.copy import copy, copy_small_files, episode_files
 from dali_stream.tools.output.folder import Folder
 from dali_stream.tools.transcode.encoders import Encoder
 
-# What newer versions of LeRobot note of how they have encoded, beside codec, pix_fmt, g, crf and preset.
+# Encoding entries of newer LeRobot versions, in addition to codec, pix_fmt, g, crf and preset.
 _UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
 
 
 def write_meta(folder: Folder, dataset: Dataset, info: dict[str, Any]) -> None:
-    """Writes all of it into the folder's stage."""
+    """Writes them into the folder's stage."""
     folder.fresh_meta()
     copy_small_files(dataset, folder)
     for name in episode_files(dataset.store):
@@ -29,10 +29,9 @@ def write_meta(folder: Folder, dataset: Dataset, info: dict[str, Any]) -> None:
 
 
 def renewed(info: dict[str, Any], cameras: Iterable[str], encoder: Encoder, gop: int) -> dict[str, Any]:
-    """info.json after these cameras have been encoded. Unknown keys stay.
+    """info.json after encoding these cameras. Unknown keys stay.
 
-    What says nothing of the encoding gets nothing that does: entries are changed or removed, and but for codec and pixel
-    format none is added.
+    Encoding entries are changed or removed; only codec and pixel format are added.
     """
     info = copies.deepcopy(info)
     new: dict[str, Any] = {"video.g": gop, "video.crf": encoder.quality, "video.preset": encoder.preset or None}

@@ -1,4 +1,4 @@
-"""What transcoding has changed."""
+"""What transcoding changed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Camera:
     """One camera.
 
     Attributes:
-        files: MP4s, of which `copied` are copied byte for byte, since they are as asked or no frames for a decoder to show.
-        frames: in all of its files.
-        bytes_before, bytes_after: of all of its files.
-        codec_before, codec_after: more than one are separated by commas.
-        encoder: FFmpeg's name; empty where all files are copied.
-        psnr_min, psnr_mean: dB over RGB, of the frames that were compared; None where all files are copied.
-        episodes: per episode index of an encoded file, its (min, mean).
+        files: number of MP4s, of which `copied` were copied, since they meet the request or are depth maps.
+        pictures: frames of all its files.
+        bytes_before, bytes_after: of all its files.
+        codec_before, codec_after: several are separated by commas.
+        encoder: FFmpeg's name; empty if all files were copied.
+        psnr_min, psnr_mean: dB over RGB, of the compared frames; None if all files were copied.
+        episodes: per episode index of encoded files, its (min, mean).
     """
 
     files: int
@@ -37,7 +37,7 @@ class Camera:
 
 @dataclass(frozen=True)
 class Report:
-    """A dataset. `codec` and `gop` as asked."""
+    """A dataset. `codec` and `gop` are as requested."""
 
     episodes: int
     frames: int
@@ -46,12 +46,12 @@ class Report:
     cameras: dict[str, Camera]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain dicts and lists, which JSON can hold."""
+        """The same as dicts and lists for JSON."""
         return dataclasses.asdict(self)
 
 
 def camera(notes: Sequence[dict[str, Any]]) -> Camera:
-    """Out of what is noted of each of its files."""
+    """Sums up the notes of its files."""
     episodes = {
         int(e): (low, mean) for note in notes for e, (low, mean) in sorted(note["psnr"].items(), key=lambda e: int(e[0]))
     }

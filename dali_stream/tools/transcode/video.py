@@ -1,4 +1,4 @@
-"""One video file: fetched where it is remote, encoded or copied, and held against its source."""
+"""One video file: fetched if it is remote, encoded or copied, and compared with its source."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dali_stream.tools.transcode.ffmpeg import Program
 
 @dataclass(frozen=True)
 class VideoFile:
-    """What is to be written.
+    """A file to write.
 
     Attributes:
-        path: in the source and in what is written.
-        camera: whose it is.
+        path: in the source and in the new dataset.
+        camera: its camera.
         episodes: per episode index, its interval in the file and the timestamps of its rows.
-        depth: whether it is a depth map, whose values must not change.
+        depth: whether it is a depth map, which is copied.
     """
 
     path: str
@@ -42,7 +42,7 @@ class VideoFile:
 
 
 class Copies(LocalStore):
-    """Local copies of a store's files, which go by the names of those."""
+    """Local copies of a store's files; errors name the originals."""
 
     def __init__(self, folder: str, source: Store) -> None:
         super().__init__(folder)
@@ -53,7 +53,7 @@ class Copies(LocalStore):
 
 
 class Share:
-    """A file's share of the progress: `weight` of what `advance` counts, however large its parts turn out to be."""
+    """A file's share of the progress: exactly `weight` of what `advance` counts."""
 
     def __init__(self, advance: Callable[[int], None], weight: int) -> None:
         self._advance, self._left = advance, float(weight)
@@ -64,12 +64,12 @@ class Share:
         self._advance(before - int(self._left))
 
     def pictures(self, count: int) -> Callable[[int], None]:
-        """Counts frames, of which so many make up what is left."""
+        """A callback that counts frames, `count` of which make up the rest."""
         each = self._left / count
         return lambda number: self(number * each)
 
     def finish(self) -> None:
-        """Counts what is left."""
+        """Counts the rest."""
         self(self._left)
 
 
@@ -77,12 +77,11 @@ class Writer:
     """Writes files into a folder.
 
     Args:
-        program: to encode with.
-        encoder: the encoder of it.
-        gop: frames of a GOP at most.
+        program, encoder: to encode with.
+        gop: longest GOP in frames.
         fps: of the dataset.
-        store: where the source is.
-        folder: where to.
+        store: of the source.
+        folder: to write to.
     """
 
     def __init__(self, program: Program, encoder: Encoder, gop: int, fps: float, store: Store, folder: Folder) -> None:
@@ -90,11 +89,11 @@ class Writer:
         self._store, self._folder = store, folder
 
     def write(self, file: VideoFile, share: Share) -> dict[str, Any]:
-        """Writes a file, and returns what the folder's note says of it.
+        """Writes a file, and returns its note.
 
         Raises:
             DecodeError: the source is broken, or cannot be encoded. The message names file and camera.
-            DaliStreamError: what was written does not show what the source shows.
+            DaliStreamError: the new file differs from its source.
         """
         with _naming(self._store.where(file.path), file.camera), self._fetched(file.path, share) as store:
             source = Video(store, read_index(store, file.path))
@@ -111,13 +110,13 @@ class Writer:
         return note
 
     def _refusal(self, video: Video, place: Path) -> str:
-        """Why a file, which lies at `place`, is not as asked; empty where it is. All of it is read."""
+        """Why a file at `place` does not meet the request; empty if it does. Reads all of it."""
         if hidden := scan(video):
-            return f"{hidden} of its encoded frames are never shown"
+            return f"{hidden} of its encoded frames are never displayed"
         return refusal(video.table, self._encoder.codec, self._gop) or self._program.look(place).refusal()
 
     def _shown(self, video: Video, file: VideoFile) -> dict[int, Int64]:
-        """Per episode, the samples that show its rows."""
+        """Per episode, the packets of its rows."""
         where = self._store.where(file.path)
         return {
             episode: shown(f"{where}: {file.camera}, episode {episode}", video.table, *times, self._fps)
@@ -140,18 +139,18 @@ class Writer:
     def _check(
         self, file: VideoFile, source: Video, incoming: Path, episodes: dict[int, Int64]
     ) -> dict[str, tuple[float, float]]:
-        """(min, mean) PSNR per episode index, as text, which JSON wants."""
+        """(min, mean) PSNR per episode index, as a string for JSON."""
         store = LocalStore(str(self._folder.stage / "incoming"))
         try:
             out = Video(store, read_index(store, file.path))
             if why := self._refusal(out, incoming):
-                raise DecodeError(f"{self._encoder.name} has not written what it was told to: {why}")
+                raise DecodeError(f"{self._encoder.name} did not meet the request: {why}")
             check_times(source.table, out.table, self._fps)
             found = {}
             for episode, samples in self._shown(out, file).items():
                 what = f"{self._folder.root / file.path}: {file.camera}, episode {episode}"
                 if (_rank(out.table)[samples] != _rank(source.table)[episodes[episode]]).any():
-                    raise DaliStreamError(f"{what}: a time is shown by another frame than in the source")
+                    raise DaliStreamError(f"{what}: a timestamp has another frame than in the source")
                 psnr = compare(source, out, episodes[episode], samples, what)
                 found[str(episode)] = min(psnr), sum(psnr) / len(psnr)
             return found
@@ -160,7 +159,7 @@ class Writer:
 
     @contextmanager
     def _fetched(self, path: str, share: Share) -> Iterator[LocalStore]:
-        """A local store that has the file."""
+        """A local store with the file."""
         if isinstance(self._store, LocalStore):
             yield self._store
             return
@@ -175,7 +174,7 @@ class Writer:
 
 
 def _rank(table: VideoIndex) -> Int64:
-    """(n,) the place of each sample in the order of showing."""
+    """(n,) each packet's position in display order."""
     rank = np.empty(len(table), np.int64)
     rank[table.shown] = np.arange(len(table))
     return rank
@@ -183,7 +182,7 @@ def _rank(table: VideoIndex) -> Int64:
 
 @contextmanager
 def _naming(where: str, camera: str) -> Iterator[None]:
-    """Errors of decoding get the file's name, where they lack it."""
+    """Adds the file's name to decode errors that lack it."""
     try:
         yield
     except DecodeError as error:

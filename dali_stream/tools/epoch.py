@@ -4,50 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-import dali_stream
-from dali_stream import Dataset, Loader
-from dali_stream.cli import sheet
+from dali_stream.dataset import Dataset
 from dali_stream.demo import read_identities
-from dali_stream.tools import environment
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from dali_stream.errors import DecodeError
+from dali_stream.loader import Loader
+from dali_stream.tools import environment, sheet
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What came of it: the report, and the samples of the first batch."""
+    """The report of an epoch, and the samples of its first batch."""
 
     report: dict[str, Any]
     first: list[sheet.Sample]
 
 
-def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Progress) -> Epoch:
-    """Streams one epoch.
+def stream(dataset: Dataset, batch_size: int, device: str, decode: str, progress: Callable[[int, int], None]) -> Epoch:
+    """Streams one epoch of a demo dataset. `progress` is called as (samples, samples in all).
 
     Raises:
-        DecodeError: a frame is of another frame than its row says.
+        DecodeError: a frame of the first batch is not the frame of its row.
     """
     environment.forget_peak()
-    task = bar.add_task("streaming one epoch", total=dataset.num_frames)
     first: list[sheet.Sample] = []
     indices: list[int] = []
     waits, ends, gpu_bytes = [], [], None
     with Loader(
-        dataset,
-        batch_size=batch_size,
-        image_dtype="uint8",
-        device=device,
-        decode=decode,
-        last_batch="partial",
-        rank=0,
+        dataset, batch_size=batch_size, image_dtype="uint8", device=device, decode=decode, last_batch="partial", rank=0,
         world_size=1,
-    ) as loader:
+    ) as loader:  # fmt: skip
         batches, started = iter(loader), time.perf_counter()
         for _ in range(len(loader)):
             asked = time.perf_counter()
@@ -57,11 +48,11 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
             indices += batch["index"].tolist()
             gpu_bytes = max(gpu_bytes or 0, environment.gpu_bytes_used(batch["index"].device.index) or 0) or None
             first = first or sheet.samples(batch, dataset.cameras, {})
-            bar.update(task, completed=len(indices))
+            progress(len(indices), dataset.num_frames)
         limits = loader.bottleneck()
         stats, routes = loader.stats(), {key: dataclasses.asdict(route) for key, route in loader.routes.items()}
         device_used = str(batch["index"].device)
-    # Speed is that of the batches after the first, which pays for starting up and is reported by itself.
+    # Speed excludes the first batch, which includes startup and is reported separately.
     timed = len(indices) - len(first) or len(indices)
     seconds = ends[-1] - (ends[0] if len(ends) > 1 else started)
     report = {
@@ -90,17 +81,19 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, bar: Pro
 
 
 def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
-    """Holds what the frames say they are against what their rows say; returns how many frames that were."""
+    """Compares the identities drawn into the frames with their rows; returns the number of frames."""
     for number, camera in enumerate(dataset.cameras):
         try:
             found = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()
         except ValueError as error:
-            raise dali_stream.DecodeError(f"{camera}: a frame of the first batch came out damaged: {error}") from error
+            raise DecodeError(
+                f"{camera}: a frame of the first batch is damaged: {error}; try --decode torchcodec, and please report it"
+            ) from error
         for sample, (episode, frame, _) in zip(shown, found, strict=True):
             if (episode, frame) != (sample.episode, sample.frame):
-                raise dali_stream.DecodeError(
-                    f"{camera}: episode {sample.episode}, frame {sample.frame} was asked for, and the frame is of episode "
-                    f"{episode}, frame {frame}; try --decode torchcodec, and please report it"
+                raise DecodeError(
+                    f"{camera}: episode {sample.episode}, frame {sample.frame} was requested, and frame {frame} of episode "
+                    f"{episode} was delivered; try --decode torchcodec, and please report it"
                 )
     return len(shown) * len(dataset.cameras)
 

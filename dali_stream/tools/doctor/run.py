@@ -1,4 +1,4 @@
-"""The examination: libraries are asked in processes of their own, and what they answer is made into findings."""
+"""`doctor`: asks libraries in processes of their own, and turns their answers into findings."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ import os
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.tools.doctor import dataset, gpu, machine, software
-from dali_stream.tools.doctor.asking import LIMIT_S, Answer, Group, ask
+from dali_stream.tools.doctor import answers, dataset, gpu, machine, software
 from dali_stream.tools.doctor.frames import Decoders
 from dali_stream.tools.doctor.report import Finding, Report
+from dali_stream.tools.isolated import Answer, Call, Calls, call_each
+
+LIMIT_S = 120.0  # per process; a first import of torch from a network file system takes a minute
 
 
-def examine(
+def doctor(
     uri: str | os.PathLike[str] | None = None,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     limit_s: float = LIMIT_S,
     **options: Any,
 ) -> Report:
-    """Examines this machine, and a dataset on it. Raises nothing for what is wrong with either: that becomes a finding.
+    """Examines this machine, and optionally a dataset. Whatever is wrong with them becomes a finding, not an exception.
 
     Args:
-        uri: a dataset, as `Dataset` takes it; None: the machine alone.
-        cache_dir: as of `Dataset`; its disk is looked at.
-        limit_s: seconds that a library may take to load, or to decode, before it counts as hanging.
+        uri: a dataset, as for `Dataset`; None: the machine only.
+        cache_dir: as for `Dataset`; checks its disk.
+        limit_s: seconds for a library to load, or for a decoder to decode, before it counts as hanging.
         options: further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`.
 
+    Returns:
+        Findings, each with a status and a remedy, and the facts they are based on.
+
     Raises:
-        ValueError: an argument that does not fit the address.
+        ValueError: an argument does not fit the address.
     """
-    opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)  # first: arguments may be wrong
+    opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)  # checks the arguments
     with contextlib.ExitStack() as stack:
         if isinstance(opened, Dataset):
             stack.callback(opened.close)
         groups = [
-            stack.enter_context(Group([(name, {}) for name in names], limit_s))
+            stack.enter_context(Calls([_call(name) for name in names], limit_s))
             for names in (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
         ]
         driver, nvdec, dali, torch, torchcodec = (answer for group in groups for answer in group.answers())
-        ffmpeg = ask([("ffmpeg", {})], limit_s)[0] if torchcodec.error else Answer({})
+        ffmpeg = call_each([_call("ffmpeg")], limit_s)[0] if torchcodec.error else Answer({})
         findings, gpus = gpu.examine(driver, nvdec)
         cuda = tuple(driver.value["cuda"]) if gpus else None
         found, versions = software.examine(software.Asked(dali, torch, torchcodec, ffmpeg, cuda, len(gpus)))
@@ -54,3 +59,7 @@ def examine(
             findings += found
     findings += [opened] if isinstance(opened, Finding) else []
     return Report(tuple(findings), tuple(gpus), versions, facts, seen)
+
+
+def _call(name: str) -> Call:
+    return str(answers.__file__), name, {}

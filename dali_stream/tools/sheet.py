@@ -1,7 +1,7 @@
-"""Contact sheets: a batch as the model sees it, in native pixels, with what it is written below.
+"""Contact sheets: a batch as the model sees it, in native pixels, captioned with task and indices.
 
-A sample is a cell: its cameras side by side, each camera's window as a strip of frames. The PNG's text chunk
-`dali_stream` says as JSON which frame is where.
+Each sample is a cell: its cameras side by side, each camera's window as a strip of frames. The PNG's text chunk
+`dali_stream` holds the place of each frame as JSON.
 
     top                 side
     -0.1 s    now       -0.1 s    now
@@ -37,7 +37,7 @@ Frames = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Strip:
-    """One camera's window: `frames` (T, H, W, 3), the seconds of each step, and which lie outside the episode."""
+    """One camera's window: `frames` (T, H, W, 3), the seconds of each step, and which steps are outside the episode."""
 
     camera: str
     frames: Frames
@@ -47,7 +47,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one cell shows."""
+    """The content of a cell."""
 
     strips: tuple[Strip, ...]
     task: str
@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a frame is on the sheet: `box` is (left, top, right, bottom)."""
+    """The place of a frame on the sheet: `box` is (left, top, right, bottom)."""
 
     sample: int
     camera: str
@@ -67,7 +67,7 @@ class Placed:
 
 
 def samples(batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[str, Sequence[float]]) -> list[Sample]:
-    """Copies out of a batch what a sheet shows of it. Frames are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
+    """Copies the samples of a sheet from a batch. Frames are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
     strips = [_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras]
     numbers = (batch[key].tolist() for key in ("episode_index", "frame_index", "index"))
     tasks = batch.get("task") or [""] * len(batch["index"])
@@ -89,7 +89,7 @@ def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -
 
 
 def draw(title: str, shown: Sequence[Sample], columns: int = 1) -> tuple[Image.Image, list[Placed]]:
-    """Draws samples in `columns`, row after row. Returns the sheet and where each frame is."""
+    """Draws samples in `columns`, row by row. Returns the sheet and the place of each frame."""
     layout = _Layout(shown, columns)
     image = Image.new("RGB", layout.size, _BACKGROUND)
     pen = ImageDraw.Draw(image)
@@ -122,7 +122,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int = 1) -> N
     try:
         image.save(path, format="PNG", pnginfo=text)
     except OSError as error:
-        raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}; name another --out") from error
+        raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}; give another --out") from error
 
 
 class _Layout:
@@ -189,7 +189,7 @@ def _draw_cell(
 
 
 def _mark_padded(pen: ImageDraw.ImageDraw, left: int, top: int, width: int) -> None:
-    """A step outside the episode shows the nearest frame inside; a flag in the corner says so."""
+    """Marks a step outside the episode, which shows the nearest frame inside."""
     text = _cut("pad", width - 8, SMALL)
     box = (left, top, left + int(_font(SMALL).getlength(text)) + 9, top + _line(SMALL) + 2)
     pen.rectangle(box, fill=_PAD)
@@ -202,13 +202,13 @@ def _strip_width(strip: Strip) -> int:
 
 
 def _camera_name(key: str, width: int) -> str:
-    """The key, or its last part where there is no room for it."""
+    """The key, or its last part if the key is too long."""
     short = key if _font(SMALL).getlength(key) <= width else key.rpartition(".")[2]
     return _cut(short, width, SMALL)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Text in lines of up to `width` pixels; what does not fit in `_MOST_LINES` is cut off with an ellipsis."""
+    """Text in lines of up to `width` pixels; after `_MOST_LINES`, an ellipsis."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word

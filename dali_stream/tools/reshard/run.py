@@ -1,0 +1,60 @@
+"""`reshard`: writing a dataset, and reading all of it back."""
+
+from __future__ import annotations
+
+import os
+
+from dali_stream.arguments import byte_count
+from dali_stream.dataset import Dataset
+from dali_stream.tools.output.checks import check_outside
+from dali_stream.tools.output.folder import Folder
+from dali_stream.tools.output.work import Progress
+from dali_stream.tools.reshard.job import Job
+from dali_stream.tools.reshard.report import Report
+from dali_stream.tools.reshard.verify import verify
+
+STAGE = ".reshard"
+
+
+def reshard(
+    dataset: Dataset,
+    out: str | os.PathLike[str],
+    *,
+    data_file_size: int | str = "100MiB",
+    video_file_size: int | str = "200MiB",
+    progress: Progress | None = None,
+) -> Report:
+    """Rewrites a dataset for streaming into a local folder, and verifies it: large row groups, few files, MP4s with their
+    index in front. Rows and encoded frames stay as they are.
+
+    An interrupted run resumes when it is started again with the same arguments. The folder becomes a dataset only after
+    verification. Up to 4 files are written at a time; each takes the memory of one row group of the source, encoded and
+    decoded, and of one that is written, or of 8 MiB of video; 16 video indices are kept in all.
+
+    Args:
+        dataset: a whole dataset, local or remote.
+        out: a folder that is empty, does not exist, or holds the unfinished copy of an earlier run.
+        data_file_size, video_file_size: upper bound of a file in bytes, as an int or such as "100MiB"; an episode that is
+            larger gets a file of its own.
+        progress: called as (stage, done, total).
+
+    Returns:
+        What changed: files, bytes and requests, before and after.
+
+    Raises:
+        ValueError: an argument is invalid, `out` holds something else or overlaps the source, or only a part of the dataset
+            is selected.
+        DatasetError, DecodeError: the source is broken. The message names file, episode and camera.
+        StorageError: the source cannot be read.
+        DaliStreamError: verification failed. The message names file, episode and camera.
+    """
+    sizes = byte_count(data_file_size, "data_file_size"), byte_count(video_file_size, "video_file_size")
+    check_outside(dataset, out)
+    job = Job(dataset, *sizes, progress)
+    job.folder = Folder(out, STAGE, job.identity)
+    try:
+        report = job.report(verify(job, *job.write()))
+        job.folder.finish()
+    finally:
+        job.folder.close()
+    return report
