@@ -294,11 +294,11 @@ def test_files_are_as_private_as_the_umask_says(folder: Path) -> None:
 def test_a_folder_that_cannot_be_one_is_said_up_front(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"precious")
     for name in ("file", "file/below"):
-        with pytest.raises(ValueError, match=r"cache_dir is .*/file.* a file is in the way"):
+        with pytest.raises(ValueError, match=r"cache_dir is .*/file.* is a file or below one"):
             RangeCache(tmp_path / name, None)
-    with pytest.raises(ValueError, match="cache_dir is /proc/none/x, which cannot be made"):
+    with pytest.raises(ValueError, match="cache_dir is /proc/none/x, which cannot be created"):
         RangeCache("/proc/none/x", None)
-    with pytest.raises(ValueError, match="cache_bytes is 0; it is"):
+    with pytest.raises(ValueError, match="cache_bytes is 0; give"):
         RangeCache(tmp_path / "cache", 0)
     assert (tmp_path / "file").read_bytes() == b"precious"
     assert not (tmp_path / "cache").exists()
