@@ -333,7 +333,7 @@ def test_a_full_disk_is_said_once_and_reading_goes_on(small_disk: Path, warnings
     assert kept == list(range(len(kept)))
     assert 5 < len(kept) < 11
     assert len(warnings()) == 1
-    assert "No space left on device. What is fetched from now on is not kept" in warnings()[0]
+    assert "No space left on device. Fetched bytes are no longer cached" in warnings()[0]
     assert not (small_disk / "cache/incoming").exists()
     assert os.statvfs(small_disk).f_bavail > 0  # the rest of the entry that found no room is gone
 

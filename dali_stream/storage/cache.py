@@ -137,9 +137,7 @@ class RangeCache:
         except OSError:
             return None  # most likely evicted
         except entry.DamagedError as error:
-            _logger.warning(
-                "%s: a cache entry is damaged: %s. It is removed, and its bytes are fetched again", path, error
-            )
+            _logger.warning("%s: a cache entry is damaged: %s. It is removed, and its bytes are fetched again", path, error)
             with suppress(OSError):
                 os.unlink(path)
             return None

@@ -126,9 +126,7 @@ class HttpTransport(Transport):
         if scheme not in ("http", "https") or not host:
             raise TransientError("the server redirects to an invalid URL")
         if scheme == "http" and url.startswith("https:"):
-            raise StorageError(
-                f"{self._where(path)}: redirects from https to http, which is not allowed; use its new address"
-            )
+            raise StorageError(f"{self._where(path)}: redirects from https to http, which is not allowed; use its new address")
         return there
 
     def _request(
