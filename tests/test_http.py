@@ -180,6 +180,18 @@ def test_a_redirect_without_end_is_an_error() -> None:
         assert len(server.requests) == 6
 
 
+def test_one_connection_serves_files_errors_and_redirects(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, connect = [], socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda *given, **named: made.append(given) or connect(*given, **named))
+    with Server(FILES) as server:
+        store = open_store(server.url)
+        assert not store.exists("nothing")
+        server.set_faults([faults.redirect(f"{server.url}/{{path}}"), faults.status(503), None])
+        for at in range(3):
+            assert store.read("small.bin", at, at + 9) == SMALL[at : at + 9]
+        assert len(made) == 1
+
+
 def test_the_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server(FILES) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url.replace("http://", "http://me:pr0xy@"))
