@@ -74,10 +74,13 @@ check: install lint docs ## lint, format check, types, documentation site
 	$(RUN) ruff format --check
 	$(RUN) mypy
 
-lint: install ## lint the image, its deployments and the shell scripts
+lint: install ## lint the image, its deployments, the workflows and the shell scripts
 	$(VENV)/bin/hadolint docker/Dockerfile
 	$(VENV)/bin/shellcheck .ci/run docker/install.sh docker/slurm/*.sbatch benchmarks/*.sh benchmarks/slurm/*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml \
+	    .github/ISSUE_TEMPLATE/feature.yml
 	$(VENV)/bin/kubernetes-validate --strict docker/k8s/pod.yaml
 
 format: install ## format the code and fix what ruff can fix

@@ -123,7 +123,7 @@ def test_a_broken_file(path: str, kind: str, root: Path) -> None:
 
 
 def test_a_missing_file(root: Path) -> None:
-    for path, said in ((ROWS, "no such file, and the dataset's metadata asks for it"), (EPISODES, "no Parquet file in there")):
+    for path, said in ((ROWS, "no such file, but the dataset's metadata refers to it"), (EPISODES, "no Parquet file in there")):
         (root / path).unlink()
         with pytest.raises(dali_stream.DatasetError, match=said):
             read_all(root)

@@ -107,7 +107,7 @@ def test_a_first_file_that_is_no_mp4(broken: Callable[..., Path]) -> None:
 def test_a_missing_file(broken: Callable[..., Path]) -> None:
     root = broken(lambda video: video)
     (root / FILE).unlink()
-    assert re.search(rf"{FILE}: no such file, and the dataset's metadata asks for it", error_of(root))
+    assert re.search(rf"{FILE}: no such file, but the dataset's metadata refers to it", error_of(root))
 
 
 def test_a_truncated_file_with_its_index_in_front(videos: Callable[[str], Path], tmp_path: Path) -> None:

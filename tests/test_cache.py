@@ -294,11 +294,11 @@ def test_files_are_as_private_as_the_umask_says(folder: Path) -> None:
 def test_a_folder_that_cannot_be_one_is_said_up_front(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"precious")
     for name in ("file", "file/below"):
-        with pytest.raises(ValueError, match=r"cache_dir is .*/file.* a file is in the way"):
+        with pytest.raises(ValueError, match=r"cache_dir is .*/file.* is a file or below one"):
             RangeCache(tmp_path / name, None)
-    with pytest.raises(ValueError, match="cache_dir is /proc/none/x, which cannot be made"):
+    with pytest.raises(ValueError, match="cache_dir is /proc/none/x, which cannot be created"):
         RangeCache("/proc/none/x", None)
-    with pytest.raises(ValueError, match="cache_bytes is 0; it is"):
+    with pytest.raises(ValueError, match="cache_bytes is 0; give"):
         RangeCache(tmp_path / "cache", 0)
     assert (tmp_path / "file").read_bytes() == b"precious"
     assert not (tmp_path / "cache").exists()
@@ -333,7 +333,7 @@ def test_a_full_disk_is_said_once_and_reading_goes_on(small_disk: Path, warnings
     assert kept == list(range(len(kept)))
     assert 5 < len(kept) < 11
     assert len(warnings()) == 1
-    assert "No space left on device. What is fetched from now on is not kept" in warnings()[0]
+    assert "No space left on device. Fetched bytes are no longer cached" in warnings()[0]
     assert not (small_disk / "cache/incoming").exists()
     assert os.statvfs(small_disk).f_bavail > 0  # the rest of the entry that found no room is gone
 

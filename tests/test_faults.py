@@ -53,7 +53,7 @@ LASTING = {
     "404": (faults.status(404), "no such file"),
     "410": (faults.status(410), "no such file"),
     "418": (faults.status(418), "HTTP 418"),
-    "no ranges": (faults.ignored_range, "no byte ranges"),
+    "no ranges": (faults.ignored_range, "does not support byte ranges"),
     "gzip": (faults.gzipped, "Content-Encoding 'gzip'"),
     "another ETag": (faults.changed_tag, "changed during the run"),
     "another size": (faults.changed_size, "changed during the run"),

@@ -143,7 +143,7 @@ def test_an_api_that_hangs_ends_in_the_stated_time(hub: Hub) -> None:
         ("hf://datasets/owner/nothing", DatasetError, "not found on .*hf auth login"),
         ("hf://buckets/owner/nothing", DatasetError, "not found on .*hf auth login"),
         ("hf://datasets/owner/gated", StorageError, "accept its terms on http"),
-        (f"{REPO}@v9", DatasetError, "has no revision 'v9'"),
+        (f"{REPO}@v9", DatasetError, "unknown revision 'v9'"),
         ("hf://owner/robot", DatasetError, "hf://datasets/<owner>/<name>"),
         ("hf://datasets/robot", DatasetError, "hf://datasets/<owner>/<name>"),
         (f"{REPO}/../other", DatasetError, "hf://datasets/<owner>/<name>"),

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,6 +98,14 @@ def test_install_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "INSTALL is 'everything'; allowed: libraries, dependencies, package, develop" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_ci_runs_the_versions_that_the_package_promises() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    versions = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == versions
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert all(shutil.which(hook["entry"].split()[0].replace(".venv/bin", str(Path(sys.executable).parent))) for hook in hooks)
 
 
 def test_the_gpu_is_tried_with_what_is_there_before_anything_is_installed(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Bytes from where a dataset lies. Nothing here knows what a frame is.
+"""Bytes of a dataset's files, from anywhere. Nothing here knows what a frame is.
 
-A `Store` reads byte ranges of named files below one root. `open_store` chooses the one that fits an address.
+A `Store` reads byte ranges of named files below one root. `open_store` chooses the store for an address.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def open_store(
     Args:
         address: a local folder, or a URL: `file://`, `memory://`, `http(s)://`, `hf://datasets/<owner>/<name>`,
             `hf://buckets/<owner>/<name>`, `s3://`, `gs://`, or of any other fsspec filesystem.
-        storage_options: passed to what reads the address.
+        storage_options: passed to the reader of the address.
         revision: branch, tag or commit of a Hub repository.
-        cache_dir: where fetched bytes are kept, for this run's other processes and later runs. Local files never are.
+        cache_dir: folder for a cache of fetched bytes, shared with other processes and later runs. Local files are not cached.
         cache_bytes: limit of that folder. None: no limit.
-        give_up_after_s: total seconds for a read over the network, retries included; None: as of `Patience`.
+        give_up_after_s: total seconds for a read over the network, retries included; None: see `Patience`.
 
     Raises:
-        DatasetError: nothing is there, or the address is of a kind that cannot be read.
-        StorageError: what is there cannot be reached.
-        ValueError: an argument that does not fit the address.
+        DatasetError: nothing is there, or the scheme is unknown.
+        StorageError: it cannot be reached.
+        ValueError: an argument does not fit the address.
     """
     number = isinstance(give_up_after_s, (int, float)) and not isinstance(give_up_after_s, bool)
     if give_up_after_s is not None and not (number and 0 < give_up_after_s < math.inf):
-        raise ValueError(f"give_up_after_s is {give_up_after_s!r}; it is a positive number of seconds")
+        raise ValueError(f"give_up_after_s is {give_up_after_s!r}; give a positive number of seconds")
     scheme, separator, rest = address.partition("://")
     if revision is not None and scheme != "hf":
-        raise ValueError(f"revision is {revision!r}, and only repositories on the Hub have revisions; leave it out")
+        raise ValueError(f"revision is {revision!r}, but only repositories on the Hub have revisions; omit it")
     if not separator:
         return LocalStore(address)
     if scheme in ("file", "local"):
@@ -65,7 +65,7 @@ def open_store(
 def _transport(
     scheme: str, address: str, storage_options: dict[str, Any] | None, revision: str | None, patience: Patience
 ) -> Transport:
-    # Imported where they are used: each brings a library that the others do without.
+    # Imported on use: each needs a library that the others do not.
     if scheme in ("http", "https"):
         from dali_stream.storage.http import HttpTransport
 

@@ -3,9 +3,9 @@
     <folder>/ranges/4f/4fc1…/<start>-<stop>   an entry (see entry.py); its folder is named by a hash of the remote file
     <folder>/incoming                         the entry that is being written
     <folder>/usage                            bytes of all entries in decimal digits, never too few
-    <folder>/locks/write, 000 … fff           for `flock`, which the kernel takes from a process that dies
+    <folder>/locks/write, 000 … fff           for `flock`, which the kernel releases when a process dies
 
-One writer at a time has the lock, so whatever lies in `incoming` when it begins was left by one that died.
+One writer at a time holds the lock, so a file `incoming` that it finds was left by a writer that died.
 """
 
 from __future__ import annotations
@@ -28,38 +28,37 @@ _logger = logging.getLogger("dali_stream")
 _HASH = re.compile(r"[0-9a-f]+")
 _STRIPES = 4096
 _LISTINGS = 1024  # remote files whose entries are remembered
-_FULL = 0.9  # of the limit is left when entries go, so that they go rarely: it takes a look at all of them
+_FULL = 0.9  # of the limit remains after eviction, which scans all entries and should be rare
 
 Listing = dict[str, Span]  # by name; never changed, so that it is read without a lock
 
 
 class RangeCache:
-    """Byte ranges of remote files in a folder, within a limit: what was used least recently goes.
+    """Byte ranges of remote files in a folder, within a limit: the least recently used are evicted.
 
-    Safe to use from several threads and processes. A damaged entry counts as absent. Where the folder does not take
-    writes any more (full, read-only, gone), that is said once and reading continues. Whoever can write to the folder is
-    trusted.
+    Safe to use from several threads and processes. A damaged entry is a miss. If the folder can no longer be written to
+    (full, read-only, gone), one warning is logged and reading continues. Whoever can write to the folder is trusted.
 
     Args:
-        folder: made if it is not there.
-        limit_bytes: of all entries as they lie on disk. None: no limit.
+        folder: created if it does not exist.
+        limit_bytes: of all entries on disk. None: no limit.
 
     Raises:
-        ValueError: the folder is a file or cannot be made, or the limit is less than 1.
+        ValueError: the folder is a file or cannot be created, or the limit is less than 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
-            raise ValueError(f"cache_bytes is {limit_bytes}; it is a number of bytes of 1 or more, or None for no limit")
+            raise ValueError(f"cache_bytes is {limit_bytes}; give a number of bytes of 1 or more, or None for no limit")
         self._folder, self._limit = _made(folder), limit_bytes
         self._begin()
-        self._put(None)  # a folder that was filled under a higher limit comes under this one
+        self._put(None)  # evicts from a folder that was filled under a higher limit
 
     def _begin(self) -> None:
         self._writing = True
         self._listings: dict[str, Listing] = {}
         self._listings_lock = threading.Lock()
-        self._queue = threading.Lock()  # one thread of a process waits for the file lock, which has to be polled
+        self._queue = threading.Lock()  # one thread of a process polls for the file lock
 
     def __getstate__(self) -> tuple[str, int | None]:
         return self._folder, self._limit
@@ -69,10 +68,10 @@ class RangeCache:
         self._begin()
 
     def parts(self, file: str, start: int, stop: int) -> list[tuple[int, int, bytes | None]]:
-        """[start, stop) of a file, cut into consecutive parts, each with its bytes if they are here and whole, else None.
+        """[start, stop) of a file as consecutive parts, each with its bytes on a hit and None on a miss.
 
         Args:
-            file: names the remote file, its version included.
+            file: identifies the remote file, including its version.
         """
         home = self._home(file)
         listing = self._listings.get(home)
@@ -91,7 +90,7 @@ class RangeCache:
             self._remember(home, entries)
 
     def write(self, file: str, start: int, data: bytes) -> None:
-        """Keeps bytes of a file. Never raises for a disk that does not take them; what is over the limit is not kept."""
+        """Caches bytes of a file. Never raises if the disk refuses them; what is over the limit is not cached."""
         if data and self._writing:
             home, span = self._home(file), (start, start + len(data))
             if self._put(os.path.join(home, entry.name_of(span)), entry.header(_digest(home), start, data), data):
@@ -99,10 +98,10 @@ class RangeCache:
 
     @contextmanager
     def fetching(self, file: str, start: int, stop: int) -> Iterator[None]:
-        """One thread of one process at a time is in here for a range; a process that dies lets go of it.
+        """A lock for fetching a range: one thread of one process at a time. It is released when its process dies.
 
-        Ranges share locks, so a thread that is in here must not ask for a second one. Who waits for very long continues
-        without the lock, as where the folder has no room for one: to fetch twice costs bytes and no more.
+        Ranges share locks, so a thread must not take a second one. After 30 s, or if the folder cannot hold a lock file,
+        the block runs without the lock: fetching twice costs bytes and no more.
         """
         stripe = int.from_bytes(_hash(f"{start}-{stop} {file}")[:8], "little") % _STRIPES
         with ExitStack() as held:
@@ -111,12 +110,12 @@ class RangeCache:
             yield
 
     def _home(self, file: str) -> str:
-        """Where the entries of a remote file lie."""
+        """The folder of a remote file's entries."""
         name = _hash(file).hex()
         return os.path.join(self._folder, "ranges", name[:2], name)
 
     def _listed(self, home: str) -> Listing:
-        """The entries that are there now."""
+        """The current entries."""
         names: list[str] = []
         with suppress(OSError):
             names = os.listdir(home)
@@ -136,17 +135,15 @@ class RangeCache:
         try:
             return entry.read(path, _digest(home), span, start, stop)
         except OSError:
-            return None  # most often it went, to make room
+            return None  # most likely evicted
         except entry.DamagedError as error:
-            _logger.warning(
-                "%s: an entry of the cache is damaged: %s. It is removed, and its bytes are fetched again", path, error
-            )
+            _logger.warning("%s: a cache entry is damaged: %s. It is removed, and its bytes are fetched again", path, error)
             with suppress(OSError):
                 os.unlink(path)
             return None
 
     def _put(self, path: str | None, *blocks: bytes) -> bool:
-        """Writes an entry if it may be kept, and makes room for it. Without one, keeps the limit."""
+        """Writes an entry if it fits, and evicts others for it. Without an entry, enforces the limit."""
         size = sum(map(len, blocks))
         if not self._writing or (self._limit is not None and size > self._limit):
             return False
@@ -158,7 +155,7 @@ class RangeCache:
                     self._write_file(path, blocks)
                 return True
         except filelock.Timeout:
-            return False  # others write more than the disk takes: better not kept than waited for
+            return False  # the disk is too slow for all writers: not cached, rather than waited for
         except OSError as error:
             self._stop_writing(error)
             return False
@@ -177,9 +174,9 @@ class RangeCache:
 
     def _lock(self, name: str, *, timeout: float, poll_interval: float) -> filelock.BaseFileLock:
         if not os.path.isdir(self._folder):
-            raise FileNotFoundError("the folder is gone")  # filelock would make it anew
+            raise FileNotFoundError("the folder is gone")  # filelock would create it
         path = os.path.join(self._folder, "locks", name)
-        # Without the fall-back, which is a lock that outlives its process.
+        # Without the fallback, a lock that outlives its process.
         return filelock.FileLock(path, timeout=timeout, poll_interval=poll_interval, fallback_to_soft=False)
 
     def _write_file(self, path: str, blocks: tuple[bytes, ...]) -> None:
@@ -201,15 +198,15 @@ class RangeCache:
             first, self._writing = self._writing, False
         if first:
             _logger.warning(
-                "cache_dir %s does not take writes: %s. What is fetched from now on is not kept; what is there is still read",
+                "cannot write to cache_dir %s: %s. Fetched bytes are no longer cached; existing entries are still read",
                 self._folder,
                 error.strerror or error,
             )
 
-    # -- the limit; all of this only with the lock of `_alone`
+    # -- the limit; called only with the lock of `_alone`
 
     def _reserve(self, size: int) -> bool:
-        """Counts bytes before they are written, so that a writer's death leaves the count too high and never too low."""
+        """Counts bytes before they are written, so that a writer that dies leaves the count too high, never too low."""
         handle = os.open(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             count = os.pread(handle, 21, 0)
@@ -224,7 +221,7 @@ class RangeCache:
             os.close(handle)
 
     def _make_room(self, size: int) -> int:
-        """Looks at all entries, and removes the least recently used where the limit asks for it. Returns what is left."""
+        """Scans all entries and evicts the least recently used if the limit requires it. Returns the bytes that remain."""
         # Two walks keep this at 16 bytes for each of perhaps a million entries.
         there = np.fromiter(
             ((status.st_mtime_ns, status.st_size) for home in self._homes() for _, status in _entries(home)),
@@ -239,10 +236,10 @@ class RangeCache:
         for home in self._homes():
             for path, status in _entries(home):
                 if status.st_mtime_ns <= latest and usage > keep:
-                    with suppress(FileNotFoundError):  # a reader found it damaged
+                    with suppress(FileNotFoundError):  # removed by a reader that found it damaged
                         os.unlink(path)
                     usage -= status.st_size
-            with suppress(OSError):  # not empty, most often
+            with suppress(OSError):  # usually not empty
                 os.rmdir(home)
         return usage
 
@@ -252,15 +249,15 @@ class RangeCache:
 
 
 def _made(folder: str | os.PathLike[str]) -> str:
-    """The cache's folder, made if it is not there."""
+    """The cache's folder, created if it does not exist."""
     path = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     try:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"cache_dir is {path}, where a file is in the way; name a folder, or a place for a new one") from None
+        raise ValueError(f"cache_dir is {path}, which is a file or below one; give a folder, or a path for a new one") from None
     except OSError as error:
         raise ValueError(
-            f"cache_dir is {path}, which cannot be made: {error.strerror}; name a folder that you may write to"
+            f"cache_dir is {path}, which cannot be created: {error.strerror}; give a folder that you can write to"
         ) from None
     return path
 
@@ -295,7 +292,7 @@ def _cut(entries: Listing, start: int, stop: int) -> list[tuple[int, int, Span |
 
 
 def _folders(parent: str) -> list[str]:
-    """Folders of the cache's making in `parent`."""
+    """Folders in `parent` with names that the cache gives."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as found:
         return [item.path for item in found if _HASH.fullmatch(item.name) and item.is_dir(follow_symlinks=False)]
     return []

@@ -1,7 +1,7 @@
 """One file of the cache on disk: a byte range of a remote file, checked page by page.
 
-The header names what the bytes are (a hash of the remote file, start, stop) and holds a CRC-32 for each page, so that a
-small part of a large entry is checked without reading the rest. A CRC finds damage; it is no seal against forgery.
+The header identifies the bytes (a hash of the remote file, start, stop) and has a CRC-32 for each page, so that a small
+part of a large entry is checked without reading the rest. A CRC detects damage, not forgery.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAGIC = b"dsrange1"
 _FIXED = struct.Struct("<8s16sQQ")  # magic, hash of the remote file, start, stop
 _CRC = struct.Struct("<I")
 _NAME = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
-# Use is noted in the time of modification, which eviction goes by, and no more often than this.
+# The modification time records the last use, for eviction; it is updated no more often than this.
 _NOTE_USE_S = 60.0
 
 
@@ -28,27 +28,27 @@ Span = tuple[int, int]  # [start, stop) of the remote file
 
 
 class DamagedError(Exception):
-    """An entry that is not what its name says."""
+    """An entry whose content does not match its name."""
 
 
 def name_of(span: Span) -> str:
-    """The file name of the entry that holds these bytes."""
+    """The file name of the entry for these bytes."""
     return f"{span[0]}-{span[1]}"
 
 
 def span_of(name: str) -> Span | None:
-    """The bytes that the entry of a name holds; None where it is no name of an entry."""
+    """The bytes of the entry with this name; None if it is not an entry's name."""
     found = _NAME.fullmatch(name)
     span = (int(found[1]), int(found[2])) if found else (0, 0)
     return span if span[0] < span[1] and name_of(span) == name else None
 
 
 def header(digest: bytes, start: int, data: bytes) -> bytes:
-    """What precedes the bytes in an entry.
+    """The header of an entry.
 
     Args:
-        digest: 16 bytes that stand for the remote file.
-        start: place of `data` in it.
+        digest: 16 bytes that identify the remote file.
+        start: offset of `data` in it.
     """
     view = memoryview(data)
     pages = [zlib.crc32(view[at : at + PAGE]) for at in range(0, len(data), PAGE)]
@@ -62,11 +62,11 @@ def header_size(length: int) -> int:
 
 
 def read(path: str, digest: bytes, span: Span, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of the remote file out of the entry of `span`, a range around them.
+    """Bytes [start, stop) of the remote file, from the entry of `span`, which includes them.
 
     Raises:
-        DamagedError: the entry does not hold what it should.
-        OSError: it cannot be read, or is not there any more.
+        DamagedError: the entry is damaged.
+        OSError: it cannot be read, or was evicted.
     """
     handle = _opened(path)
     try:
@@ -74,7 +74,7 @@ def read(path: str, digest: bytes, span: Span, start: int, stop: int) -> bytes:
         checks = _checks(handle, found, digest, span)
         data = _checked(handle, checks, header_size(span[1] - span[0]), start - span[0], stop - span[0])
         if abs(time.time() - found.st_mtime) > _NOTE_USE_S:
-            with suppress(OSError):  # of someone else's entry: it is read, and not kept alive by us
+            with suppress(OSError):  # another user's entry: readable, but its time cannot be set
                 os.utime(handle)
         return data
     finally:
@@ -83,7 +83,7 @@ def read(path: str, digest: bytes, span: Span, start: int, stop: int) -> bytes:
 
 def _opened(path: str) -> int:
     try:
-        # Not blocking: a pipe of this name would wait for someone to write to it.
+        # Non-blocking: opening a pipe of this name would wait for a writer.
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -92,28 +92,28 @@ def _opened(path: str) -> int:
 
 
 def _checks(handle: int, found: os.stat_result, digest: bytes, span: Span) -> tuple[int, ...]:
-    """The CRC of each page, out of a header that is whole and of this range."""
+    """The CRC of each page, from a header that is undamaged and of this range."""
     length = span[1] - span[0]
     size = header_size(length)
     if not stat.S_ISREG(found.st_mode):
         raise DamagedError("it is not a regular file")
     if found.st_size != size + length:
-        raise DamagedError(f"it has {found.st_size} bytes, and {size + length} are right")
+        raise DamagedError(f"it has {found.st_size} bytes instead of {size + length}")
     head = os.pread(handle, size, 0)
     if len(head) != size or _CRC.unpack(head[-_CRC.size :])[0] != zlib.crc32(head[: -_CRC.size]):
         raise DamagedError("its header is damaged")
     if _FIXED.unpack_from(head) != (_MAGIC, digest, *span):
-        raise DamagedError("it holds something else than its name says")
+        raise DamagedError("its header is of another range")
     return struct.unpack_from(f"<{(size - _FIXED.size) // _CRC.size - 1}I", head, _FIXED.size)
 
 
 def _checked(handle: int, checks: tuple[int, ...], size: int, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) behind a header of `size` bytes, once the pages that they lie in are right."""
+    """Bytes [start, stop) after a header of `size` bytes, if the CRCs of their pages match."""
     first, last = start // PAGE, -(-stop // PAGE)
     data = os.pread(handle, (last - first) * PAGE, size + first * PAGE)
     view = memoryview(data)
     for number in range(first, last):
         at = (number - first) * PAGE
         if zlib.crc32(view[at : at + PAGE]) != checks[number]:
-            raise DamagedError(f"its bytes are damaged, {PAGE >> 10} KiB from byte {number * PAGE} on")
+            raise DamagedError(f"{PAGE >> 10} KiB from byte {number * PAGE} are damaged")
     return data[start - first * PAGE : stop - first * PAGE]

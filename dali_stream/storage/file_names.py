@@ -1,4 +1,4 @@
-"""The names that LeRobot gives to files, for sources that cannot list them."""
+"""The names that LeRobot gives to files, for sources without listings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _META = ("info.json", "stats.json", "tasks.parquet", "subtasks.parquet")
 
 
 def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
-    """The files below a folder of a dataset, found by asking for each name that LeRobot v3.0 would have written.
+    """The files below a folder of a dataset, found by checking each name that LeRobot v3.0 writes.
 
     Args:
         folder: `meta`, or one that holds `chunk-000/file-000.parquet` and so on, as `meta/episodes` and `data` do.

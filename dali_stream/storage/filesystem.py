@@ -1,4 +1,4 @@
-"""Files of an fsspec filesystem in this process, such as memory://. Those on a network are in `objects`."""
+"""Files of an fsspec filesystem in this process, such as memory://. See `objects` for those on a network."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ class FilesystemStore(Store):
         try:
             return getattr(self._fs, method)(self._path(path), **arguments)
         except FileNotFoundError as error:
-            raise DatasetError(f"{self.where(path)}: no such file, and the dataset's metadata asks for it") from error
+            raise DatasetError(f"{self.where(path)}: no such file, but the dataset's metadata refers to it") from error
         except OSError as error:
             raise StorageError(f"{self.where(path)}: cannot be read: {error}") from error

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import email.utils
 import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from email.message import Message
+from http.client import HTTPResponse
 from typing import Any, NamedTuple, NoReturn
-from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
-
-import urllib3
+from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage.connection import Pool, body
+from dali_stream.storage.connection import Pool, basic_authorization, body
 from dali_stream.storage.remote import Answer, Transport, Version
 from dali_stream.storage.retry import Deadline, TransientError, cleaned
 from dali_stream.storage.store import Traffic
 
 WHOLE_FILE = 1 << 20  # bytes of a file that may come whole from a server without byte ranges
 _MAX_REDIRECTS = 5
-_REDIRECT_S = 1800.0  # a redirect is followed again without asking; signed URLs hold for an hour and more
+_REDIRECT_S = 1800.0  # how long a redirect is remembered; signed URLs are valid for an hour or more
 _TIMEOUT_S = 10.0
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HINT = "give credentials in the URL (https://user:password@host/…) or storage_options={'headers': {'Authorization': …}}"
@@ -32,9 +31,9 @@ class HttpTransport(Transport):
 
     Args:
         root: the folder's URL. User and password in it are sent as basic authentication, and its query goes with each
-            file's URL (a signature that holds for the folder).
+            file's URL (a signature that is valid for the folder).
         storage_options: `headers` (or, as fsspec spells it, `client_kwargs={"headers": …}`) and `timeout`, seconds without
-            a byte after which an attempt has failed. Headers go to the root's host and not on to another.
+            a byte after which an attempt has failed. Headers go to the root's host only.
         shown: the root for messages, where the URL would say less.
         source: the root for the cache.
         hint: how to give credentials.
@@ -56,20 +55,20 @@ class HttpTransport(Transport):
     ) -> None:
         parts = urlsplit(root)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{cleaned(root)!r} is no URL of a folder; it is like https://host/folder")
+            raise ValueError(f"{cleaned(root)!r} is not the URL of a folder; give one like https://host/folder")
         user, _, host = parts.netloc.rpartition("@")
         self._folder = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
         self._query, self._hint = parts.query, hint
         self._headers, timeout_s = _options(storage_options or {})
         if user:
-            self._headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
+            self._headers["Authorization"] = basic_authorization(user)
         self._pool = pool or Pool(timeout_s)
         self._targets: dict[str, _Target] = {}
         self.address = shown or self._folder
         self.host, self.source, self.traffic = host, source or self._folder, Traffic()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_targets": {}}  # they hold until a time by this process's clock
+        return {**vars(self), "_targets": {}}  # their `until` is of this process's clock
 
     def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """One GET with a Range."""
@@ -77,7 +76,7 @@ class HttpTransport(Transport):
             try:
                 answer = self._follow(path, target.url, target, start, stop, deadline)
             except BaseException:
-                self._targets.pop(path, None)  # whatever it is, the original says where to go now
+                self._targets.pop(path, None)  # the next attempt asks the original URL again
                 raise
             if answer is None or answer.cut:
                 self._targets.pop(path, None)
@@ -88,7 +87,7 @@ class HttpTransport(Transport):
         return answer
 
     def stat(self, path: str, deadline: Deadline) -> Version:
-        """A GET of one byte: signed URLs hold for GET alone, and not every server says in a HEAD how long a file is."""
+        """A GET of one byte: signed URLs are valid for GET only, and not every server reports the size in a HEAD."""
         return self.read(path, 0, 1, None, deadline).version
 
     def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
@@ -96,7 +95,7 @@ class HttpTransport(Transport):
         return None
 
     def close(self) -> None:
-        """Closes idle connections, and forgets redirects."""
+        """Closes idle connections and forgets redirects."""
         self._targets.clear()
         self._pool.close()
 
@@ -108,7 +107,7 @@ class HttpTransport(Transport):
         return target if target is not None and time.monotonic() < target.until else None
 
     def _follow(self, path: str, url: str, target: _Target | None, start: int, stop: int, deadline: Deadline) -> Answer | None:
-        """The answer for a URL, or for what it redirects to. None where a remembered target does not hold any more."""
+        """The answer for a URL, or for what it redirects to. None if a remembered target has expired."""
         tag = target.tag if target else ""
         for hop in range(_MAX_REDIRECTS + 1):
             step = self._request(path, url, tag, start, stop, deadline, remembered=target is not None and hop == 0)
@@ -121,13 +120,13 @@ class HttpTransport(Transport):
 
     def _next(self, path: str, url: str, location: str) -> str:
         there, scheme, host = "", "", None
-        with suppress(ValueError):  # of a port that is no number, and the like
+        with suppress(ValueError):  # e.g. a port that is not a number
             there = urljoin(url, location)
             scheme, host, _ = origin(there)
         if scheme not in ("http", "https") or not host:
-            raise TransientError("a redirect to something that is no URL")
+            raise TransientError("the server redirects to an invalid URL")
         if scheme == "http" and url.startswith("https:"):
-            raise StorageError(f"{self._where(path)}: redirects from https to http, which is not followed; use its new address")
+            raise StorageError(f"{self._where(path)}: redirects from https to http, which is not allowed; use its new address")
         return there
 
     def _request(
@@ -137,7 +136,7 @@ class HttpTransport(Transport):
         given = self._headers if origin(url) == origin(self._folder) else {}
         headers = {**given, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
 
-        def use(response: urllib3.BaseHTTPResponse) -> Answer | _Redirect | None:
+        def use(response: HTTPResponse) -> Answer | _Redirect | None:
             if remembered and response.status in (401, 403, 404, 410):
                 return None
             if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
@@ -146,14 +145,14 @@ class HttpTransport(Transport):
 
         return self._pool.get(url, headers, deadline, use, self._where(path))
 
-    def _answer(self, path: str, response: urllib3.BaseHTTPResponse, tag: str, start: int, stop: int) -> Answer:
+    def _answer(self, path: str, response: HTTPResponse, tag: str, start: int, stop: int) -> Answer:
         headers = response.headers
         if response.status not in (200, 206, 416):
             self._refused(path, response)
         if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
             raise StorageError(
-                f"{self._where(path)}: comes with Content-Encoding {headers['Content-Encoding']!r}, in which bytes have no "
-                "place; have the server send the file as it is"
+                f"{self._where(path)}: the server sends Content-Encoding {headers['Content-Encoding']!r}, in which byte "
+                "ranges have no meaning; configure it to send the file uncompressed"
             )
         tag = tag or headers.get("ETag") or headers.get("Last-Modified") or ""
         if response.status == 416:
@@ -162,41 +161,41 @@ class HttpTransport(Transport):
             return self._whole(path, response, tag, start, stop)
         span = content_range(headers.get("Content-Range"), start, stop)
         if headers.get("Content-Length", str(span.stop - start)) != str(span.stop - start):
-            raise TransientError(f"an answer of {headers['Content-Length']} bytes that says it has {span.stop - start}")
+            raise TransientError(f"Content-Length is {headers['Content-Length']} for a range of {span.stop - start} bytes")
         data, cut = self._body(response, span.stop - start)
         return Answer(Version(span.size, tag), data, cut)
 
-    def _whole(self, path: str, response: urllib3.BaseHTTPResponse, tag: str, start: int, stop: int) -> Answer:
-        """An answer without a range: small files may come like this, and whole ones."""
+    def _whole(self, path: str, response: HTTPResponse, tag: str, start: int, stop: int) -> Answer:
+        """An answer without a range, allowed for small files and for reads of a whole file."""
         length = response.headers.get("Content-Length", "")
         size = int(length) if re.fullmatch(r"\d{1,18}", length) else None
         if size is None or (size > WHOLE_FILE and (start > 0 or stop < size)):
             found = "of unknown size" if size is None else f"of {size} bytes"
             raise StorageError(
-                f"{self._where(path)}: the server has no byte ranges: it answers a Range request with the whole file, "
-                f"{found} (up to {WHOLE_FILE} are accepted). Use a server that has them (nginx, Apache, Caddy, S3), or copy "
+                f"{self._where(path)}: the server does not support byte ranges: it answers a Range request with the whole "
+                f"file, {found} (up to {WHOLE_FILE} are accepted). Use a server that does (nginx, Apache, Caddy, S3), or copy "
                 "the dataset to a local folder"
             )
         data, cut = self._body(response, size)
         return Answer(Version(size, tag), data[start:stop], cut)
 
-    def _body(self, response: urllib3.BaseHTTPResponse, length: int) -> tuple[bytes, str | None]:
+    def _body(self, response: HTTPResponse, length: int) -> tuple[bytes, str | None]:
         """Up to `length` bytes of a body, and what ended it before that."""
         data, cut = body(response, length)
         self.traffic.add(requests=1, fetched_bytes=len(data))
         return data, cut
 
-    def _refused(self, path: str, response: urllib3.BaseHTTPResponse) -> NoReturn:
+    def _refused(self, path: str, response: HTTPResponse) -> NoReturn:
         where, status = self._where(path), response.status
         if status in (404, 410):
-            raise DatasetError(f"{where}: no such file, and the dataset's metadata asks for it (HTTP {status})")
+            raise DatasetError(f"{where}: no such file, but the dataset's metadata refers to it (HTTP {status})")
         if status in AGAIN:
             raise TransientError(f"HTTP {status}", retry_after(response.headers))
         if status in (401, 403):
             raise StorageError(f"{where}: access denied (HTTP {status}); {self._hint}")
         if 200 <= status < 300:
-            raise TransientError(f"HTTP {status}, which is no answer to the request")
-        raise StorageError(f"{where}: the server refuses with HTTP {status}; check the address")
+            raise TransientError(f"unexpected HTTP {status}")
+        raise StorageError(f"{where}: the server answers HTTP {status}; check the address")
 
     def _where(self, path: str) -> str:
         return f"{self.address.rstrip('/')}/{path}"
@@ -216,7 +215,7 @@ class _Redirect(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where a range ends, in a file of which size."""
+    """The end of a range, and the size of its file."""
 
     stop: int
     size: int
@@ -229,48 +228,48 @@ def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:
     unknown += [f"client_kwargs[{name!r}]" for name in sorted(set(client) - {"headers"})]
     if unknown:
         raise ValueError(
-            f"storage_options has {', '.join(unknown)}; for http(s):// it may have headers, client_kwargs={{'headers': …}} "
+            f"storage_options has {', '.join(unknown)}; allowed for http(s):// are headers, client_kwargs={{'headers': …}} "
             "and timeout"
         )
     return {**(client.get("headers") or {}), **(options.get("headers") or {})}, checked_timeout(options)
 
 
 def checked_timeout(options: Mapping[str, Any]) -> float:
-    """`timeout` out of storage options, in seconds."""
+    """`timeout` of storage options, in seconds."""
     timeout_s = options.get("timeout", _TIMEOUT_S)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        raise ValueError(f"storage_options has timeout={timeout_s!r}; it is a positive number of seconds")
+        raise ValueError(f"storage_options has timeout={timeout_s!r}; give a positive number of seconds")
     return float(timeout_s)
 
 
 def content_range(found: str | None, start: int, stop: int) -> Span:
-    """What a Content-Range says, if it fits what was asked for."""
+    """Parses a Content-Range and checks it against the requested range."""
     match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", found or "")
     if match is None:
-        raise TransientError(f"Content-Range {found!r}, where one like 'bytes {start}-{stop - 1}/<size>' was due")
+        raise TransientError(f"Content-Range is {found!r} instead of 'bytes {start}-{stop - 1}/<size>'")
     first, last, size = map(int, match.groups())
     if first != start or not start <= last < min(stop, size):
-        raise TransientError(f"Content-Range {found!r} for bytes {start}-{stop - 1}")
+        raise TransientError(f"Content-Range is {found!r} for bytes {start}-{stop - 1}")
     return Span(last + 1, size)
 
 
-def _size_at_416(headers: Mapping[str, str], start: int) -> int:
+def _size_at_416(headers: Message, start: int) -> int:
     """The size of a file that ends before `start`."""
     match = re.fullmatch(r"bytes \*/(\d{1,18})", headers.get("Content-Range", ""))
     if match is None:
-        raise TransientError("HTTP 416 that does not say how long the file is")
+        raise TransientError("HTTP 416 without the size of the file")
     if int(match[1]) > start:
         raise TransientError(f"HTTP 416 for byte {start} of {match[1]}")
     return int(match[1])
 
 
-def _linked_tag(headers: Mapping[str, str]) -> str:
-    """The version that the Hub names where it redirects; its CDNs have ETags of their own."""
+def _linked_tag(headers: Message) -> str:
+    """The version that the Hub gives with a redirect; its CDNs have ETags of their own."""
     return headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or ""
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds, out of a number of them or a date, or out of the Hub's `RateLimit: "api";r=0;t=55`."""
+def retry_after(headers: Message) -> float | None:
+    """Seconds to wait, from Retry-After (a number or a date) or the Hub's `RateLimit: "api";r=0;t=55`."""
     if limit := re.search(r"\br=0;t=(\d{1,9})", headers.get("RateLimit", "")):
         return float(limit[1])
     value = headers.get("Retry-After", "")
@@ -283,6 +282,6 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def origin(url: str) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port: whom credentials are for."""
+    """Scheme, host and port, to which credentials belong."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)

@@ -6,10 +6,11 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from email.message import Message
+from http.client import HTTPResponse
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-import urllib3
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported at run time
 
@@ -30,18 +31,18 @@ _ADDRESS = re.compile(
 class HubTransport(HttpTransport):
     """A folder of a dataset repository at one commit, or of a bucket.
 
-    The Hub's API is called directly and not through `HfApi`, whose requests have no timeout: a listing that hangs would go
-    on past every stated time. Where it is, who asks and how a repository is named follow huggingface_hub.
+    The Hub's API is called directly and not through `HfApi`, whose requests have no timeout: a listing could hang for ever.
+    Endpoint, token and repository names follow huggingface_hub.
 
     Args:
         address: `hf://datasets/<owner>/<name>[@revision][/folder]` or `hf://buckets/<owner>/<name>[/folder]`.
         storage_options: `token` (a string, or False for none), `endpoint`, and `timeout` as for HTTP.
-        revision: branch, tag or commit; it is resolved to a commit here.
-        patience: for how long finding the commit is tried again.
+        revision: branch, tag or commit; resolved to a commit here.
+        patience: for how long finding the commit is retried.
 
     Raises:
         DatasetError: there is no such repository, bucket or revision.
-        StorageError: it is there and may not be read, or the Hub cannot be reached.
+        StorageError: access is denied, or the Hub cannot be reached.
         ValueError: another storage option, or two revisions.
     """
 
@@ -79,14 +80,14 @@ class _Place(NamedTuple):
 
 
 class _Api:
-    """What the Hub tells about a repository or a bucket."""
+    """The Hub's API for one repository or bucket."""
 
     def __init__(self, endpoint: str, place: _Place, headers: dict[str, str], pool: Pool) -> None:
         self._endpoint, self._place, self._headers, self._pool = endpoint, place, headers, pool
         self._url = f"{endpoint}/api/{place.kind}/{place.id}"
 
     def info(self, deadline: Deadline) -> Any:
-        """What it says about itself; at `place.revision` where that is given."""
+        """Its metadata; at `place.revision` if that is given."""
         revision = self._place.revision
         url = self._url if revision is None else f"{self._url}/revision/{quote(revision, safe='')}"
         found, _ = self._get(url, deadline)
@@ -101,15 +102,15 @@ class _Api:
         while url:
             entries, following = self._get(url, deadline, missing=[])
             for entry in entries:
-                # A bucket answers with all that begins with these letters.
+                # A bucket answers with every path that starts with these letters.
                 if entry["type"] == "file" and entry["path"].startswith(f"{inside}/"):
                     yield entry["path"].removeprefix(prefix), int(entry["size"])
             url = following
 
     def _get(self, url: str, deadline: Deadline, missing: Any = None) -> tuple[Any, str | None]:
-        """An answer, and the URL of what follows it. `missing` is the answer where there is no such folder."""
+        """An answer and the URL of its next page. `missing` is the answer if there is no such folder."""
 
-        def use(response: urllib3.BaseHTTPResponse) -> tuple[Any, str | None]:
+        def use(response: HTTPResponse) -> tuple[Any, str | None]:
             if response.headers.get("X-Error-Code") == "EntryNotFound" and missing is not None:
                 return missing, None
             if response.status != 200:
@@ -121,24 +122,26 @@ class _Api:
 
         return self._pool.get(url, self._headers | {"Accept-Encoding": "identity"}, deadline, use, f"hf://{self._what}")
 
-    def _following(self, url: str, headers: Mapping[str, str]) -> str | None:
+    def _following(self, url: str, headers: Message) -> str | None:
         found = re.search(r'<([^>]+)>;\s*rel="?next"?', headers.get("Link", ""))
         following = urljoin(url, found[1]) if found else None
         if following is not None and origin(following) != origin(self._endpoint):
-            raise StorageError(f"hf://{self._what}: its listing continues at another host, which is not asked")
+            raise StorageError(
+                f"hf://{self._what}: its listing continues at another host, which is not allowed; check HF_ENDPOINT"
+            )
         return following
 
     @property
     def _what(self) -> str:
         return f"{self._place.kind}/{self._place.id}"
 
-    def _refused(self, response: urllib3.BaseHTTPResponse) -> NoReturn:
+    def _refused(self, response: HTTPResponse) -> NoReturn:
         status, code = response.status, response.headers.get("X-Error-Code", "")
         if status in AGAIN:
             raise TransientError(f"HTTP {status}", retry_after(response.headers))
         where = f"hf://{self._what}"
         if code == "RevisionNotFound":
-            raise DatasetError(f"{where}: has no revision {self._place.revision!r}; give a branch, a tag or a commit of it")
+            raise DatasetError(f"{where}: unknown revision {self._place.revision!r}; give an existing branch, tag or commit")
         if code == "GatedRepo" or status == 403:
             raise StorageError(
                 f"{where}: access denied (HTTP {status}). If it is gated, accept its terms on {self._endpoint}/{self._what}; "
@@ -148,21 +151,21 @@ class _Api:
             raise DatasetError(
                 f"{where}: not found on {self._endpoint} (HTTP {status}). Check owner and name; if it is private, {_LOGIN}"
             )
-        raise StorageError(f"{where}: the Hub refuses with HTTP {status}")
+        raise StorageError(f"{where}: the Hub answers HTTP {status}; check the address and the token")
 
 
 def _parsed(address: str, revision: str | None) -> _Place:
     match = _ADDRESS.fullmatch(address)
     if match is None or ".." in (match["folder"] or "").split("/"):
         raise DatasetError(
-            f"{address}: no address of a dataset on the Hub; allowed are hf://datasets/<owner>/<name>[@revision][/folder] and "
-            "hf://buckets/<owner>/<name>[/folder]"
+            f"{address}: not an address of a dataset on the Hub; allowed are hf://datasets/<owner>/<name>[@revision][/folder] "
+            "and hf://buckets/<owner>/<name>[/folder]"
         )
     inside = unquote(match["revision"]) if match["revision"] else None
     if match["kind"] == "buckets" and (inside or revision):
-        raise ValueError(f"revision is {inside or revision!r}, and a bucket has no revisions; leave it out")
+        raise ValueError(f"revision is {inside or revision!r}, but a bucket has no revisions; omit it")
     if inside and revision and inside != revision:
-        raise ValueError(f"{address} names the revision {inside!r}, and revision is {revision!r}; give one of them")
+        raise ValueError(f"{address} has the revision {inside!r}, but revision is {revision!r}; give one of them")
     return _Place(match["kind"], match["id"], inside or revision, (match["folder"] or "").strip("/"))
 
 
@@ -170,21 +173,21 @@ def _options(options: Mapping[str, Any]) -> tuple[str, dict[str, str], float]:
     """Endpoint, headers, timeout."""
     unknown = sorted(set(options) - {"token", "endpoint", "timeout"})
     if unknown:
-        raise ValueError(f"storage_options has {', '.join(unknown)}; for hf:// it may have token, endpoint and timeout")
+        raise ValueError(f"storage_options has {', '.join(unknown)}; allowed for hf:// are token, endpoint and timeout")
     endpoint = options.get("endpoint") or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise StorageError(f"HF_HUB_OFFLINE is set, so {endpoint} is not asked; unset it, or give a local folder")
+        raise StorageError(f"HF_HUB_OFFLINE is set, so no request is sent to {endpoint}; unset it, or give a local folder")
     try:
         headers = build_hf_headers(token=options.get("token"), library_name="dali_stream")
     except OSError:  # LocalTokenNotFoundError
         headers = None
     if headers is None:
-        raise StorageError(f"storage_options has token=True, and no token is saved on this machine; {_LOGIN}")
+        raise StorageError(f"storage_options has token=True, but no token is saved on this machine; {_LOGIN}")
     return endpoint.rstrip("/"), headers, checked_timeout(options)
 
 
 def _commit(info: Any, what: str) -> str:
     commit = info.get("sha") if isinstance(info, dict) else None
     if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
-        raise DatasetError(f"{what}: the Hub names no commit for it ({commit!r}); is the repository empty?")
+        raise DatasetError(f"{what}: the Hub gives no commit for it ({commit!r}); check that the repository is not empty")
     return commit

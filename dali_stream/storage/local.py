@@ -52,7 +52,7 @@ class LocalStore(Store):
                 start += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except OSError as error:
-            del handle  # an error that somebody keeps would keep the file open
+            del handle  # the traceback of a kept error would keep the file open
             raise self._failed(path, error) from error
 
     def exists(self, path: str) -> bool:
@@ -84,12 +84,12 @@ class LocalStore(Store):
 
     def _failed(self, path: str, error: OSError) -> DatasetError | StorageError:
         if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
-            return DatasetError(f"{self.where(path)}: no such file, and the dataset's metadata asks for it")
+            return DatasetError(f"{self.where(path)}: no such file, but the dataset's metadata refers to it")
         return StorageError(f"{self.where(path)}: cannot be read: {error}")
 
 
 class _Handle:
-    """An open file, closed when nobody holds it any more: another thread may still read what is no longer kept."""
+    """An open file, closed after its last user: another thread may still read a file that is no longer kept."""
 
     __slots__ = ("number",)
 
@@ -97,9 +97,9 @@ class _Handle:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __reduce__(self) -> NoReturn:
-        # A copy would close the file of the original.
+        # A copy would close the original's file.
         raise TypeError("an open file cannot be copied; copy its LocalStore, which opens the file again")
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the interpreter's end, modules are empty
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules are empty at interpreter shutdown
         if hasattr(self, "number"):
             close(self.number)

@@ -1,4 +1,4 @@
-"""Files behind an fsspec filesystem that is reached over a network: s3://, gs:// and others."""
+"""Files behind an fsspec filesystem on a network: s3://, gs:// and others."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _HINTS = {
 _TIMEOUT_S = 10.0
 _CHUNK = 1 << 18
 _TAGS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
-# Mistakes, which no second try mends.
+# Mistakes, which a retry does not fix.
 _FINAL = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
 def object_transport(address: str, storage_options: dict[str, Any] | None) -> Transport:
-    """The transport for a URL that fsspec has a driver for.
+    """The transport for a URL of any scheme that fsspec has a driver for.
 
     Raises:
-        DatasetError: it has none, or it is not installed.
+        DatasetError: there is no driver, or it is not installed.
     """
     scheme = address.partition("://")[0]
     if scheme not in fsspec.available_protocols():
@@ -48,9 +48,9 @@ def object_transport(address: str, storage_options: dict[str, Any] | None) -> Tr
 
 
 class FsspecTransport(Transport):
-    """A folder of any fsspec filesystem. The version of a file is looked at again after each read of it.
+    """A folder of any fsspec filesystem. The version of a file is checked after each read of it.
 
-    Where the driver is asynchronous, an attempt ends in time; otherwise it lasts as long as the driver lets it.
+    An asynchronous driver gets a timeout. With any other, an attempt takes as long as the driver does.
 
     Args:
         address: with the scheme.
@@ -76,7 +76,7 @@ class FsspecTransport(Transport):
         return {**vars(self), "_filesystems": {}}  # a copy makes its own
 
     def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """A read between two looks at the version, of which the first is often known."""
+        """A read between two checks of the version, of which the first is often known."""
         before = version if version is not None and version.tag else self.stat(path, deadline)
         stop = min(stop, before.size)
         data = self._call("cat_file", path, deadline, start=start, end=stop) if stop > start else b""
@@ -87,10 +87,10 @@ class FsspecTransport(Transport):
         return Answer(after, data[: stop - start])
 
     def stat(self, path: str, deadline: Deadline) -> Version:
-        """Out of the filesystem's `info`."""
+        """From the filesystem's `info`."""
         info = self._call("info", path, deadline)
         if info.get("type") == "directory" or info.get("size") is None:
-            raise DatasetError(f"{self._where(path)}: is no file")
+            raise DatasetError(f"{self._where(path)}: is not a file")
         tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
         return Version(int(info["size"]), tag)
 
@@ -105,11 +105,11 @@ class FsspecTransport(Transport):
         return {name.removeprefix(prefix): Version(int(info["size"])) for name, info in found.items() if info["type"] == "file"}
 
     def close(self) -> None:
-        """Lets go of the filesystem, which closes its connections."""
+        """Drops the filesystem, which closes its connections."""
         self._filesystems.clear()
 
     def _filled(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options that the filesystem is made with. Nothing remembers listings: a change would not be seen."""
+        """The options of the filesystem. Listings are not cached: a cache would hide a change."""
         return {"use_listings_cache": False, "skip_instance_cache": True, **options}
 
     def _filesystem(self) -> tuple[Any, str]:
@@ -122,7 +122,7 @@ class FsspecTransport(Transport):
         scheme = self._given.partition("://")[0]
         reason = ""
         try:
-            with private(drivers=True):
+            with private():
                 filesystem, root = fsspec.core.url_to_fs(self._given, **self._options)
                 return filesystem, str(root)
         except ImportError:
@@ -131,14 +131,14 @@ class FsspecTransport(Transport):
             reason = type(error).__name__
         if reason:
             raise ValueError(
-                f"{self.address}: the driver for {scheme}:// does not take these storage_options, or this address ({reason})"
+                f"{self.address}: the driver for {scheme}:// does not accept this address or these storage_options ({reason})"
             )
         extra = _EXTRAS.get(scheme)
         command = f"pip install 'dali-stream[{extra}]'" if extra else known_implementations.get(scheme, {}).get("err", "")
         raise DatasetError(f"{self.address}: the driver for {scheme}:// is not installed: {command}")
 
     def _call(self, method: str, path: str, deadline: Deadline, **arguments: Any) -> Any:
-        """One call of the filesystem. What it raises stays in here: its text and its causes may have credentials."""
+        """One call of the filesystem. Its exceptions stay in here: their texts and causes may contain credentials."""
         filesystem, root = self._filesystem()
         full = f"{root.rstrip('/')}/{path}"
         if not filesystem.async_impl:
@@ -149,17 +149,17 @@ class FsspecTransport(Transport):
 
     def _guarded(self, path: str, call: Any) -> Any:
         try:
-            with private(drivers=True):
+            with private():
                 return call()
         except Exception as error:
             failure = self._failure(path, error)
         raise failure
 
     def _failure(self, path: str, error: BaseException) -> Exception:
-        """What to raise for an exception of a driver."""
+        """The exception to raise for one of a driver."""
         status, words, after_s = _described(error)
         if isinstance(error, FileNotFoundError) or status in (404, 410):
-            return DatasetError(f"{self._where(path)}: no such file, and the dataset's metadata asks for it ({words})")
+            return DatasetError(f"{self._where(path)}: no such file, but the dataset's metadata refers to it ({words})")
         if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in words:
             return StorageError(f"{self._where(path)}: access denied ({words}); {self._hint}")
         if isinstance(error, _FINAL) or (status is not None and status < 500 and status not in AGAIN):
@@ -239,7 +239,7 @@ class S3Transport(FsspecTransport):
         return sync(filesystem.loop, get, timeout=max(deadline.left(), 0.001))  # type: ignore[no-any-return]
 
     async def _drained(self, stream: Any, length: int, deadline: Deadline) -> tuple[bytes, str | None]:
-        """The bytes of a body, and what ended it early."""
+        """The bytes of a body, and what ended it before that."""
         chunks: list[bytes] = []
         got, cut = 0, None
         try:
@@ -250,7 +250,7 @@ class S3Transport(FsspecTransport):
         except Exception as error:
             cut = _described(error)[1]
         if got < length:
-            cut = f"the answer ended after {got} of {length} bytes" + (f": {cut}" if cut else "")
+            cut = f"the response ended after {got} of {length} bytes" + (f": {cut}" if cut else "")
         return b"".join(chunks)[:length], cut
 
     def _failure(self, path: str, error: BaseException) -> Exception:
@@ -262,11 +262,11 @@ class S3Transport(FsspecTransport):
 
 
 class _ConditionError(Exception):
-    """The object is of another version, or has no such bytes."""
+    """The object has another version, or no such bytes."""
 
 
 def _described(error: BaseException) -> tuple[int | None, str, float | None]:
-    """HTTP status, words and the pause that is asked for, out of what a driver raised. Not its text: it may hold anything."""
+    """HTTP status, words and the requested pause, from a driver's exception. Not its text, which may contain anything."""
     words, status, after_s = type(error).__name__, None, None
     for link in (error, error.__cause__, error.__context__):
         response = getattr(link, "response", None)
@@ -284,7 +284,7 @@ def _described(error: BaseException) -> tuple[int | None, str, float | None]:
 
 
 def _unreachable(error: BaseException) -> bool:
-    """Whether a driver could make no connection: as botocore and aiohttp name it, or as the system does."""
+    """Whether a driver could not connect, by the exceptions of botocore, aiohttp and the system."""
     names = ("EndpointConnectionError", "ClientConnectorError", "ClientConnectorDNSError")
     links = (error, error.__cause__, error.__context__)
     return any(isinstance(link, (ConnectionRefusedError, socket.gaierror)) or type(link).__name__ in names for link in links)
@@ -293,6 +293,6 @@ def _unreachable(error: BaseException) -> bool:
 def _status(error: BaseException | None) -> int | None:
     """The HTTP status in an exception of gcsfs, aiohttp or Azure."""
     if type(error).__name__ == "ClientResponseError" and getattr(error, "status", None) == 400:
-        return None  # aiohttp says so when it cannot make out the answer
+        return None  # aiohttp's status for an answer that it cannot parse
     values = (str(getattr(error, name)) for name in ("status", "status_code", "code") if getattr(error, name, None))
     return next((int(value) for value in values if value.isdigit()), None)

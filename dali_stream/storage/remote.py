@@ -1,4 +1,4 @@
-"""Reading over a network that fails: attempts until it works, one version of each file, a cache."""
+"""Reading over an unreliable network: retries, one version of each file, a cache."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _T = TypeVar("_T")
 
 
 class Version(NamedTuple):
-    """What tells one state of a file from another.
+    """Identifies one state of a file.
 
     Attributes:
         size: bytes.
-        tag: an ETag, generation or the like; empty where the source gives none.
+        tag: an ETag, generation or the like; empty if the source gives none.
     """
 
     size: int
@@ -30,12 +30,12 @@ class Version(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one request brought.
+    """The result of one request.
 
     Attributes:
-        version: of the file that answered.
-        data: bytes from where the range starts; fewer than were asked for where the file ends, or the connection did.
-        cut: what ended the answer early, if something did.
+        version: of the file.
+        data: bytes from the start of the range; fewer than requested if the file or the connection ended.
+        cut: what ended the answer early, if anything.
     """
 
     version: Version
@@ -46,16 +46,16 @@ class Answer(NamedTuple):
 class Transport(abc.ABC):
     """One attempt of one request of one protocol. Safe to use from several threads, and after a fork.
 
-    What may go better at a second try is a `TransientError`, and whatever it says is without credentials, as is its
-    chain of causes. A missing file is a `DatasetError`, and what no second try mends a `StorageError`.
+    A retryable failure is a `TransientError`; neither its message nor its chain of causes has credentials. A missing file
+    is a `DatasetError`, any other failure a `StorageError`.
 
     Attributes:
         address: the root, without credentials; for messages.
-        host: whose capacity the requests take.
-        revision: the commit that is read, where the source has such.
-        frozen: whether a file of this revision never changes, so that its name alone says what it holds.
-        source: what names the root in a cache, without credentials.
-        traffic: counted here, as attempts are made.
+        host: whose connection slots the requests take.
+        revision: the commit that is read, if the source has commits.
+        frozen: whether a file of this revision never changes, so that its name identifies its content.
+        source: names the root in a cache, without credentials.
+        traffic: what the attempts have cost.
     """
 
     address: str
@@ -67,28 +67,28 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """Bytes [start, stop) of a file; `version` is the one that is wanted, if one was seen before."""
+        """Bytes [start, stop) of a file; `version` is the expected one, if one was seen before."""
 
     @abc.abstractmethod
     def stat(self, path: str, deadline: Deadline) -> Version:
-        """The version that is there now."""
+        """The current version."""
 
     @abc.abstractmethod
     def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
-        """The files below a folder at any depth; None where the protocol cannot tell."""
+        """The files below a folder at any depth; None if the protocol has no listings."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back connections. The next request opens new ones."""
+        """Closes connections. The next request opens new ones."""
 
 
 class RemoteStore(Store):
-    """Files behind a `Transport`. Each file is read in the version seen first; where it changes, that is an error.
+    """Files behind a `Transport`. Each file is read in the version seen first; a change is an error.
 
     Args:
-        transport: makes the requests.
+        transport: sends the requests.
         cache: where fetched ranges are kept.
-        patience: for how long a request is tried again.
+        patience: for how long a request is retried.
     """
 
     remote = True
@@ -97,7 +97,7 @@ class RemoteStore(Store):
         self.address, self.revision = transport.address, transport.revision
         self._transport, self._cache, self._patience = transport, cache, patience or Patience()
         self._stop = threading.Event()
-        # Filled with setdefault only, which needs no lock: what comes first stays.
+        # Filled with setdefault only, which needs no lock: the first value stays.
         self._sizes: dict[str, int] = {}
         self._tags: dict[str, str] = {}
 
@@ -107,12 +107,12 @@ class RemoteStore(Store):
         return self._transport.traffic
 
     def size(self, path: str) -> int:
-        """Bytes of a file. Costs a request only where no read and no listing has told it before."""
+        """Bytes of a file. Costs a request only if no read and no listing has returned it before."""
         size = self._known_size(checked(path))
         return self._stat(path).size if size is None else size
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file of this name. A `StorageError` where that cannot be found out."""
+        """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
         checked(path)
         try:
             self.size(path)
@@ -121,7 +121,7 @@ class RemoteStore(Store):
         return True
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file; fewer where the file ends before `stop`."""
+        """Bytes [start, stop) of a file; fewer if the file ends before `stop`."""
         size = self._known_size(checked(path))
         stop = stop if size is None else min(stop, size)
         if stop <= start:
@@ -132,7 +132,7 @@ class RemoteStore(Store):
         return self._read_cached(self._cache, key, path, start, min(stop, self._sizes.get(path, stop)))
 
     def files(self, folder: str) -> list[str]:
-        """The files below a folder. Where the protocol has no listings (HTTP), those that LeRobot would have written."""
+        """The files below a folder. If the protocol has no listings (HTTP), those with names that LeRobot gives."""
         found = self._retried(self.where(folder), lambda deadline: self._transport.files(checked(folder), deadline))
         if found is None:
             return guessed_files(folder, self.exists)
@@ -141,14 +141,14 @@ class RemoteStore(Store):
         return sorted(found)
 
     def session(self) -> RemoteStore:
-        """The same files, versions, connections and counts for one user, whose `close` ends its own reads and no others."""
+        """The same files, versions, connections and counts for one user, whose `close` ends its own reads only."""
         session = object.__new__(type(self))
         vars(session).update(vars(self))
         session._stop = threading.Event()
         return session
 
     def __getstate__(self) -> dict[str, Any]:
-        # Snapshots: other threads may add to these dicts meanwhile.
+        # Snapshots: other threads may add to these dicts.
         state = {**vars(self), "_sizes": dict(self._sizes), "_tags": dict(self._tags)}
         del state["_stop"]
         return state
@@ -158,7 +158,7 @@ class RemoteStore(Store):
         self._stop = threading.Event()
 
     def close(self) -> None:
-        """Gives back connections. What is being read through this very object then ends with a `StorageError`."""
+        """Closes connections. Reads in progress through this object end with a `StorageError`."""
         stop, self._stop = self._stop, threading.Event()
         stop.set()
         self._transport.close()
@@ -169,7 +169,7 @@ class RemoteStore(Store):
         return version
 
     def _pin(self, path: str, version: Version) -> None:
-        """Holds a file to the version seen first. A source that gives a tag at times is held to it when it does."""
+        """Pins a file to the version seen first. A source may give a tag only at times; it is compared then."""
         if path not in self._sizes and self._cache is not None and self._transport.frozen:
             self._cache.write(self._size_key(path), 0, version.size.to_bytes(8, "little"))
         size = self._sizes.setdefault(path, version.size)
@@ -177,7 +177,7 @@ class RemoteStore(Store):
         if size != version.size:
             self._changed(path, f"it had {size} bytes and now has {version.size}")
         if tag != version.tag:
-            self._changed(path, f"it has {size} bytes as before, and another tag (ETag, generation or time)")
+            self._changed(path, f"it still has {size} bytes, but another tag (ETag, generation or time)")
 
     def _changed(self, path: str, how: str) -> NoReturn:
         raise StorageError(
@@ -188,7 +188,7 @@ class RemoteStore(Store):
     # -- retries
 
     def _fetch(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes over the network. What an attempt brings before it breaks off is kept, and the rest asked for."""
+        """Bytes over the network. What arrived before a failure is kept, and only the rest is requested again."""
         parts: list[bytes] = []
         at = start
 
@@ -199,7 +199,7 @@ class RemoteStore(Store):
             parts.append(answer.data)
             at += len(answer.data)
             if at < min(stop, answer.version.size):
-                raise TransientError(answer.cut or f"the answer ended at byte {at}")
+                raise TransientError(answer.cut or f"the response ended at byte {at}")
 
         began = time.perf_counter()
         try:
@@ -212,14 +212,14 @@ class RemoteStore(Store):
         return Version(self._sizes[path], self._tags.get(path, "")) if path in self._sizes else None
 
     def _retried(self, what: str, attempt: Callable[[Deadline], _T]) -> _T:
-        """Makes attempts until one succeeds or the time is over."""
+        """Repeats an attempt until it succeeds or the time is over."""
         transport = self._transport
         return retried(attempt, what, host=transport.host, patience=self._patience, traffic=transport.traffic, stop=self._stop)
 
     # -- the cache
 
     def _known_size(self, path: str) -> int | None:
-        """What a request has told, now or in the run that filled the cache."""
+        """The size from a request, of this run or of the run that filled the cache."""
         if path not in self._sizes and self._cache is not None and self._transport.frozen:
             [*_, (_, _, data)] = self._cache.parts(self._size_key(path), 0, 8)
             if data is not None and len(data) == 8:
@@ -230,7 +230,7 @@ class RemoteStore(Store):
         return f"size of {self._transport.source} {path}"
 
     def _cache_key(self, path: str) -> str | None:
-        """What the file is called in the cache; None where nothing tells its versions apart."""
+        """The file's name in the cache; None if its versions cannot be told apart."""
         if self._cache is None:
             return None
         if self._transport.frozen:
@@ -245,7 +245,7 @@ class RemoteStore(Store):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _fill(self, cache: RangeCache, key: str, path: str, start: int, stop: int) -> bytes:
-        """Bytes that were not in the cache a moment ago."""
+        """Bytes that missed the cache a moment ago."""
         parts = []
         with cache.fetching(key, start, stop):
             # Another process may have fetched them while this one waited.

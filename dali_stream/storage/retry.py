@@ -1,23 +1,21 @@
-"""Attempts within a stated time, and a bound on the requests that are under way to a host."""
+"""Retries within a time limit, and a bound on concurrent requests to a host."""
 
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
-
-import tenacity
 
 from dali_stream.errors import StorageError
 from dali_stream.storage.store import Traffic
 
 PER_HOST = 32  # requests at a time, of all stores of this process
-# At random up to 0.1 s, 0.2 s, … 4 s, so that many readers do not come back at once.
-_BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=4) + tenacity.wait_fixed(0.05)
 
 _T = TypeVar("_T")
 
@@ -37,11 +35,11 @@ class TransientError(Exception):
 
 
 class Patience:
-    """How long requests to one place are tried again.
+    """How long requests to one host are retried.
 
     Args:
-        total_s: seconds for a request, all attempts and pauses together. None: 60, and 5 as long as no connection has ever been
-            made there: then the address is wrong, or this machine has no network.
+        total_s: seconds for a request, all attempts and pauses together. None: 60, or 5 until the first connection was
+            made: without one, the address is wrong or this machine has no network.
 
     Attributes:
         total_s: as given, or 60.
@@ -55,7 +53,7 @@ class Patience:
 
 
 class Deadline:
-    """An end in time, which an event may bring forward."""
+    """A point in time after which an attempt ends; an event ends it earlier."""
 
     def __init__(self, patience: Patience, stop: threading.Event | None = None) -> None:
         self.patience, self.total_s = patience, patience.total_s
@@ -63,24 +61,24 @@ class Deadline:
 
     @property
     def stopped(self) -> bool:
-        """Whether the event came."""
+        """Whether the event was set."""
         return self._stop.is_set()
 
     def elapsed(self) -> float:
-        """Seconds since it was set."""
+        """Seconds since the start."""
         return time.monotonic() - self._start
 
     def left(self) -> float:
-        """Seconds until the end; 0 or less behind it."""
+        """Seconds until the deadline; 0 or less after it."""
         return 0.0 if self.stopped else self.total_s - self.elapsed()
 
     def connect_left(self) -> float:
-        """Seconds until the end for what still has to connect."""
+        """Seconds until the deadline, for a request that still has to connect."""
         patience = self.patience
         return self.left() if patience.reached else min(self.left(), patience.first_s - self.elapsed())
 
     def sleep(self, seconds: float) -> None:
-        """Waits, and not past the event."""
+        """Waits, until the event at the latest."""
         self._stop.wait(seconds)
 
 
@@ -93,107 +91,78 @@ def retried(
     traffic: Traffic,
     stop: threading.Event | None = None,
 ) -> _T:
-    """Makes attempts, with pauses in between, until one ends in something else than a `TransientError`.
+    """Repeats `attempt`, with pauses, until it returns or raises anything but a `TransientError`.
 
     Args:
-        attempt: is told until when.
-        what: is read, for the message.
-        host: whose capacity it takes. Attempts of one host wait for each other beyond `PER_HOST`.
-        patience: for how long. It counts from the first attempt; its wait for a place is not in it.
-        traffic: where retries are counted.
+        attempt: gets the deadline.
+        what: names what is read, for the message.
+        host: whose connection slots it takes. Attempts wait for each other beyond `PER_HOST`.
+        patience: for how long, counted from the first attempt without its wait for a connection slot.
+        traffic: counts the retries.
         stop: ends it early.
 
     Raises:
         StorageError: the time is over.
     """
     deadline: Deadline | None = None
-    failures: dict[str, int] = {}  # how often for which reason
-
-    def once() -> _T:
-        nonlocal deadline
+    failures: list[str] = []
+    while True:
         try:
-            with _place(host, deadline):
+            with _slot(host, deadline):
                 deadline = deadline or Deadline(patience, stop)
                 found = attempt(deadline)
+            patience.reached = True
+            return found
         except TransientError as error:
-            failures[str(error)] = failures.get(str(error), 0) + 1
-            raise
-        patience.reached = True
-        return found
-
-    def pause(state: tenacity.RetryCallState) -> float:
-        assert deadline is not None
-        return _pause(state, deadline)
-
-    def over(state: tenacity.RetryCallState) -> bool:
-        if deadline is None:
-            return False
-        return (deadline.connect_left() if _unreachable(state) else deadline.left()) <= state.upcoming_sleep
-
-    def sleep(seconds: float) -> None:
-        assert deadline is not None
-        deadline.sleep(seconds)
-
-    def give_up(state: tenacity.RetryCallState) -> NoReturn:
-        assert deadline is not None
-        _give_up(what, failures, deadline, patience.first_s if _unreachable(state) else patience.total_s)
-
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(TransientError),
-        wait=pause,
-        stop=over,
-        sleep=sleep,
-        before_sleep=lambda state: traffic.add(retries=1),
-        retry_error_callback=give_up,
-    )(once)
+            failure = error.with_traceback(None)  # which would refer to this frame
+        assert deadline is not None  # without one, `_slot` waits until there is a slot
+        failures.append(str(failure))
+        pause = _pause(len(failures), failure.after_s, deadline)
+        if (deadline.connect_left() if failure.unreachable else deadline.left()) <= pause:
+            break
+        traffic.add(retries=1)
+        deadline.sleep(pause)
+    raise _given_up(what, failures, deadline, patience.first_s if failure.unreachable else patience.total_s)
 
 
 def cleaned(url: str) -> str:
-    """A URL for messages: without user, password, query and fragment, where credentials stand."""
+    """A URL for messages, without what may hold credentials: user, password, query and fragment."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _unreachable(state: tenacity.RetryCallState) -> bool:
-    """Whether the last attempt ended without a connection, at a place to which there never was one."""
-    error = state.outcome.exception() if state.outcome else None
-    return isinstance(error, TransientError) and error.unreachable
-
-
-def _pause(state: tenacity.RetryCallState, deadline: Deadline) -> float:
-    """Seconds until the next attempt: what the server asks for, as far as there is time for a last try after it."""
-    backoff = _BACKOFF(state)
-    error = state.outcome.exception() if state.outcome else None
-    wanted = error.after_s if isinstance(error, TransientError) else None
-    if wanted is None:
+def _pause(attempts: int, after_s: float | None, deadline: Deadline) -> float:
+    """Seconds until the next attempt: what the server asks for, if there is time for a last attempt after it."""
+    # Random up to 0.1 s, 0.2 s, … 4 s, so that many readers do not come back at once.
+    backoff = 0.05 + random.uniform(0, min(0.1 * 2 ** min(attempts - 1, 10), 4))
+    if after_s is None:
         return backoff
-    return max(backoff, min(wanted, deadline.left() - min(5.0, deadline.total_s / 4)))
+    return max(backoff, min(after_s, deadline.left() - min(5.0, deadline.total_s / 4)))
 
 
-def _give_up(what: str, failures: dict[str, int], deadline: Deadline, allowed_s: float) -> NoReturn:
+def _given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
     if deadline.stopped:
-        raise StorageError(f"{what}: not read, as the store was closed meanwhile")
-    count = sum(failures.values())
-    tries = f"{count} {'try' if count == 1 else 'tries'} in {deadline.elapsed():.1f} s"
-    reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in failures.items())
-    raise StorageError(
+        return StorageError(f"{what}: not read, because the store was closed meanwhile")
+    tries = f"{len(failures)} {'try' if len(failures) == 1 else 'tries'} in {deadline.elapsed():.1f} s"
+    reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in Counter(failures).items())
+    return StorageError(
         f"{what}: not read after {tries}, where {allowed_s:g} s are allowed (give_up_after_s). What failed: {reasons}. Check "
-        "the address, the network and the server, then start again from the last saved state if there is one"
+        "the address, the network and the server, then resume from the last saved state if there is one"
     )
 
 
-_places: dict[str, threading.BoundedSemaphore] = {}
-# A child would wait for places that threads of its parent hold.
-os.register_at_fork(after_in_child=_places.clear)
+_slots: dict[str, threading.BoundedSemaphore] = {}
+# A child process would wait for slots that threads of its parent hold.
+os.register_at_fork(after_in_child=_slots.clear)
 
 
 @contextmanager
-def _place(host: str, deadline: Deadline | None) -> Iterator[None]:
-    """One of the requests that may be under way to a host."""
-    places = _places.setdefault(host, threading.BoundedSemaphore(PER_HOST))
-    if not places.acquire(timeout=None if deadline is None else max(deadline.left(), 0.001)):
-        raise TransientError(f"{PER_HOST} other requests to {host} took all the time")
+def _slot(host: str, deadline: Deadline | None) -> Iterator[None]:
+    """A connection slot: one of the requests that may run at a time to a host."""
+    slots = _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
+    if not slots.acquire(timeout=None if deadline is None else max(deadline.left(), 0.001)):
+        raise TransientError(f"timed out waiting for a connection slot ({PER_HOST} requests at a time to {host})")
     try:
         yield
     finally:
-        places.release()
+        slots.release()

@@ -1,4 +1,4 @@
-"""What every kind of storage offers: sizes, byte ranges, listings."""
+"""The interface of every kind of storage: sizes, byte ranges, listings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dali_stream.errors import DatasetError
 
 @dataclass
 class Traffic:
-    """What reading has cost so far. All zero where files are read in place.
+    """What reading has cost so far. All zero for files that are read in place.
 
     Attributes:
-        requests: that were answered with bytes.
-        fetched_bytes: of the answers' bodies, those of failed attempts too.
+        requests: answered with bytes.
+        fetched_bytes: of the responses' bodies, those of failed attempts too.
         retries: attempts after the first.
-        cached_bytes: that came out of `cache_dir` instead.
-        fetch_s: seconds that reads have waited for the network, added up over the threads.
+        cached_bytes: hits in `cache_dir`.
+        fetch_s: seconds that reads waited for the network, summed over the threads.
     """
 
     requests: int = 0
@@ -50,13 +50,13 @@ class Store(abc.ABC):
 
     A copy (`copy`, `pickle`) of those that `open_store` returns reads the same files with handles and connections of its own.
 
-    Paths are relative, with forward slashes. Where a file is missing, each method raises `DatasetError`; where it is
-    there but its bytes do not come, `StorageError`.
+    Paths are relative, with forward slashes. Each method raises `DatasetError` if a file is missing, and `StorageError` if its
+    bytes cannot be read.
 
     Attributes:
         address: the root, without credentials; for messages.
-        remote: whether a read is worth planning for: it takes a request, and bytes are paid for.
-        revision: the commit that is read, where the source has such.
+        remote: whether a read takes a request over a network.
+        revision: the commit that is read, if the source has commits.
         traffic: what reading has cost.
     """
 
@@ -66,7 +66,7 @@ class Store(abc.ABC):
 
     @property
     def traffic(self) -> Traffic:
-        """Nothing, for files that are read in place."""
+        """All zero, for files that are read in place."""
         return Traffic()
 
     @abc.abstractmethod
@@ -75,7 +75,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file; fewer where the file ends before `stop`."""
+        """Bytes [start, stop) of a file; fewer if the file ends before `stop`."""
 
     @abc.abstractmethod
     def exists(self, path: str) -> bool:
@@ -83,14 +83,14 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def files(self, folder: str) -> list[str]:
-        """The files below a folder at any depth, sorted; empty where there is no such folder."""
+        """The files below a folder at any depth, sorted; empty if there is no such folder."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back every handle. Reading again opens them anew."""
+        """Closes every handle. The next read opens them again."""
 
     def session(self) -> Store:
-        """The same files for one user of several. Where reads take time, its `close` ends its own, and nobody else's."""
+        """The same files for one of several users. Its `close` ends its own remote reads only."""
         return self
 
     def read_all(self, path: str) -> bytes:
@@ -98,11 +98,11 @@ class Store(abc.ABC):
         return self.read(path, 0, self.size(path))
 
     def open(self, path: str, size: int | None = None) -> Ranges:
-        """A seekable file object for libraries that want one: each of its reads is one `read`. It holds no handle.
+        """A seekable file object for libraries that need one. Each of its reads is one `read`. It holds no handle.
 
         Args:
             path: the file.
-            size: its bytes, where they are known already.
+            size: its bytes, if known.
         """
         return Ranges(self, path, self.size(path) if size is None else size)
 
@@ -112,10 +112,12 @@ class Store(abc.ABC):
 
 
 def checked(path: str) -> str:
-    """The path itself, unless it leads out of the root: such names come out of metadata that others wrote."""
+    """The path itself, unless it leads out of the root: paths come from metadata that others wrote."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
-        raise DatasetError(f"the metadata names the file {path!r}, which leads out of the dataset; it is not read")
+        raise DatasetError(
+            f"the metadata names the file {path!r}, which leads out of the dataset; correct the path in the metadata"
+        )
     return path
 
 
