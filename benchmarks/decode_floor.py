@@ -46,7 +46,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import pack
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.mp4.timing import find_samples
+from dali_stream.mp4.timing import find_packets
 from dali_stream.order.windows import offsets, window
 from dali_stream.process import cores
 from dali_stream.tools import environment
@@ -322,7 +322,7 @@ def packets_of(dataset: dali_stream.Dataset, camera: str) -> Callable[[int], tup
     def packets(episode: int) -> tuple[VideoIndex, np.ndarray]:
         table = indices.of(camera, episode, dataset.data_store)
         interval = dataset.table.interval(camera, dataset.rows[episode])
-        return table, find_samples(table, interval, reader.read(episode)[episode]["timestamp"], dataset.fps)
+        return table, find_packets(table, interval, reader.read(episode)[episode]["timestamp"], dataset.fps)
 
     return packets
 

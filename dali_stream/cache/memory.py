@@ -18,7 +18,7 @@ from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.rows import Found, RowReader
 from dali_stream.mp4.index import LACKING, VideoIndex
-from dali_stream.mp4.timing import find_samples
+from dali_stream.mp4.timing import find_packets
 from dali_stream.schedule.byte_cache import Drop
 from dali_stream.schedule.reads import Read
 from dali_stream.storage.retry import PER_HOST
@@ -153,7 +153,7 @@ class Memory:
             index = self.index(camera, episode)
         except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(timestamp), LACKING, np.int64)
-        return find_samples(index, interval, timestamp, self._dataset.fps)
+        return find_packets(index, interval, timestamp, self._dataset.fps)
 
     def stop(self) -> None:
         """Wakes whoever waits for what is read, with an error. Does not wait itself."""

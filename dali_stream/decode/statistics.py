@@ -19,7 +19,7 @@ from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, image_histogram, image_stats, table_stats
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
-from dali_stream.mp4.timing import explain, find_samples
+from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
 
 _MAX_FRAMES = 10_000  # of all episodes together
@@ -115,7 +115,7 @@ def _of_video(
         try:
             table = index(files.paths[files.index[dataset.rows[episode]]])
             interval, timestamp = dataset.table.interval(camera, dataset.rows[episode]), rows[episode]["timestamp"][frames]
-            samples = find_samples(table, interval, timestamp, dataset.fps)
+            samples = find_packets(table, interval, timestamp, dataset.fps)
             for lacking in timestamp[samples == LACKING]:
                 raise DecodeError(f"{store.where(table.path)}: {explain(table, interval, lacking, dataset.fps)}")
             found = []

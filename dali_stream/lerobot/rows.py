@@ -23,7 +23,6 @@ from dali_stream.errors import DatasetError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
-from dali_stream.mp4.timing import not_rising
 from dali_stream.storage import Store
 from dali_stream.storage.store import Ranges
 from dali_stream.workers import Once
@@ -196,7 +195,7 @@ class RowReader:
 
 def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
     """Raises DatasetError where a row's timestamp is not above that of the row before: it would get another row's frame."""
-    row = not_rising(timestamp)
+    row = _not_rising(timestamp)
     if row is not None:
         before = f", and that of row {row - 1} is {timestamp[row - 1]:.4f} s" if row else ""
         raise DatasetError(
@@ -312,3 +311,10 @@ def _objects(array: pa.Array, kind: type, where: str) -> npt.NDArray[np.object_]
     objects = np.empty(len(values), object)
     objects[:] = values
     return objects
+
+
+def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:
+    """The first row whose timestamp is not above that of the row before; None where all rise."""
+    with np.errstate(invalid="ignore"):  # of infinite ones
+        wrong = ~(np.diff(timestamp, prepend=-np.inf) > 0)
+    return int(np.argmax(wrong)) if wrong.any() else None

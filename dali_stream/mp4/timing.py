@@ -1,4 +1,4 @@
-"""Which sample of a video file is the frame of which row: the one nearest in time, if it is near enough and of the episode."""
+"""Which packet of a video file holds the frame of which row: the nearest in time, if it is near enough and of the episode."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TOLERANCE = 0.25  # of a frame: no other frame can be meant, and files whose clo
 Interval = tuple[float, float]  # from_timestamp and to_timestamp of an episode: [start, stop) in seconds of the file
 
 
-def find_samples(table: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float) -> Int64:
-    """The samples that are the frames of an episode's rows.
+def find_packets(table: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float) -> Int64:
+    """The packets that hold the frames of an episode's rows.
 
     Args:
         table: of the file that holds the episode.
@@ -23,22 +23,15 @@ def find_samples(table: VideoIndex, interval: Interval, timestamp: npt.NDArray[A
         fps: frames per second of the dataset.
 
     Returns:
-        (n,) samples of the file. `LACKING` where the nearest frame is more than a quarter of a frame away from the row's
+        (n,) packets of the file. `LACKING` where the nearest frame is more than a quarter of a frame away from the row's
         time, or lies outside the interval by as much; `explain` says which it is.
     """
     samples, away = table.nearest(_seconds(interval, timestamp))
     return np.where((away <= TOLERANCE / fps) & _inside(table, interval, samples, fps), samples, LACKING)
 
 
-def not_rising(timestamp: npt.NDArray[Any]) -> int | None:
-    """The first row whose timestamp is not above that of the row before; None where all rise."""
-    with np.errstate(invalid="ignore"):  # of infinite ones
-        wrong = ~(np.diff(timestamp, prepend=-np.inf) > 0)
-    return int(np.argmax(wrong)) if wrong.any() else None
-
-
 def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float) -> str:
-    """Why `find_samples` has no sample for this row, and what to do."""
+    """Why `find_packets` has no packet for this row, and what to do."""
     seconds = _seconds(interval, np.array([timestamp]))
     [sample], [away] = table.nearest(seconds)
     number = int(np.flatnonzero(table.shown == sample)[0])

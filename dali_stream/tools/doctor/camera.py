@@ -17,7 +17,7 @@ from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
-from dali_stream.mp4.timing import explain, find_samples
+from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.tools.describe import CameraReport, describe_video, video_files
 from dali_stream.tools.doctor import timing
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
@@ -162,7 +162,7 @@ class Camera:
         found = timestamps.of(episode)
         timestamp = frame / dataset.fps if found is None else float(found[frame])
         interval = dataset.table.interval(self.key, dataset.rows[episode])
-        sample = int(find_samples(table, interval, np.array([timestamp]), dataset.fps)[0])
+        sample = int(find_packets(table, interval, np.array([timestamp]), dataset.fps)[0])
         if sample == LACKING:
             why = explain(table, interval, timestamp, dataset.fps)
             raise DecodeError(f"episode {dataset.episodes[episode]}, frame {frame}: {why}")

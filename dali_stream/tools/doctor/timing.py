@@ -11,7 +11,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import LACKING, VideoIndex
-from dali_stream.mp4.timing import TOLERANCE, explain, find_samples
+from dali_stream.mp4.timing import TOLERANCE, explain, find_packets
 from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
 
 LOCAL, REMOTE = 1000, 32  # episodes whose rows are read; for remote data, each may be a request
@@ -71,7 +71,7 @@ def examine(dataset: Dataset, camera: str, tables: Iterable[VideoIndex], timesta
 
 def _fault(dataset: Dataset, camera: str, table: VideoIndex, episode: int, timestamp: npt.NDArray[np.float32]) -> str | None:
     interval = dataset.table.interval(camera, dataset.rows[episode])
-    lacking = find_samples(table, interval, timestamp, dataset.fps) == LACKING
+    lacking = find_packets(table, interval, timestamp, dataset.fps) == LACKING
     if not lacking.any():
         return None
     frame = int(np.argmax(lacking))

@@ -18,7 +18,7 @@ from dali_stream.lerobot import metadata
 from dali_stream.lerobot.rows import check_rising
 from dali_stream.mp4.boxes import children, find, read_moov
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
-from dali_stream.mp4.timing import Interval, explain, find_samples
+from dali_stream.mp4.timing import Interval, explain, find_packets
 from dali_stream.storage import LocalStore, Store
 from dali_stream.storage.store import checked
 
@@ -98,18 +98,18 @@ def refuse_sound(store: Store, path: str) -> None:
 
 
 def shown(where: str, table: VideoIndex, interval: Interval, timestamp: npt.NDArray[np.float32], fps: float) -> Int64:
-    """The packets of an episode's rows, as from `find_samples`.
+    """The packets of an episode's rows, as from `find_packets`.
 
     Args:
         where: file, camera and episode, for the message.
-        table, interval, timestamp, fps: as for `find_samples`.
+        table, interval, timestamp, fps: as for `find_packets`.
 
     Raises:
         DecodeError: a row has no frame.
         DatasetError: the timestamps do not rise.
     """
     check_rising(where, timestamp)
-    samples = find_samples(table, interval, timestamp, fps)
+    samples = find_packets(table, interval, timestamp, fps)
     if (samples == LACKING).any():
         frame = int(np.argmax(samples == LACKING))
         raise DecodeError(f"{where}, frame {frame}: {explain(table, interval, float(timestamp[frame]), fps)}")
