@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dali_stream.decode import statistics
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.metadata import Stats
 
@@ -70,4 +69,6 @@ class Dataset(DatasetFiles):
             DatasetError, StorageError, DecodeError: rows or frames cannot be read.
             ValueError: an unknown key.
         """
-        return statistics.compute_stats(self, keys)
+        from dali_stream.decode.statistics import compute_stats  # loads torch, which datasets alone do without
+
+        return compute_stats(self, keys)
