@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from loader_data import write_odd
+from support.datasets import write_odd
 
 from dali_stream.demo import write_demo
+
+# Their fixtures are for all tests.
+pytest_plugins = ["support.driver", "support.stores", "support.train"]
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -59,6 +62,12 @@ def demo_copy(demo: Path, tmp_path: Path) -> Path:
 def vp9_demo(written: Callable[..., Path]) -> Path:
     """Two episodes of VP9 with GOP 12, which DALI decodes on a CPU. Read only."""
     return written(episodes=2, size=(128, 160), codec="vp9", gop=12)
+
+
+@pytest.fixture(scope="session")
+def small(written: Callable[..., Path]) -> Path:
+    """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
+    return written(episodes=2, size=(120, 128))
 
 
 @pytest.fixture(scope="session")

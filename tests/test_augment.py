@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_data import SIDE, TOP, equal
 from nvidia.dali import fn
+from support.batches import equal
+from support.datasets import SIDE, TOP
 
 from dali_stream import Dataset, Loader, augment
 from dali_stream.order.uniforms import COUNT, uniforms

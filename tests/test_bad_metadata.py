@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-import video_data as data
+from support import videos as data
 
 import dali_stream
 from dali_stream.dataset import Dataset
@@ -63,7 +63,7 @@ def edit_info(root: Path, **entries: Any) -> None:
 
 
 def edit_table(root: Path, path: str, change: Callable[[pa.Table], pa.Table]) -> None:
-    table = pq.read_index(root / path)
+    table = pq.read_table(root / path)
     pq.write_table(change(table), root / path)
 
 
@@ -281,7 +281,7 @@ def test_the_rows(name: str, root: Path) -> None:
 
 def test_zeroed_bytes_in_a_page_of_timestamps(root: Path) -> None:
     """Without checksums nothing in the file tells; without the check row 43's frame would be that of another row."""
-    table = pq.read_index(root / ROWS)
+    table = pq.read_table(root / ROWS)
     pq.write_table(table, root / ROWS, compression="none", use_dictionary=False)
     content = (root / ROWS).read_bytes()
     at = content.index(table["timestamp"].to_numpy().tobytes()) + 43 * 4
@@ -297,7 +297,7 @@ def test_rows_that_do_not_lie_in_the_order_of_the_episodes_are_found(root: Path)
     def turn(table: pa.Table) -> pa.Table:
         return pa.concat_tables([table.slice(31), table.slice(0, 31)])
 
-    table = turn(pq.read_index(root / ROWS))
+    table = turn(pq.read_table(root / ROWS))
     pq.write_table(table, root / ROWS, row_group_size=10)
     dataset = Dataset(root)
     reader = RowReader(dataset)

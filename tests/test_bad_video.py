@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import video_data as data
+from support import videos as data
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
@@ -180,7 +180,7 @@ def test_a_coarse_clock_is_no_fault(videos: Callable[[str], Path], tmp_path: Pat
     data.ffmpeg("-i", videos("h264"), "-c", "copy", "-video_track_timescale", "1000", video)
     root = data.write_dataset(tmp_path / "set", [video])
     path = root / "meta/episodes/chunk-000/file-000.parquet"
-    table = pq.read_index(path)
+    table = pq.read_table(path)
     for name in ("from_timestamp", "to_timestamp"):
         at = table.column_names.index(f"videos/{data.CAMERA}/{name}")
         table = table.set_column(at, table.column_names[at], pa.array(table[at].to_numpy().round(3)))

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
 from nvidia.dali.pipeline import Pipeline, StreamPolicy
-from servers import Server
+from support.batches import check_identities, equal, pictures, samples
+from support.datasets import CAMERAS, SIDE, TOP, read_lengths
+from support.servers import Server
 from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader

@@ -32,11 +32,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:
-    return pq.read_index(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    return pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
 
 
 def read_rows(root: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(root.glob("data/*/*.parquet")) for row in pq.read_index(path).to_pylist()]
+    return [row for path in sorted(root.glob("data/*/*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 def read_column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
@@ -87,7 +87,7 @@ def test_parquet_types_are_lerobots(demo: Path) -> None:
 
 def test_rows_agree_with_episodes(demo: Path) -> None:
     rows, episodes = read_rows(demo), read_episodes(demo)
-    tasks = pq.read_index(demo / "meta/tasks.parquet").to_pydict()
+    tasks = pq.read_table(demo / "meta/tasks.parquet").to_pydict()
     names = dict(zip(tasks["task_index"], tasks["__index_level_0__"], strict=True))
     assert read_column(rows, "index").tolist() == list(range(len(rows)))
     for number, episode in enumerate(episodes):
@@ -99,7 +99,7 @@ def test_rows_agree_with_episodes(demo: Path) -> None:
         expected = (np.arange(episode["length"]) / FPS).astype(np.float32)
         assert np.array_equal(read_column(part, "timestamp").astype(np.float32), expected)
         path = demo / f"data/chunk-{episode['data/chunk_index']:03d}/file-{episode['data/file_index']:03d}.parquet"
-        assert number in pq.read_index(path)["episode_index"].to_pylist()
+        assert number in pq.read_table(path)["episode_index"].to_pylist()
     assert len({episode["length"] for episode in episodes}) > 1
 
 

@@ -17,17 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import copied
-from doctor_data import cpu_torch, doctor, found, run, shadows
-from driver_data import FakeDriver, fake_driver
-from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
+from support.datasets import VIDEO
+from support.doctor import cpu_torch, doctor, found, run, shadows
+from support.driver import FakeDriver
+from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
 
 from dali_stream import Dataset
 from dali_stream.lerobot.metadata import INFO
 from dali_stream.tools.doctor import Finding, examine, frames
 from dali_stream.tools.doctor.dataset import examine as examine_dataset
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
-
-__all__ = ["fake_driver"]
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 NO_DECODER = Decoders(False, False, {})
@@ -304,7 +303,7 @@ def test_rows_that_are_offset_against_the_video(encoded: Callable[..., Path]) ->
 def test_an_episode_that_metadata_make_too_short(encoded: Callable[..., Path]) -> None:
     root = encoded(*h264(12))
     path = root / "meta/episodes/chunk-000/file-000.parquet"
-    table = pq.read_index(path)
+    table = pq.read_table(path)
     at = table.column_names.index(f"videos/{CAMERA}/to_timestamp")
     pq.write_table(table.set_column(at, table.column_names[at], pa.array([31 / 30, 71 / 30])), path)
     finding = looked_at(root)[0][f"{CAMERA} timestamps"]
@@ -316,7 +315,7 @@ def test_an_episode_that_metadata_make_too_short(encoded: Callable[..., Path]) -
 def test_a_timestamp_that_falls(demo_copy: Path) -> None:
     """In the last episode, which is not the one whose rows are read whole."""
     path = max(demo_copy.glob("data/**/*.parquet"))
-    table = pq.read_index(path)
+    table = pq.read_table(path)
     times = table["timestamp"].to_numpy().copy()
     times[-5] = 0.15
     pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", pa.array(times)), path)

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import copied
-from loader_data import ODD_CAMERA, ODD_SIZE, SIDE, TOP, as_lerobot, equal, read_lengths, read_rows, samples, write_odd
+from support.batches import as_lerobot, equal, samples
+from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, read_lengths, read_rows, write_odd
 
 from dali_stream import Dataset, Loader
 from dali_stream.demo import read_identities
@@ -114,7 +115,7 @@ def test_a_window_over_the_task_index_keeps_the_task_of_the_current_frame(odd: P
 def with_column(root: Path, key: str, like: str) -> Path:
     """Adds a feature that is a copy of another one."""
     file, info = root / "data/chunk-000/file-000.parquet", json.loads((root / "meta/info.json").read_text())
-    table = pq.read_index(file)
+    table = pq.read_table(file)
     pq.write_table(table.append_column(key, table[like]), file, row_group_size=4)
     info["features"][key] = info["features"][like]
     (root / "meta/info.json").write_text(json.dumps(info))
@@ -164,7 +165,7 @@ def test_a_video_with_the_key_of_a_mask_is_not_read(demo_copy: Path) -> None:
     info = demo_copy / "meta/info.json"
     info.write_text(renamed(info.read_text()))
     for file in demo_copy.glob("meta/episodes/*/*.parquet"):
-        table = pq.read_index(file)
+        table = pq.read_table(file)
         pq.write_table(table.rename_columns([renamed(name) for name in table.column_names]), file)
     shutil.rmtree(demo_copy / "videos" / SIDE)
     assert Dataset(demo_copy).videos == (TOP, "action_is_pad")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import video_data as data
+from support import videos as data
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode

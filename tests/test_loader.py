@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import copied
-from loader_data import CAMERAS, SIDE, TOP, as_lerobot, check_identities, equal, read_lengths, read_rows, samples
+from support.batches import as_lerobot, check_identities, equal, samples
+from support.datasets import CAMERAS, SIDE, TOP, read_lengths, read_rows
 
 from dali_stream import Dataset, DecodeError, Loader, Order
 from dali_stream.pipeline.buffers import Buffers
@@ -101,7 +102,7 @@ def test_memory_of_batches_is_used_again_when_nobody_looks_at_it(
 
 
 def test_every_value_is_that_of_the_file(demo: Path) -> None:
-    rows, tasks = read_rows(demo), pq.read_index(demo / "meta/tasks.parquet").to_pydict()
+    rows, tasks = read_rows(demo), pq.read_table(demo / "meta/tasks.parquet").to_pydict()
     names = dict(zip(tasks["task_index"], tasks["__index_level_0__"], strict=True))
     for batch in batches_of(Dataset(demo, cameras=[])):
         assert set(batch) == {*rows, "task"}

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from loader_data import ODD_CAMERA, SIDE, TOP, read_rows
 from PIL import Image
+from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows
 from torch.utils.data import default_collate
 from torchcodec.decoders import VideoDecoder
 
@@ -36,7 +36,7 @@ class Reference:
         self.fps, self.features = self.info["fps"], self.info["features"]
         self.deltas = {key: [round(delta * self.fps) for delta in values] for key, values in (deltas or {}).items()}
         self.rows = read_rows(root)
-        self.episodes = pq.read_index(root / "meta/episodes").to_pylist()
+        self.episodes = pq.read_table(root / "meta/episodes").to_pylist()
         self.tasks, self.subtasks = self.names("task"), self.names("subtask")
         self.decoder = functools.cache(lambda path: VideoDecoder(path, seek_mode="approximate"))
 
@@ -44,7 +44,7 @@ class Reference:
         path = self.root / f"meta/{kind}s.parquet"
         if not path.exists():
             return []
-        columns = pq.read_index(path).to_pydict()
+        columns = pq.read_table(path).to_pydict()
         [names] = (values for key, values in columns.items() if key != f"{kind}_index")
         return [name for _, name in sorted(zip(columns[f"{kind}_index"], names, strict=True))]
 
@@ -162,7 +162,7 @@ def test_a_selection_of_episodes(demo: Path) -> None:
 
 def test_lerobot_itself(demo: Path, odd: Path) -> None:
     pytest.importorskip("lerobot", reason="LeRobot is not installed")
-    script = Path(__file__).with_name("parity_with_lerobot.py")
+    script = Path(__file__).with_name("support") / "parity_with_lerobot.py"
     done = subprocess.run([sys.executable, script, demo, odd], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])

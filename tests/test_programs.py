@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from loader_data import CAMERAS, check_identities, read_lengths
+from support.batches import check_identities
+from support.datasets import CAMERAS, read_lengths
 
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment

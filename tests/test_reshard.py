@@ -11,24 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import video_data
 from conftest import copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_data import SIDE, TOP
-from reshard_data import (
-    DEPTH,
-    SMALL,
-    assert_same_stream,
-    enrich,
-    episode_table,
-    frames_by_ffmpeg,
-    top_boxes,
-    videos,
-    write_wide,
-    written,
-)  # fmt: skip
-from servers import Server
+from support import videos as video_data
+from support.batches import assert_same_stream
+from support.datasets import DEPTH, SIDE, TOP, enrich, episode_table, videos, write_wide
+from support.servers import Server
+from support.tools import SMALL
+from support.tools import resharded as written
+from support.videos import frames_by_ffmpeg, top_boxes
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.demo import write_demo
@@ -158,7 +150,7 @@ def test_whole_files_decode_to_the_same_pictures(h264_demo: Path, tmp_path: Path
 def test_what_a_loader_does_not_read_is_copied_too(rich: Path, rich_out: Path) -> None:
     assert_same_stream(rich, rich_out)
     assert len(list((rich_out / "videos" / DEPTH).rglob("*.mp4"))) > 1
-    old, new = (pa.concat_tables([pq.read_index(p) for p in sorted(r.glob("data/*/*.parquet"))]) for r in (rich, rich_out))
+    old, new = (pa.concat_tables([pq.read_table(p) for p in sorted(r.glob("data/*/*.parquet"))]) for r in (rich, rich_out))
     assert new.schema.equals(old.schema, check_metadata=True)
     assert b"huggingface" in new.schema.metadata
     assert b"Array2DExtensionType" in new.schema.field("matrix").metadata[b"ARROW:extension:name"]
@@ -180,7 +172,7 @@ def test_metadata_fits_the_files(rich: Path, rich_out: Path) -> None:
     assert table["dataset_to_index"][-1] == new["total_frames"]
     for episode in range(new["total_episodes"]):
         row = {key: values[episode] for key, values in table.items()}
-        data = pq.read_index(rich_out / new["data_path"].format(**_place(row, "data/")))
+        data = pq.read_table(rich_out / new["data_path"].format(**_place(row, "data/")))
         frames = data.filter(pa.compute.equal(data["episode_index"], episode))
         assert frames["index"].to_pylist() == list(range(row["dataset_from_index"], row["dataset_to_index"]))
         for camera in (TOP, SIDE, DEPTH):
@@ -203,7 +195,7 @@ def _place(row: dict[str, int], prefix: str) -> dict[str, int]:
 
 def test_several_files_of_the_episode_table(demo_copy: Path, tmp_path: Path) -> None:
     path = demo_copy / "meta/episodes/chunk-000/file-000.parquet"
-    whole = pq.read_index(path)
+    whole = pq.read_table(path)
     for number in range(3):
         part = whole.slice(2 * number, 2)
         at = part.column_names.index("meta/episodes/file_index")
@@ -228,7 +220,7 @@ def test_row_groups_of_32_mb_hold_whole_episodes(tmp_path: Path) -> None:
     assert [group.num_rows for group in groups] == [700, 500, 1150, 1150, 100]
     assert all(group.column(i).has_offset_index for group in groups for i in range(group.num_columns))
     assert all(group.column(i).has_column_index for group in groups for i in range(1, group.num_columns))
-    old, new = (pq.read_index(f, use_threads=False) for f in (next(root.glob("data/*/*.parquet")), path))
+    old, new = (pq.read_table(f, use_threads=False) for f in (next(root.glob("data/*/*.parquet")), path))
     assert new.equals(old)
 
 

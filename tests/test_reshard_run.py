@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import video_data
-from cli_data import failed
-from loader_data import SIDE, TOP
-from reshard_data import SMALL, assert_same_stream, change_info, enrich, rename_camera, tree, videos, written
+from support import videos as video_data
+from support.batches import assert_same_stream
+from support.datasets import SIDE, TOP, change_info, enrich, rename_camera, tree, videos
+from support.programs import failed
+from support.tools import SMALL
+from support.tools import resharded as written
 
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError
@@ -223,7 +225,7 @@ def test_a_damaged_row_is_found(demo: Path, tmp_path: Path, whole: dict[str, byt
     path = out / "data/chunk-000/file-001.parquet"
 
     def damage() -> None:
-        table = pq.read_index(path, use_threads=False)
+        table = pq.read_table(path, use_threads=False)
         values = np.array(table["next.reward"].to_pylist(), np.float32)
         values[row] += 1
         at = table.column_names.index("next.reward")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import video_data
-from loader_data import TOP, check_identities, read_lengths
+from support import videos as video_data
+from support.batches import check_identities
+from support.datasets import TOP, read_lengths
 
 import dali_stream
 from dali_stream import loader as loader_module

@@ -14,16 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from driver_data import FakeDriver, fake_driver
-from loader_data import TOP
+from support.datasets import TOP
+from support.driver import FakeDriver
 
 import dali_stream
 from dali_stream.cli import main
 from dali_stream.decode import dali
 from dali_stream.demo import write_demo
 from dali_stream.tools.selftest import identity, lockstep, run, soak, speed, step, videos
-
-__all__ = ["fake_driver"]
 
 
 def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -111,7 +109,7 @@ def test_epochs_through_the_loader_are_checked_picture_by_picture(vp9_demo: Path
     assert (found["wrong"], found["route_changes"]) == (0, 0)
     # The second episode is said to begin a frame earlier than it does: each of its frames is the one before.
     [path] = (mixed / "meta" / "episodes").glob("*/*.parquet")
-    rows, key = pq.read_index(path), f"videos/{TOP}/from_timestamp"
+    rows, key = pq.read_table(path), f"videos/{TOP}/from_timestamp"
     begins = pa.array([rows[key][0].as_py(), rows[key][1].as_py() - 1 / 20])
     pq.write_table(rows.set_column(rows.schema.get_field_index(key), key, begins), path)
     found = soak.measure(str(mixed), "cpu", "torchcodec", 0)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from loader_data import ODD_CAMERA, SIDE, TOP, Batch, check_identities, equal, read_lengths, samples, write_odd
-from servers import Request, Server
+from support.batches import Batch, check_identities, equal, samples
+from support.datasets import ODD_CAMERA, SIDE, TOP, read_lengths, write_odd
+from support.servers import Request, Server
 
 from dali_stream import DaliStreamError, Dataset, Loader
 from dali_stream.demo import write_demo

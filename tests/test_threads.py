@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loader_data import TOP, equal, samples
+from support.batches import equal, samples
+from support.datasets import TOP
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
 from dali_stream.pipeline import graph

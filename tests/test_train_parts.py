@@ -15,12 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from filelock import FileLock
-from loader_data import CAMERAS
-from train_data import ROOT, SMALL, journal, program
+from support.datasets import CAMERAS
+from support.train import ROOT, SMALL, journal
 
 from dali_stream import Dataset, Loader
 
-__all__ = ["program"]
 CHUNK = {"action": [step / 20 for step in range(8)]}
 
 
@@ -48,7 +47,7 @@ def numbers(root: Path) -> Path:
         info["features"][key] |= {"shape": [1], "names": None}
         stats[key] = {name: values[:1] for name, values in stats[key].items()}
     for file in root.glob("data/*/*.parquet"):
-        table = pq.read_index(file)
+        table = pq.read_table(file)
         for key in keys:
             values = pa.array([row[0] for row in table[key].to_pylist()], pa.float32())
             table = table.set_column(table.column_names.index(key), key, values)
