@@ -115,5 +115,5 @@ class Recorded:
 
 
 def _read(paths: list[Path], columns: list[str]) -> dict[str, np.ndarray]:
-    table = pa.concat_tables([pq.read_index(path, columns=columns) for path in paths])
+    table = pa.concat_tables([pq.read_table(path, columns=columns) for path in paths])
     return {name: table[name].to_numpy() for name in columns}

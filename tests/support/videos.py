@@ -24,6 +24,7 @@ from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # ex
 import dali_stream
 from dali_stream.demo import read_identities, stamp
 from support.datasets import ROWS, Camera, Column, build
+from support.datasets import VIDEO as VIDEO
 
 Pictures = npt.NDArray[np.uint8]
 CAMERA = "observation.images.cam"
