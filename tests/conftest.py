@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from support.datasets import write_odd
+from support.datasets import copied, write_odd
 
 from dali_stream.demo import write_demo
 
@@ -70,6 +70,12 @@ def vp9_demo(written: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def h264_demo(written: Callable[..., Path]) -> Path:
+    """Four episodes of H.264 with GOP 12 and B-frames; the first two are those of `vp9_demo`. Read only."""
+    return written(episodes=4, size=(128, 160), codec="h264", gop=12)
+
+
+@pytest.fixture(scope="session")
 def small(written: Callable[..., Path]) -> Path:
     """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
     return written(episodes=2, size=(120, 128))
@@ -88,8 +94,3 @@ def g1() -> Path:
     if not root.is_dir():
         pytest.skip(f"the recording is not at {root}")
     return root
-
-
-def copied(root: Path, folder: Path) -> Path:
-    """A copy of a dataset below `folder`."""
-    return Path(shutil.copytree(root, folder / root.name))

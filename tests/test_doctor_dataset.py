@@ -16,8 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import copied
-from support.datasets import VIDEO
+from support.datasets import VIDEO, copied
 from support.doctor import cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
 from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset

@@ -12,9 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import copied
 from support.batches import as_lerobot, check_identities, equal, samples
-from support.datasets import CAMERAS, SIDE, TOP, read_lengths, read_rows
+from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths, read_rows
 
 from dali_stream import Dataset, DecodeError, Loader, Order
 from dali_stream.pipeline.buffers import Buffers

@@ -11,12 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import videos as video_data
 from support.batches import assert_same_stream
-from support.datasets import DEPTH, SIDE, TOP, enrich, episode_table, videos, write_wide
+from support.datasets import DEPTH, SIDE, TOP, copied, enrich, episode_table, videos, write_wide
 from support.servers import Server
 from support.tools import SMALL
 from support.tools import resharded as written

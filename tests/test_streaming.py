@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,9 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("codec", "gop"), [("h264", 12), ("hevc", 30)])
-def test_b_frames_and_open_gops(tmp_path: Path, codec: str, gop: int) -> None:
+def test_b_frames_and_open_gops(written: Callable[..., Path], codec: str, gop: int) -> None:
     """What a frame needs may begin in the block before its own."""
-    root = write_demo(tmp_path / codec, episodes=3, size=(128, 160), codec=codec, gop=gop)
+    root = written(episodes=4, size=(128, 160), codec=codec, gop=gop)
     lengths = read_lengths(root)
     with Server(root) as server, Loader(server.url, batch_size=16, memory_budget="2MB", consumers=2) as loader:
         for batch in loader:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import videos as video_data
 from support.batches import assert_same_but_for_pictures
-from support.datasets import DEPTH, SIDE, TOP, change_info, enrich, tree, video, videos
+from support.datasets import DEPTH, SIDE, TOP, change_info, copied, enrich, tree, video, videos
 from support.servers import Server
 from support.tools import assert_rest_is_the_same, table_of, transcoded
 from support.videos import colourful, difference, probe, recorded

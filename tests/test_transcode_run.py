@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import copied
 from support import videos as video_data
-from support.datasets import SIDE, TOP, tree
+from support.datasets import SIDE, TOP, copied, tree
 from support.programs import failed
 from support.tools import FAST, stub, transcoded
 

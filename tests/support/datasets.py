@@ -255,6 +255,11 @@ def video(root: Path) -> Path:
 # ---- changing datasets
 
 
+def copied(root: Path, folder: Path) -> Path:
+    """A copy of a dataset below `folder`."""
+    return Path(shutil.copytree(root, folder / root.name))
+
+
 def change_info(root: Path, **changes: Any) -> dict[str, Any]:
     """Writes other values into a dataset's info.json; returns all of it."""
     info = json.loads((root / "meta/info.json").read_text()) | changes
