@@ -25,6 +25,21 @@ pytest_plugins = ["support.driver", "support.stores", "support.train"]
 
 SHARED = Path(__file__).parents[2] / "shared"
 
+# Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
+FIRST = ("transcode_run", "transcode", "doctor", "cli", "codecs", "reshard_run", "doctor_dataset", "threads", "train", "launch")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores, since many tests wait for servers and for programs that they start."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts by file; the order within a file stays."""
+    places = {f"test_{name}": place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +93,7 @@ def h264_demo(written: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def small(written: Callable[..., Path]) -> Path:
     """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
-    return written(episodes=2, size=(120, 128))
+    return written(episodes=2, size=(120, 128), fps=10)
 
 
 @pytest.fixture(scope="session")
