@@ -93,7 +93,7 @@ def h264_demo(written: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def small(written: Callable[..., Path]) -> Path:
     """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
-    return written(episodes=2, size=(120, 128), fps=10)
+    return written(episodes=2, size=(120, 128))
 
 
 @pytest.fixture(scope="session")
