@@ -13,12 +13,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from support.batches import Batch, check_identities, equal, samples
-from support.datasets import ODD_CAMERA, SIDE, TOP, read_lengths, write_odd
+from support.datasets import ODD_CAMERA, SIDE, TOP, Camera, build, read_lengths, write_odd
 from support.servers import Request, Server
+from support.videos import SIZE, draw, encode, h264
 
 from dali_stream import DaliStreamError, Dataset, Loader
-from dali_stream.demo import write_demo
-from dali_stream.tools.reshard import reshard
 
 DELTAS = {TOP: [-0.5, 0.0, 0.05], "action": [0.0, 0.05]}
 
@@ -112,12 +111,16 @@ def test_nothing_is_fetched_twice_and_little_for_nothing(demo: Path, server: Ser
 
 @pytest.fixture(scope="module")
 def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve episodes in one file per camera."""
-    folder = tmp_path_factory.mktemp("twelve")
-    reshard(Dataset(write_demo(folder / "demo", episodes=12, size=(240, 320))), folder / "out")
-    [video] = folder.glob(f"out/videos/{TOP}/*/*.mp4")
-    assert video.stat().st_size > 12 * 2 * 65536  # so many blocks that asking for each would show
-    return folder / "out"
+    """Twelve episodes in one file per camera. Noise makes the files large: few frames, and many blocks."""
+    folder, lengths = tmp_path_factory.mktemp("twelve"), range(40, 64, 2)
+    rng, cameras = np.random.default_rng(0), {}
+    for number, key in enumerate((TOP, SIDE)):
+        frames = draw(lengths, camera=number)
+        frames[:, : SIZE[0] * 3 // 4] ^= rng.integers(0, 64, frames[:, : SIZE[0] * 3 // 4].shape, np.uint8)
+        path = encode(frames, folder / f"{number}.mp4", h264(2))
+        cameras[key] = Camera([path], [lengths], SIZE)
+        assert path.stat().st_size > 12 * 2 * 65536  # so many blocks that asking for each would show
+    return build(folder / "out", lengths, {}, cameras=cameras, fps=30)
 
 
 @pytest.mark.slow

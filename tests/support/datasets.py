@@ -78,14 +78,14 @@ def build(
         "task_index": Column("int64", [1], episode % len(labels["task"])),
     }
     rows = pa.table({key: _arrow(column) for key, column in columns.items()})
-    (root / ROWS).parent.mkdir(parents=True)
+    (root / ROWS).parent.mkdir(parents=True, exist_ok=True)
     with pq.ParquetWriter(root / ROWS, rows.schema, use_dictionary=False) as writer:
         if rows_per_group is None:
             for first, n in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False):
                 writer.write_table(rows.slice(first, n))
         else:
             writer.write_table(rows, row_group_size=rows_per_group)
-    (root / EPISODE_TABLE).parent.mkdir(parents=True)
+    (root / EPISODE_TABLE).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(_episode_table(lengths, cameras, fps, labels["task"]), root / EPISODE_TABLE)
     for name, texts in labels.items():
         _write_labels(root / f"meta/{name}s.parquet", name, list(texts))
