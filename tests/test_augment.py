@@ -43,7 +43,7 @@ def batches(dataset: Dataset | Path, pipeline: Callable[[Nodes], Nodes] | None =
 
 @pytest.fixture(scope="module")
 def dataset(demo: Path) -> Dataset:
-    return Dataset(demo, episodes=[0, 1])
+    return Dataset(demo, episodes=[1])
 
 
 # ---- the numbers
