@@ -143,7 +143,8 @@ def test_hidden_frames_are_kept_from_nvdec(
 ) -> None:
     """By the file's first frames at the start, and of each clip: where only later ones have some, the route changes."""
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
-    dataset = dali_stream.Dataset(written(episodes=2, size=(128, 160), codec=codec, gop=gop))
+    kind = {} if (codec, gop) == ("av1", 2) else {"codec": codec, "gop": gop}
+    dataset = dali_stream.Dataset(written(episodes=2, size=(128, 160) if codec == "vp9" else (120, 128), **kind))
     table = read_index(dataset.data_store, FIRST)
     found = route.choose("auto", 0, describe(table.configs[0]), table, dataset.data_store)
     assert found.decoder == ("torchcodec" if hides else "dali")
