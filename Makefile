@@ -53,9 +53,10 @@ figures: install ## draw the pictures in docs/ from the demo dataset and from th
 docs: install ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --clean
 
-# A process per core. Those of one file stay together, since they share what they have written.
+# The tests of one file stay in one process, since they share what they have written. tests/conftest.py says how many processes
+# there are, and which files come first.
 test: install ## run the tests, without the slow ones
-	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile $(ARGS)
+	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # pytest exits 5 where no test is marked slow: nothing failed.
 test-slow: install ## run the slow tests

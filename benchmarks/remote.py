@@ -101,7 +101,7 @@ def epochs(dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any]) 
 def serve(connection: Connection, root: Path, latency_s: float, bytes_per_s: float) -> None:
     """The server's process."""
     sys.path.insert(0, str(TESTS))
-    from servers import Server
+    from support.servers import Server
 
     with Server(root, latency_s=latency_s, bytes_per_s=bytes_per_s) as server:
         connection.send(server.url)

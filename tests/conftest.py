@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Before torch is loaded, for programs that a test starts too. Otherwise torch's threads wait for each other by spinning, and
+# where the test processes share the cores, stacking a few frames takes a second instead of milliseconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import re
 import shutil
 from collections.abc import Callable
@@ -11,11 +16,29 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from loader_data import write_odd
+from support.datasets import copied, write_odd
 
 from dali_stream.demo import write_demo
 
+# Their fixtures are for all tests.
+pytest_plugins = ["support.driver", "support.stores", "support.train"]
+
 SHARED = Path(__file__).parents[2] / "shared"
+
+# Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
+FIRST = ("transcode_run", "transcode", "doctor", "cli", "codecs", "reshard_run", "doctor_dataset", "threads", "train", "launch")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores, since many tests wait for servers and for programs that they start."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts by file; the order within a file stays."""
+    places = {f"test_{name}": place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +85,18 @@ def vp9_demo(written: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def h264_demo(written: Callable[..., Path]) -> Path:
+    """Four episodes of H.264 with GOP 12 and B-frames; the first two are those of `vp9_demo`. Read only."""
+    return written(episodes=4, size=(128, 160), codec="h264", gop=12)
+
+
+@pytest.fixture(scope="session")
+def small(written: Callable[..., Path]) -> Path:
+    """Two episodes of AV1, two cameras: of one in one file, of the other in two. Read only."""
+    return written(episodes=2, size=(120, 128))
+
+
+@pytest.fixture(scope="session")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """21 frames in 4 episodes without video, with columns of every kind (see `write_odd`). Read only."""
     return write_odd(tmp_path_factory.mktemp("odd") / "data")
@@ -74,8 +109,3 @@ def g1() -> Path:
     if not root.is_dir():
         pytest.skip(f"the recording is not at {root}")
     return root
-
-
-def copied(root: Path, folder: Path) -> Path:
-    """A copy of a dataset below `folder`."""
-    return Path(shutil.copytree(root, folder / root.name))

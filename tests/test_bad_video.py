@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import video_data as data
+from support import videos as data
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode

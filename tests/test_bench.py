@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState
-from loader_data import TOP
-from servers import Server
+from support.datasets import TOP
+from support.servers import Server
 
 from dali_stream import Dataset, Loader
 from dali_stream.cli import main

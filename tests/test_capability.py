@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver_data import FakeDriver, fake_driver
-
-__all__ = ["fake_driver"]
+from support.driver import FakeDriver
 
 _ASK = """
 import json

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_data import b_frames, driver, failed, pictures, program
+from support.programs import driver, failed, pictures, program
+from support.videos import b_frames
 
 import dali_stream
 from dali_stream.cli import main

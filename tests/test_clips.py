@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import video_data as data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import videos as data
 
 from dali_stream.decode import torchcodec as decode
 from dali_stream.errors import DecodeError

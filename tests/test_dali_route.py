@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
 from nvidia.dali.pipeline import Pipeline, StreamPolicy
-from servers import Server
+from support.batches import check_identities, equal, pictures, samples
+from support.datasets import CAMERAS, SIDE, TOP, read_lengths
+from support.servers import Server
 from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader
@@ -21,17 +22,11 @@ from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.dali import COLOUR_TOLERANCE
-from dali_stream.demo import read_identities, write_demo
+from dali_stream.demo import read_identities
 
 FPS = 20
 STEPS = {TOP: [-2, -1, 0], SIDE: [0, 1, 30], "action": [0, 1, 2, 3]}
 WINDOWS = {key: [step / FPS for step in steps] for key, steps in STEPS.items()}
-
-
-@pytest.fixture(scope="module")
-def h264_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rows and frames of `vp9_demo`, in H.264 with GOP 12 and B-frames."""
-    return write_demo(tmp_path_factory.mktemp("demo") / "h264", episodes=2, size=(128, 160), codec="h264", gop=12)
 
 
 def batches_of(root: Path, **arguments: Any) -> list[dict[str, Any]]:

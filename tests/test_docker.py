@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from slurm_data import Cluster
+from support.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_data import driver, failed
-from doctor_data import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, doctor, found, run, shadows
-from driver_data import FakeDriver, fake_driver
+from support.doctor import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, doctor, found, run, shadows
+from support.driver import FakeDriver
+from support.programs import driver, failed
 
 import dali_stream
 from dali_stream.cli import main
 from dali_stream.tools.doctor import Report
 from dali_stream.tools.doctor.machine import container, cpu_quota, memory_limit
 from dali_stream.tools.doctor.machine import examine as examine_machine
-
-__all__ = ["fake_driver"]
 
 CODECS = ("H.264", "HEVC", "AV1", "VP9", "MPEG-4")
 

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import copied
-from doctor_data import cpu_torch, doctor, found, run, shadows
-from driver_data import FakeDriver, fake_driver
-from video_data import CAMERA, VIDEO, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
+from support.datasets import VIDEO, copied
+from support.doctor import cpu_torch, doctor, found, run, shadows
+from support.driver import FakeDriver
+from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
 
 import dali_stream
 from dali_stream import Dataset
@@ -27,8 +27,6 @@ from dali_stream.lerobot.metadata import INFO
 from dali_stream.tools.doctor import Finding, frames
 from dali_stream.tools.doctor.dataset import examine as examine_dataset
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
-
-__all__ = ["fake_driver"]
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 NO_DECODER = Decoders(False, False, {})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_data import ENVIRONMENT, command, losses, train
+from support.train import ENVIRONMENT, command, losses, train
 
 pytestmark = pytest.mark.slow
 STEPS, SAVE_EVERY = 12, 3

@@ -9,17 +9,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import faults
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import Server
-from storage_data import CONTENT, SMALL, Clock, clock, failure, quick, refusing
+from support import faults
+from support.servers import Server
+from support.stores import CONTENT, SMALL, Clock, failure, quick
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import open_store
-
-__all__ = ["clock", "refusing"]
 
 PATH = "data.bin"
 HANG_GUARD_S = 60.0

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import copied
-from loader_data import ODD_CAMERA, ODD_SIZE, SIDE, TOP, as_lerobot, equal, read_lengths, read_rows, samples, write_odd
+from support.batches import as_lerobot, equal, samples
+from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, copied, read_lengths, read_rows, write_odd
 
 from dali_stream import Dataset, Loader
 from dali_stream.demo import read_identities

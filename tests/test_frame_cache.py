@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loader_data import equal, pictures, samples
 from PIL import Image
+from support.batches import equal, pictures, samples
 
 from dali_stream import Loader, MemoryBudgetError
 from dali_stream.cli import main

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import video_data as data
+from support import videos as data
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
@@ -47,10 +47,10 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = {
-    "index": (3000, 30000),  # headers of videos, the index read
-    "frames": (400, 8000),  # headers of videos, frames decoded
-    "parquet": (1000, 8000),
-    "json": (800, 10000),
+    "index": (1000, 32000),  # headers of videos, the index read
+    "frames": (200, 8200),  # headers of videos, frames decoded
+    "parquet": (300, 8700),
+    "json": (300, 10500),
 }
 
 

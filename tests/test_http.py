@@ -15,20 +15,18 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import ClassVar
 
-import faults
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
-from servers import Server
-from storage_data import CONTENT, SMALL, everything_logged, failure, quick, said
+from support import faults
+from support.servers import Server
+from support.stores import CONTENT, SMALL, failure, quick, said
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import open_store
-
-__all__ = ["everything_logged"]
 
 FILES = {"data/a b#c%.bin": CONTENT, "small.bin": SMALL, "empty": b""}
 BIG = "data/a b#c%.bin"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import faults
 import pytest
-from clouds import SIGNATURE, Hub
-from storage_data import CONTENT, everything_logged, failure, quick, said
+from support import faults
+from support.clouds import SIGNATURE, Hub
+from support.stores import CONTENT, failure, quick, said
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import open_store
-
-__all__ = ["everything_logged"]
 
 TOKEN = "hf_s3cretT0ken"
 FILES = {

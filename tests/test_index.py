@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_data import failed
-from faults import hang
-from servers import Request, Server
+from support.faults import hang
+from support.programs import failed
+from support.servers import Request, Server
 
 import dali_stream
 from dali_stream import Dataset, Loader, StorageError

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loader_data import samples
-from servers import Server
+from support.batches import samples
+from support.servers import Server
 
 from dali_stream import Loader
 from dali_stream.demo import write_demo

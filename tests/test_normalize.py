@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_data import ODD_CAMERA, SIDE, TOP, equal, read_rows
-from servers import Server
+from support.batches import equal
+from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows
+from support.servers import Server
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.normalize import MODES, Normalizer

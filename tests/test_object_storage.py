@@ -7,18 +7,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import faults
 import fsspec
 import pytest
-from clouds import S3
-from servers import Server
-from storage_data import CONTENT, Clock, clock, everything_logged, failure, refusing, said
+from support import faults
+from support.clouds import S3
+from support.servers import Server
+from support.stores import CONTENT, Clock, failure, said
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import RemoteStore, open_store
 from dali_stream.storage.objects import FsspecTransport
-
-__all__ = ["clock", "everything_logged", "refusing"]
 
 FILES = {"set/meta/info.json": b"{}", "set/data/a b.parquet": CONTENT, "set/empty": b""}
 ROOT, BIG = "s3://robots/set", "data/a b.parquet"

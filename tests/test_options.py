@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_data import CAMERAS, SIDE, TOP, check_identities, equal, pictures, read_lengths, samples
+from support.batches import check_identities, equal, pictures, samples
+from support.datasets import CAMERAS, SIDE, TOP, read_lengths
 
 import dali_stream
 from dali_stream import Dataset, Loader, Normalizer, Order

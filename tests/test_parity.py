@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from loader_data import ODD_CAMERA, SIDE, TOP, read_rows
 from PIL import Image
+from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows
 from torch.utils.data import default_collate
 from torchcodec.decoders import VideoDecoder
 
@@ -162,7 +162,7 @@ def test_a_selection_of_episodes(demo: Path) -> None:
 
 def test_lerobot_itself(demo: Path, odd: Path) -> None:
     pytest.importorskip("lerobot", reason="LeRobot is not installed")
-    script = Path(__file__).with_name("parity_with_lerobot.py")
+    script = Path(__file__).with_name("support") / "parity_with_lerobot.py"
     done = subprocess.run([sys.executable, script, demo, odd], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])

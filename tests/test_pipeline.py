@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_data import CAMERAS, SIDE, TOP, check_identities, read_lengths, read_rows
 from nvidia.dali import fn, types
+from support.batches import check_identities
+from support.datasets import CAMERAS, SIDE, TOP, read_lengths, read_rows
 
 from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
 

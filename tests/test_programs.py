@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from loader_data import CAMERAS, check_identities, read_lengths
+from support.batches import check_identities
+from support.datasets import CAMERAS, read_lengths
 
 from dali_stream import Dataset, Loader
 from dali_stream.tools import environment
@@ -151,13 +152,17 @@ def test_interpreter_says_where_it_is_held(demo: Path) -> None:
     assert any("dali_stream/" in name for name in result["functions_us"])
 
 
-def test_decode_floor_says_what_is_wrong_in_one_line(odd: Path, tmp_path: Path) -> None:
+def test_decode_floor_says_what_is_wrong_in_one_line(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    program = importlib.import_module("decode_floor")
     for root, said in ((tmp_path, "no LeRobot dataset"), (odd, "has no video to decode")):
-        command = [sys.executable, "benchmarks/decode_floor.py", str(root)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert said in done.stderr
+        monkeypatch.setattr(sys, "argv", ["decode_floor.py", str(root)])
+        assert program.main() == 1
+        errors = capsys.readouterr().err
+        assert errors.count("\n") == 1
+        assert said in errors
 
 
 def test_order_scale_prints_its_measurements() -> None:

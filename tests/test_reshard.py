@@ -11,24 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import video_data
-from conftest import copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_data import SIDE, TOP
-from reshard_data import (
-    DEPTH,
-    SMALL,
-    assert_same_stream,
-    enrich,
-    episode_table,
-    frames_by_ffmpeg,
-    top_boxes,
-    videos,
-    write_wide,
-    written,
-)  # fmt: skip
-from servers import Server
+from support import videos as video_data
+from support.batches import assert_same_stream
+from support.datasets import DEPTH, SIDE, TOP, copied, enrich, episode_table, videos, write_wide
+from support.servers import Server
+from support.tools import SMALL
+from support.tools import resharded as written
+from support.videos import frames_by_ffmpeg, top_boxes
 
 from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.demo import write_demo

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import video_data
-from cli_data import failed
-from loader_data import SIDE, TOP
-from reshard_data import SMALL, assert_same_stream, change_info, enrich, rename_camera, tree, videos, written
+from support import videos as video_data
+from support.batches import assert_same_stream
+from support.datasets import SIDE, TOP, change_info, enrich, rename_camera, tree, videos
+from support.programs import failed
+from support.tools import SMALL
+from support.tools import resharded as written
 
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError

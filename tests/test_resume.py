@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loader_data import CAMERAS, check_identities, equal, read_lengths, samples
+from support.batches import check_identities, equal, samples
+from support.datasets import CAMERAS, read_lengths
 
 from dali_stream import Dataset, Loader, Order, ResumeError
 from dali_stream.order import default_pools

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-import video_data
-from loader_data import TOP, check_identities, read_lengths
+from support import videos as video_data
+from support.batches import check_identities
+from support.datasets import TOP, copied, read_lengths
 
 import dali_stream
 from dali_stream import loader as loader_module
@@ -21,7 +23,6 @@ from dali_stream.counters import Counters
 from dali_stream.decode import cameras, dali, route
 from dali_stream.decode.capability import Capability
 from dali_stream.decode.trial import trial
-from dali_stream.demo import write_demo
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.format import PROFILES, VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
@@ -31,16 +32,16 @@ H264 = VideoFormat("h264", 100, "420", 8, 480, 640)
 AV1 = VideoFormat("av1", 0, "420", 8, 480, 640)
 
 
-@pytest.fixture(scope="session")
-def h264_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four episodes of H.264 with B-frames. Read only."""
-    return write_demo(tmp_path_factory.mktemp("demo") / "h264", episodes=4, size=(128, 160), codec="h264", gop=12)
+@pytest.fixture
+def vp9_copy(written: Callable[..., Path], tmp_path: Path) -> Path:
+    """Four episodes of VP9, which DALI decodes on a CPU, in a folder of the test's own."""
+    return copied(written(episodes=4, size=(128, 160), codec="vp9", gop=12), tmp_path)
 
 
 @pytest.fixture
-def mixed(h264_demo: Path, tmp_path: Path) -> Path:
+def mixed(h264_demo: Path, vp9_copy: Path) -> Path:
     """A dataset of VP9, but for the top camera's last file, which is H.264: DALI decodes only the first on a CPU."""
-    root = write_demo(tmp_path / "mixed", episodes=4, size=(128, 160), codec="vp9", gop=12)
+    root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     assert not last.name.endswith("-000.mp4")  # the first is still VP9
     last.write_bytes((h264_demo / last.relative_to(root)).read_bytes())
@@ -138,12 +139,12 @@ def test_sizes_that_are_coded_as_they_are_shown_go_to_nvdec(
 
 @pytest.mark.parametrize(("codec", "gop", "hides"), [("av1", 30, True), ("av1", 2, False), ("vp9", 12, False)])
 def test_hidden_frames_are_kept_from_nvdec(
-    codec: str, gop: int, hides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    codec: str, gop: int, hides: bool, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the file's first frames at the start, and of each clip: where only later ones have some, the route changes."""
     asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
-    root = write_demo(tmp_path / "demo", episodes=2, size=(128, 160), codec=codec, gop=gop)
-    dataset = dali_stream.Dataset(root)
+    kind = {} if (codec, gop) == ("av1", 2) else {"codec": codec, "gop": gop}
+    dataset = dali_stream.Dataset(written(episodes=2, size=(128, 160) if codec == "vp9" else (120, 128), **kind))
     table = read_index(dataset.data_store, FIRST)
     found = route.choose("auto", 0, describe(table.configs[0]), table, dataset.data_store)
     assert found.decoder == ("torchcodec" if hides else "dali")
@@ -196,9 +197,8 @@ def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
 
 
 def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vp9_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = write_demo(tmp_path / "vp9", episodes=1, size=(128, 160), codec="vp9", gop=12)
     decode = dali.decode
     wrong = {
         "differ from FFmpeg's by up to": lambda *given: [np.flip(pictures, -1) for pictures in decode(*given)],
@@ -207,10 +207,10 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
     for said, delivers in wrong.items():
         monkeypatch.setattr(dali, "decode", delivers)
         with pytest.raises(ValueError, match=f'decode="dali": .*{said}.*Use decode="auto"'):
-            dali_stream.Loader(root, batch_size=8, decode="dali")
+            dali_stream.Loader(vp9_demo, batch_size=8, decode="dali")
         with monkeypatch.context() as patch:
             patch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
-            with dali_stream.Loader(root, batch_size=8) as loader:
+            with dali_stream.Loader(vp9_demo, batch_size=8) as loader:
                 assert {found.decoder for found in loader.routes.values()} == {"torchcodec"}
                 assert all(said in found.reason for found in loader.routes.values())
 
@@ -228,11 +228,11 @@ def test_colours_that_only_the_pictures_name_are_kept_from_nvdec(tmp_path: Path)
 
 
 def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    vp9_copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One keyframe that looks whole and that DALI's decoder fails at. Its error names no camera, and breaks the pipeline."""
     monkeypatch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
-    root = write_demo(tmp_path / "vp9", episodes=4, size=(128, 160), codec="vp9", gop=12)
+    root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     table = read_index(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
     data, sync = bytearray(last.read_bytes()), int(table.sync[3])

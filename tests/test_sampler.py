@@ -17,7 +17,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from loader_data import read_lengths, samples
+from support.batches import samples
+from support.datasets import read_lengths
 from torch.utils.data import BatchSampler, DataLoader
 
 import dali_stream

@@ -14,16 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from driver_data import FakeDriver, fake_driver
-from loader_data import TOP
+from support.datasets import TOP
+from support.driver import FakeDriver
 
 import dali_stream
 from dali_stream.cli import main
 from dali_stream.decode import dali
 from dali_stream.demo import write_demo
 from dali_stream.tools.selftest import identity, lockstep, run, soak, speed, step, videos
-
-__all__ = ["fake_driver"]
 
 
 def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slurm_data import Cluster
+from support.cluster import Cluster
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/slurm/train.sbatch"
 ARGUMENTS = ("my data", "--out", "a dir", "--note", "$HOME *", "")

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import S3, Hub
-from loader_data import SIDE, Batch, equal, samples
-from servers import Handler, Server
-from storage_data import Clock, clock, refusing
+from support.batches import Batch, equal, samples
+from support.clouds import S3, Hub
+from support.datasets import SIDE
+from support.servers import Handler, Server
+from support.stores import Clock
 
 from dali_stream import Dataset, DatasetError, Loader, StorageError
 from dali_stream.cli import main
 from dali_stream.tools.reshard import reshard
-
-__all__ = ["clock", "refusing"]
 
 REPOSITORY = "someone/demo"
 TOKEN = "hf_aVerySecretToken"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loader_data import SIDE, TOP, check_identities, read_lengths, samples
-from servers import Handler, Server
+from support import faults
+from support.batches import check_identities, samples
+from support.datasets import SIDE, TOP, read_lengths
+from support.servers import Handler, Server
 
 from dali_stream import DaliStreamError, Dataset, Loader, StorageError
 
@@ -46,12 +46,6 @@ FINAL = {
     "drip": faults.drip,
     "drip headers": faults.drip_headers,
 }
-
-
-@pytest.fixture(scope="module")
-def small(written: Callable[..., Path]) -> Path:
-    """Two episodes of one camera's size that an epoch of takes a part of a second."""
-    return written(episodes=2, size=(120, 128))
 
 
 def epoch(url: str, root: Path, **arguments: Any) -> list[int]:

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.train import ENVIRONMENT, ROOT, SMALL, command, journal, losses, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_data import ENVIRONMENT, ROOT, SMALL, command, journal, losses, program, train
 
 from dali_stream import Dataset
 from dali_stream.demo import write_demo
 
-__all__ = ["program"]
 STEPS = 8
 
 

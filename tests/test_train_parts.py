@@ -15,12 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from filelock import FileLock
-from loader_data import CAMERAS
-from train_data import ROOT, SMALL, journal, program
+from support.datasets import CAMERAS
+from support.train import ROOT, SMALL, journal
 
 from dali_stream import Dataset, Loader
 
-__all__ = ["program"]
 CHUNK = {"action": [step / 20 for step in range(8)]}
 
 

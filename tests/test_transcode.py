@@ -10,25 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import video_data
-from conftest import copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_data import SIDE, TOP
-from reshard_data import DEPTH, change_info, enrich, tree, videos
-from servers import Server
-from transcode_data import (
-    assert_rest_is_the_same,
-    assert_same_but_for_pictures,
-    colourful,
-    difference,
-    probe,
-    recorded,
-    small,
-    table_of,
-    transcoded,
-    video,
-)  # fmt: skip
+from support import videos as video_data
+from support.batches import assert_same_but_for_pictures
+from support.datasets import DEPTH, SIDE, TOP, change_info, copied, enrich, tree, video, videos
+from support.servers import Server
+from support.tools import assert_rest_is_the_same, table_of, transcoded
+from support.videos import colourful, difference, probe, recorded
 
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.demo import write_demo
@@ -36,7 +25,6 @@ from dali_stream.tools.transcode.encoders import encoder
 from dali_stream.tools.transcode.meta import renewed
 from dali_stream.tools.transcode.video import Share
 
-__all__ = ["small"]
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
 
 

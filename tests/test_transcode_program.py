@@ -7,25 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import video_data
-from cli_data import failed
-from reshard_data import videos
-from transcode_data import (
-    FAST,
-    LACKS_NVENC,
-    PLAYS_NVENC,
-    assert_same_but_for_pictures,
-    recorded,
-    runs,
-    small,
-    stub,
-    transcoded,
-)
+from support import videos as video_data
+from support.batches import assert_same_but_for_pictures
+from support.datasets import videos
+from support.programs import failed
+from support.tools import FAST, LACKS_NVENC, PLAYS_NVENC, runs, stub, transcoded
+from support.videos import recorded
 
 from dali_stream import DaliStreamError
 from dali_stream.cli import main
 
-__all__ = ["small"]
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
 
 

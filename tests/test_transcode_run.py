@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import video_data
-from cli_data import failed
-from conftest import copied
-from loader_data import SIDE, TOP
-from reshard_data import tree
-from transcode_data import FAST, small, stub, transcoded
+from support import videos as video_data
+from support.datasets import SIDE, TOP, copied, tree
+from support.programs import failed
+from support.tools import FAST, stub, transcoded
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError
 from dali_stream.cli import main
 from dali_stream.tools.transcode import transcode
 
-__all__ = ["small"]
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
 
 

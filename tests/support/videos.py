@@ -1,4 +1,4 @@
-"""Small videos whose frames say which frame they are, and the smallest LeRobot v3 datasets around them."""
+"""Small videos whose frames say which frame they are; MP4 boxes; what FFmpeg finds in a file."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # ex
 
 import dali_stream
 from dali_stream.demo import read_identities, stamp
+from support.datasets import ROWS, Camera, Column, build
+from support.datasets import VIDEO as VIDEO
 
 Pictures = npt.NDArray[np.uint8]
 CAMERA = "observation.images.cam"
@@ -30,8 +32,6 @@ SIZE = (128, 160)
 FPS = 30
 EPISODES = (31, 41)  # frames of the episodes of one file: the second begins in the middle of a GOP
 FRAMES = sum(EPISODES)
-VIDEO = "videos/{}/chunk-000/file-{:03d}.mp4"
-
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-sc_threshold", "0", "-bf", "3")
 X265 = ("-c:v", "libx265", "-preset", "superfast", "-crf", "24", "-tag:v", "hvc1")
 SVT = ("-c:v", "libsvtav1", "-preset", "10", "-crf", "30", "-svtav1-params", "scm=0:enable-tf=0")
@@ -87,6 +87,17 @@ def draw(episodes: Sequence[int] = EPISODES, first: int = 0, size: tuple[int, in
     return pictures
 
 
+def colourful() -> Pictures:
+    """As `draw`, but in large areas of strong colours, which subsampling leaves alone."""
+    height, width = SIZE
+    areas = np.random.default_rng(0).integers(20, 236, (height // 32, width // 32, 3))
+    back = np.kron(areas, np.ones((32, 32, 1))).astype(np.uint8)
+    pictures = np.stack([np.roll(back, 4 * frame, 1) for n in EPISODES for frame in range(n)])
+    for number, (episode, frame) in enumerate((e, f) for e, n in enumerate(EPISODES) for f in range(n)):
+        stamp(pictures[number], episode, frame, 0)
+    return pictures
+
+
 def ffmpeg(*arguments: str | Path, stdin: bytes | None = None) -> None:
     """Runs the ffmpeg program; the test is skipped where there is none, or where it lacks the encoder."""
     if shutil.which("ffmpeg") is None:
@@ -117,7 +128,112 @@ def encode(pictures: Pictures, path: Path, arguments: Sequence[str], *more_input
     return path
 
 
-# ---- MP4 boxes as trees, to make the files that FFmpeg does not
+def write_dataset(
+    root: Path,
+    files: Sequence[Path],
+    episodes: Sequence[Sequence[int]] = (EPISODES,),
+    *,
+    size: tuple[int, int] = SIZE,
+    fps: int = FPS,
+    delay: float = 0.0,
+) -> Path:
+    """A dataset of one camera around these MP4s, with the numbers of its frames as actions. See `datasets.Camera`."""
+    lengths = [length for held in episodes for length in held]
+    actions = Column("float32", [2], np.arange(2 * sum(lengths)).reshape(-1, 2))
+    camera = Camera(files, episodes, size, delay)
+    # Where lengths differ, row groups cut through episodes.
+    return build(root, lengths, {"action": actions}, cameras={CAMERA: camera}, fps=fps, rows_per_group=max(lengths))
+
+
+def recorded(folder: Path, arguments: tuple[str, ...], *, delay: float = 0.0, pictures: Pictures | None = None) -> Path:
+    """A dataset of one camera, with two episodes in one file of this encoding."""
+    path = encode(draw() if pictures is None else pictures, folder / "a.mp4", arguments)
+    return write_dataset(folder / "data", [path], delay=delay)
+
+
+def shifted(root: Path, frames: float) -> Path:
+    """A dataset whose rows are so many frames late against its video."""
+    rows = root / ROWS
+    table = pq.read_table(rows)
+    times = pa.array((table["timestamp"].to_numpy() + frames / FPS).astype(np.float32))
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), rows)
+    return root
+
+
+def whole_file(path: Path) -> torch.Tensor:
+    """Every frame of a video, (N, 3, H, W) uint8, decoded from the beginning to the end by torchcodec alone."""
+    decoder = VideoDecoder(path, num_ffmpeg_threads=1)
+    pictures: torch.Tensor = decoder.get_frames_in_range(0, len(decoder)).data
+    return pictures
+
+
+def loader(dataset: Path | str | dali_stream.Dataset, **options: object) -> dali_stream.Loader:
+    """A Loader that keeps frames as they are and serves every sample."""
+    defaults: dict[str, object] = {
+        "batch_size": 16, "image_dtype": "uint8", "last_batch": "partial", "device": "cpu", "decode": "torchcodec",
+        "threads": 2, "consumers": 4, "episode_pool_size": 2,
+    }  # fmt: skip
+    return dali_stream.Loader(dataset, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def samples(batches: dali_stream.Loader) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(episode, frame, frames) of each sample of an epoch."""
+    for batch in batches:
+        yield from zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), batch[CAMERA], strict=True)
+
+
+def identities(pictures: torch.Tensor) -> list[tuple[int, int]]:
+    """(episode, frame) that each of the frames (N, 3, H, W) carries."""
+    return [(e, f) for e, f, _ in read_identities(pictures.movedim(1, -1).numpy()).tolist()]
+
+
+def difference(first: Path, second: Path) -> float:
+    """The largest of the mean differences between frames of two files, of 255, over RGB as torchcodec has it."""
+    a, b = (whole_file(path).numpy().astype(np.int16) for path in (first, second))
+    return float(np.abs(a - b).mean((1, 2, 3)).max())
+
+
+def probe(path: Path) -> dict[str, Any]:
+    """What ffprobe says of a file's video stream."""
+    if not shutil.which("ffprobe"):
+        pytest.skip("needs the program ffprobe")
+    asked = ["-show_entries", "stream=pix_fmt,color_range,color_space,codec_name,codec_tag_string,has_b_frames"]
+    done = subprocess.run(["ffprobe", "-v", "error", *asked, "-of", "json", path], capture_output=True, text=True, check=True)
+    stream: dict[str, Any] = json.loads(done.stdout)["streams"][0]
+    return stream
+
+
+def b_frames(files: Sequence[Path]) -> bool:
+    """Whether FFmpeg finds B-frames in the first of these files."""
+    command = ["ffprobe", "-v", "error", "-select_streams", "v", "-show_entries", "frame=pict_type", "-of", "csv", *files[:1]]
+    if not shutil.which("ffprobe"):
+        pytest.skip("needs the program ffprobe")
+    return ",B" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def frames_by_ffmpeg(path: Path) -> int:
+    """Frames that FFmpeg shows of a file, which it has to read without a word, at a constant rate from time 0 on."""
+    if not shutil.which("ffmpeg") or not shutil.which("ffprobe"):
+        pytest.skip("needs the programs ffmpeg and ffprobe")
+    done = subprocess.run(["ffmpeg", "-v", "error", "-i", path, "-f", "null", "-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    asked = ["-show_entries", "frame=pts", "-of", "csv=p=0"]
+    shown = subprocess.run(["ffprobe", "-v", "error", *asked, path], capture_output=True, text=True, check=True).stdout
+    times = [int(line.strip(",")) for line in shown.split()]
+    assert times[0] == 0
+    assert len({b - a for a, b in itertools.pairwise(times)}) <= 1
+    return len(times)
+
+
+def top_boxes(path: Path) -> list[bytes]:
+    """The kinds of the boxes at the top of an MP4."""
+    data, found, at = path.read_bytes(), [], 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 4], "big")
+        found.append(data[at + 4 : at + 8])
+        at += size if size != 1 else int.from_bytes(data[at + 8 : at + 16], "big")
+    return found
+
 
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts")
 Box = list[Any]  # [kind, body], the body being bytes or a list of boxes
@@ -182,121 +298,3 @@ def joined(first: Path, second: Path) -> bytes:
 
 def _words(body: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(body, ">u4").astype(np.int64)
-
-
-def write_dataset(
-    root: Path,
-    files: Sequence[Path],
-    episodes: Sequence[Sequence[int]] = (EPISODES,),
-    *,
-    size: tuple[int, int] = SIZE,
-    fps: int = FPS,
-    delay: float = 0.0,
-) -> Path:
-    """A dataset of one camera around these MP4s, which are hard-linked or copied into it.
-
-    Args:
-        root: folder to make.
-        files: the MP4s, in order.
-        episodes: per MP4, the frames of the episodes in it.
-        size: (height, width) that info.json promises.
-        fps: frames per second.
-        delay: seconds at which each file's first frame is shown.
-    """
-    lengths = [length for held in episodes for length in held]
-    for number, path in enumerate(files):
-        target = root / VIDEO.format(CAMERA, number)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path != target:
-            shutil.copy(path, target)
-    starts = [delay + sum(held[:i]) / fps for held in episodes for i in range(len(held))]
-    numbers = [number for number, held in enumerate(episodes) for _ in held]
-    first = np.cumsum([0, *lengths])
-    table = {
-        "episode_index": range(len(lengths)),
-        "tasks": [["see"]] * len(lengths),
-        "length": lengths,
-        "data/chunk_index": [0] * len(lengths),
-        "data/file_index": [0] * len(lengths),
-        "dataset_from_index": first[:-1].tolist(),
-        "dataset_to_index": first[1:].tolist(),
-        f"videos/{CAMERA}/chunk_index": [0] * len(lengths),
-        f"videos/{CAMERA}/file_index": numbers,
-        f"videos/{CAMERA}/from_timestamp": starts,
-        f"videos/{CAMERA}/to_timestamp": [start + n / fps for start, n in zip(starts, lengths, strict=True)],
-    }
-    _parquet(root / "meta/episodes/chunk-000/file-000.parquet", pa.table({k: list(v) for k, v in table.items()}))
-    tasks = pa.table({"task_index": [0], "task": ["see"]})
-    pandas = json.dumps({"index_columns": ["task"], "columns": []})
-    _parquet(root / "meta/tasks.parquet", tasks.replace_schema_metadata({"pandas": pandas}))
-    frame = np.concatenate([np.arange(n) for n in lengths])
-    rows = {
-        "timestamp": pa.array((frame / fps).astype(np.float32)),
-        "frame_index": frame,
-        "episode_index": np.repeat(np.arange(len(lengths)), lengths),
-        "index": np.arange(len(frame)),
-        "task_index": np.zeros(len(frame), np.int64),
-        "action": pa.FixedSizeListArray.from_arrays(np.arange(2 * len(frame), dtype=np.float32), 2),
-    }
-    _parquet(root / "data/chunk-000/file-000.parquet", pa.table(rows), row_group_size=max(lengths))
-    (root / "meta/info.json").write_text(json.dumps(_info(lengths, size, fps), indent=2))
-    return root
-
-
-def shifted(root: Path, frames: float) -> Path:
-    """A dataset whose rows are so many frames late against its video."""
-    rows = root / "data/chunk-000/file-000.parquet"
-    table = pq.read_table(rows)
-    times = pa.array((table["timestamp"].to_numpy() + frames / FPS).astype(np.float32))
-    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", times), rows)
-    return root
-
-
-def _info(lengths: Sequence[int], size: tuple[int, int], fps: int) -> dict[str, object]:
-    scalar = {"shape": [1], "names": None}
-    return {
-        "codebase_version": "v3.0",
-        "fps": fps,
-        "total_episodes": len(lengths),
-        "total_frames": sum(lengths),
-        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-        "features": {
-            CAMERA: {"dtype": "video", "shape": [*size, 3], "names": ["height", "width", "channels"]},
-            "timestamp": {"dtype": "float32", **scalar},
-            **{key: {"dtype": "int64", **scalar} for key in ("frame_index", "episode_index", "index", "task_index")},
-            "action": {"dtype": "float32", "shape": [2], "names": ["a", "b"]},
-        },
-    }
-
-
-def _parquet(path: Path, table: pa.Table, **options: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path, **options)
-
-
-def whole_file(path: Path) -> torch.Tensor:
-    """Every frame of a video, (N, 3, H, W) uint8, decoded from the beginning to the end by torchcodec alone."""
-    decoder = VideoDecoder(path, num_ffmpeg_threads=1)
-    pictures: torch.Tensor = decoder.get_frames_in_range(0, len(decoder)).data
-    return pictures
-
-
-def loader(dataset: Path | str | dali_stream.Dataset, **options: object) -> dali_stream.Loader:
-    """A Loader that keeps frames as they are and serves every sample."""
-    defaults: dict[str, object] = {
-        "batch_size": 16, "image_dtype": "uint8", "last_batch": "partial", "device": "cpu", "decode": "torchcodec",
-        "threads": 2, "consumers": 4, "episode_pool_size": 2,
-    }  # fmt: skip
-    return dali_stream.Loader(dataset, **{**defaults, **options})  # type: ignore[arg-type]
-
-
-def samples(batches: dali_stream.Loader) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(episode, frame, frames) of each sample of an epoch."""
-    for batch in batches:
-        yield from zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), batch[CAMERA], strict=True)
-
-
-def identities(pictures: torch.Tensor) -> list[tuple[int, int]]:
-    """(episode, frame) that each of the frames (N, 3, H, W) carries."""
-    return [(e, f) for e, f, _ in read_identities(pictures.movedim(1, -1).numpy()).tolist()]

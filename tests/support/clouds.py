@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from servers import Handler, Request, Server
+from support.servers import Handler, Request, Server
 
 SIGNATURE = "signed-for-the-cdn"
 

@@ -1,10 +1,9 @@
-"""How the tests of the program run it, and how they read a contact sheet."""
+"""Runs of `dali-stream`, in a process of its own or in this one, and what they print."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,14 +40,6 @@ def pictures(path: Path) -> list[tuple[dict[str, Any], np.ndarray]]:
         pixels = np.asarray(sheet.convert("RGB"))
     boxes = [picture["box"] for picture in said]
     return [(picture, pixels[b[1] : b[3], b[0] : b[2]]) for picture, b in zip(said, boxes, strict=True)]
-
-
-def b_frames(files: Sequence[Path]) -> bool:
-    """Whether FFmpeg finds B-frames in the first of these files."""
-    command = ["ffprobe", "-v", "error", "-select_streams", "v", "-show_entries", "frame=pict_type", "-of", "csv", *files[:1]]
-    if not shutil.which("ffprobe"):
-        pytest.skip("needs the program ffprobe")
-    return ",B" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def driver() -> bool:

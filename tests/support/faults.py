@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from email.utils import formatdate
 
-from servers import Handler
+from support.servers import Handler
 
 Fault = Callable[[Handler, bytes, dict[str, str]], None]
 

@@ -1,4 +1,4 @@
-"""Holds batches of this package against items of LeRobot's own reader: `python tests/parity_with_lerobot.py ROOT [...]`.
+"""Compares our batches with items of LeRobot's own reader: `python tests/support/parity_with_lerobot.py ROOT [...]`.
 
 Needs LeRobot 0.4.x with torchcodec in the same environment. Where torchvision has no build for the installed torch, its
 one function that reading takes, `ToTensor`, is put in its place. `test_parity.py` runs this where LeRobot is installed.

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Frames of one token, and every step in the journal.
 SMALL = ["--image-size", 32, 32, "--chunk", 8, "--batch-size", 8, "--consumers", 8, "--log-every", 1, "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -25,6 +23,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The program as a module of this process, which then forgets Accelerate's state and the handlers of signals."""
+    import torch
+    from accelerate.state import AcceleratorState
+
     monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

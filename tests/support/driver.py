@@ -1,4 +1,4 @@
-"""A fake driver, built from tests/fake_driver/driver.c with this machine's compiler, for programs that a test starts."""
+"""A fake driver, built from driver.c with this machine's compiler, for programs that a test starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-_SOURCE = Path(__file__).parent / "fake_driver" / "driver.c"
+_SOURCE = Path(__file__).with_name("driver.c")
 FakeDriver = Callable[..., dict[str, str]]
 
 
