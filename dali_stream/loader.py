@@ -435,7 +435,7 @@ class Loader:
                     ) from change
                 self._route_changes += 1
                 self._routes = self._routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
-                _log.warning("torchcodec decodes from here on: %s", change)
+                _log.warning("Falling back to torchcodec: %s", change)
 
     def _stop(self) -> None:
         if os.getpid() != self._pid:

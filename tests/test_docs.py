@@ -17,7 +17,7 @@ import pytest
 import typer
 import yaml
 from PIL import Image
-from servers import Server
+from support.servers import Server
 
 import dali_stream
 from dali_stream.cli import app, main

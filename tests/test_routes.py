@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from dali_stream import loader as loader_module
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
-from dali_stream.decode import cameras, dali, route
+from dali_stream.decode import dali, route
 from dali_stream.decode.capability import Capability
+from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.trial import trial
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.format import PROFILES, VideoFormat, describe
@@ -113,7 +115,7 @@ def test_sizes_that_nvdec_does_not_take(
         ({"codec": "hevc", "profile": 1, "height": 362}, {}, "362×640 is coded as 368×640 in hevc"),
         ({}, {"open_gops": True}, "open GOPs"),
         ({}, {"configs": (b"a", b"b")}, "2 sample descriptions"),
-        ({}, {"track_header": bytes(44)}, "to be turned"),
+        ({}, {"track_header": bytes(44)}, "rotated frames"),
     ],
 )
 def test_what_dali_would_get_wrong_on_a_gpu_goes_to_torchcodec(
@@ -153,14 +155,15 @@ def test_hidden_frames_are_kept_from_nvdec(
     memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
     episode, frame = np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]])
     memory.load(range(2))
-    camera = cameras.PackedVideo(dataset, TOP, 0, Counters())
+    camera = dali.DaliDecoder(dataset, TOP, Counters(), 0)
     packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
-        clips = camera.submit(pool, packets, memory, dataset.data_store, episode, frame)
+        step = SimpleNamespace(packets={TOP: packets}, samples=SimpleNamespace(episode=episode))
+        clips = camera.start(pool, step, frame, memory, dataset.data_store)
     if not hides:
         assert all(clip.frames.size == 1 for clip in clips.packed)
         return
-    with pytest.raises(cameras.RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* at byte \d+ comes"):
+    with pytest.raises(RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* at byte \d+ comes"):
         next(task for task in clips.tasks if task.exception()).result()
 
 
@@ -193,7 +196,7 @@ def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
         assert {camera for camera, found in loader.routes.items() if found.decoder == "torchcodec"} == {TOP}
         assert "this is h264" in loader.routes[TOP].reason
         assert loader.stats()["route_changes"] == 1
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["torchcodec decodes from here on"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["Falling back to torchcodec"]
 
 
 def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
@@ -255,7 +258,7 @@ def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
     assert stats["substituted"] == 12  # the damaged GOP, by FFmpeg's word
     assert len(seen) == sum(lengths.values())
     assert sum(index != position for position, index in enumerate(seen)) == 12
-    assert caplog.records[0].message.startswith(f"torchcodec decodes from here on: {TOP}: DALI's video decoder failed")
+    assert caplog.records[0].message.startswith(f"Falling back to torchcodec: {TOP}: DALI's video decoder failed")
     with (
         dali_stream.Loader(root, **arguments, decode="dali") as loader,
         pytest.raises(dali_stream.DecodeError, match=f'decode="dali": {TOP}: DALI\'s video decoder failed'),
