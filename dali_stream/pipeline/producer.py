@@ -105,7 +105,9 @@ class BatchProducer:
         self._room = threading.Semaphore(depth)
         self._stopping = False
         self._pid = os.getpid()
-        self.delivered: deque[dict[str, Any]] = deque()  # what bypasses DALI, of the batches that DALI has taken
+        self.delivered: deque[tuple[dict[str, list[str]], dict[str, torch.Tensor]]] = (
+            deque()
+        )  # what bypasses DALI, of the batches that DALI has taken
         self._pool = Workers("dali_stream decode", config.threads)
         self._copiers = Workers("dali_stream copy", min(config.threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
@@ -171,11 +173,11 @@ class BatchProducer:
         self._room.release()
         self._clips.append({key: frames[key] for key in self._on_dali})
         self._counters.padded += batch.padded
-        past: dict[str, Any] = dict(batch.strings)
+        past: dict[str, torch.Tensor] = {}
         if self._config.past_dali:
             own = [key for key in batch.work if key not in self._on_dali]
-            past |= {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in own}
-        self.delivered.append(past)
+            past = {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in own}
+        self.delivered.append((batch.strings, past))
         return batch, frames
 
     def ready(self) -> bool:

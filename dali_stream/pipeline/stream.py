@@ -72,7 +72,8 @@ class BatchStream:
         for key, layout in iterator.layouts.items():
             if layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)
-        return self.producer.delivered.popleft() | batch
+        text, frames = self.producer.delivered.popleft()
+        return text | batch | frames
 
     def _route_change(self, said: str) -> RouteChange:
         """Which cameras leave DALI. Its error names none, so each one's clips of the last batches are tried by themselves."""
