@@ -2,7 +2,8 @@
 
     python benchmarks/interpreter.py URI [--mode single|sarm] [--batch-size 64] [--seconds 20] [--rounds 3] [--json]
 
-py-spy (https://github.com/benfred/py-spy) looks at a Loader with one decode thread 500 times a second, and counts when a thread
+py-spy (https://github.com/benfred/py-spy) looks at a Loader with one decode thread 500 times a second, in its first epoch and
+with frames resized to 224×224, and counts when a thread
 holds the interpreter, anywhere in the process. The share of the time, over the frames that came in it, is the cost of a frame;
 where it was spent is listed by function, with the calls below it. On a machine with other work, a thread that the system
 took off its core still holds the interpreter, so a busy machine gives too much.
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
     parser.add_argument("--batch-size", type=count, default=64)
-    parser.add_argument("--seconds", type=count, default=20, help="of a round")
+    parser.add_argument("--seconds", type=count, default=6, help="of a round")
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -70,18 +71,18 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
     """
     dataset = dali_stream.Dataset(uri)
     costs, rates, functions = [], [], Counter[str]()
-    with dali_stream.Loader(
-        dataset,
-        batch_size=batch_size,
-        delta_timestamps=windows(mode, dataset),
-        image_dtype="uint8",
-        threads=1,
-        decode="torchcodec",
-        device="cpu",
-    ) as loader:
-        stream = endless(loader)
-        take(stream, 5)  # the stage's queue is full then
-        for _ in range(rounds):
+    for _ in range(rounds):
+        with dali_stream.Loader(
+            dataset,
+            batch_size=batch_size,
+            delta_timestamps=windows(mode, dataset),
+            image_size=(224, 224),
+            threads=1,
+            decode="torchcodec",
+            device="cpu",
+        ) as loader:
+            stream = endless(loader)
+            take(stream, 5)  # the stage's queue is full then
             before, started = loader.stats()["frames"], time.perf_counter()
             stacks = _watched(stream, seconds, spy)
             rate = (loader.stats()["frames"] - before) / (time.perf_counter() - started)

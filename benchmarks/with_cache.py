@@ -1,0 +1,75 @@
+"""What keeping decoded frames brings on this machine: first epochs with the frame cache and without it, in turns.
+
+    python benchmarks/with_cache.py URI [URI ...] [--batch-size 64] [--image-size 224 224] [--without 8MiB] [--rounds 3] [--json]
+
+Without it, memory_budget holds little more than one batch needs, so that nearly every frame is decoded again for each use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from typing import Any
+
+from argument_types import count
+from decode_floor import mean_wait
+
+import dali_stream
+from dali_stream import environment
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("uri", nargs="+", help="LeRobot v3 datasets")
+    parser.add_argument("--batch-size", type=count, default=64)
+    parser.add_argument("--image-size", type=count, nargs=2, default=[224, 224], metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--without", default="8MiB", help="the memory_budget that stands for no cache")
+    parser.add_argument("--rounds", type=count, default=3, help="rounds; the medians are compared")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    try:
+        datasets = [measure(uri, arguments) for uri in arguments.uri]
+    except (dali_stream.DaliStreamError, ValueError) as error:
+        print(f"with_cache: {error}", file=sys.stderr)
+        return 1
+    for found in datasets:
+        own, other = found["with"], found["without"]
+        print(
+            f"{found['dataset']}: {own['frames_per_s']:.0f} frames/s with the cache, {other['frames_per_s']:.0f} without; "
+            f"{own['decoded_per_frame']:.2f} and {other['decoded_per_frame']:.2f} decoded frames per delivered frame"
+        )
+    if arguments.json:
+        given = {key: value for key, value in vars(arguments).items() if key not in ("json", "uri")}
+        print(environment.report_json({"datasets": datasets, "arguments": given, **environment.ran_on("cpu")}))
+    return 0
+
+
+def measure(uri: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Medians of first epochs, of loaders that are new in each round."""
+    dataset = dali_stream.Dataset(uri)
+    if not dataset.videos:
+        raise ValueError(f"{dataset.uri} has no video to decode; give a dataset with video")
+    rates: dict[str, list[float]] = {"with": [], "without": []}
+    decoded = {}
+    for _ in range(arguments.rounds):
+        for name, budget in (("with", "4GiB"), ("without", arguments.without)):
+            with dali_stream.Loader(
+                dataset, batch_size=arguments.batch_size, image_size=tuple(arguments.image_size), memory_budget=budget,
+                decode="torchcodec", device="cpu",
+            ) as loader:  # fmt: skip
+                seconds = mean_wait(iter(loader), max(len(loader) - 1, 1), [])
+                rates[name].append(arguments.batch_size * len(dataset.videos) / seconds)
+                stats = loader.stats()
+                decoded[name] = stats["decoded_frames"] / stats["frames"]
+    return {
+        "dataset": dataset.uri,
+        **{
+            name: {"frames_per_s": statistics.median(rates[name]), "rounds": rates[name], "decoded_per_frame": decoded[name]}
+            for name in rates
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
