@@ -1,6 +1,6 @@
 """What keeping decoded frames brings on this machine: first epochs with the frame cache and without it, in turns.
 
-    python benchmarks/with_cache.py URI [URI ...] [--batch-size 64] [--image-size 224 224] [--without 8MiB] [--rounds 3] [--json]
+    python benchmarks/with_cache.py URI [URI ...] [--image-size 224 224] [--without 8MiB] [--rounds 3] [--json]
 
 Without it, memory_budget holds little more than one batch needs, so that nearly every frame is decoded again for each use.
 """
