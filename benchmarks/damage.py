@@ -110,7 +110,7 @@ def measure(file: Path, trials: int, seed: int) -> dict[str, Any]:
 
 def _gop(store: LocalStore, table: VideoIndex, sample: int, video: Any) -> np.ndarray:
     """The frames of a sample's GOP."""
-    samples = np.flatnonzero(table.head == table.head[sample]).tolist()
+    samples = np.flatnonzero(table.gop_start == table.gop_start[sample]).tolist()
     pictures, _ = decode.decode(store, [table] * len(samples), samples, video)
     return pictures.copy()
 

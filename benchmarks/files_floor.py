@@ -30,8 +30,8 @@ def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
         for path in dict.fromkeys(dataset.table.video[camera].paths):
             episode = int(np.flatnonzero([path == p for p in _paths(dataset, camera)])[0])
             table = indices.of(camera, episode, dataset.data_store)
-            place = np.argsort(table.shown)  # when each packet is shown
-            starts = np.append(place[table.sync], len(table))
+            place = np.argsort(table.display_order)  # when each packet is shown
+            starts = np.append(place[table.keyframes], len(table))
             runs += [(Path(dataset.data_store.where(path)), a, b) for a, b in itertools.pairwise(starts)]
     ends = np.cumsum([b - a for _, a, b in runs])
     mine = (ends - 1) * threads // ends[-1]

@@ -321,8 +321,8 @@ def damaged(
     assert len(payload) == size
     assert payload != video[start : start + size]
     (root / FILE).write_bytes(video[:start] + payload + video[start + size :])
-    same = np.flatnonzero(table.head == table.head[sample])
-    shown = np.argsort(table.shown)[same].tolist()
+    same = np.flatnonzero(table.gop_start == table.gop_start[sample])
+    shown = np.argsort(table.display_order)[same].tolist()
     return root, {(0, n) if n < data.EPISODES[0] else (1, n - data.EPISODES[0]) for n in shown}
 
 
@@ -346,18 +346,18 @@ def test_no_single_hole_of_zeros_passes(codec: str, videos: Callable[[str], Path
     store = LocalStore(str(tmp_path))
     (tmp_path / "v.mp4").write_bytes(good.read_bytes())
     table = read_index(store, "v.mp4")
-    last = int(np.append(table.sync, len(table))[2]) - 1
+    last = int(np.append(table.keyframes, len(table))[2]) - 1
     video, found = good.read_bytes(), 0
-    begin, end = int(table.offset[table.sync[1]]), int(table.offset[last] + table.size[last])
+    begin, end = int(table.offset[table.keyframes[1]]), int(table.offset[last] + table.size[last])
     for at in range(begin, end - 144, 97):
         (tmp_path / "v.mp4").write_bytes(video[:at] + bytes(144) + video[at + 144 :])
-        samples = list(range(int(table.sync[1]), last + 1))
+        samples = list(range(int(table.keyframes[1]), last + 1))
         try:
             frames, _ = decode.decode(store, [table] * len(samples), samples, describe(table.configs[0]))
         except dali_stream.DecodeError:
             found += 1
         else:
-            np.testing.assert_array_equal(frames, truth[np.argsort(table.shown)][samples])
+            np.testing.assert_array_equal(frames, truth[np.argsort(table.display_order)][samples])
         store.close()
     assert found > 0
 

@@ -71,8 +71,8 @@ class Run:
 
     def packets(self, episode: int) -> tuple[np.ndarray, np.ndarray]:
         index = self.indices[self.file[episode]]
-        packets = index.shown[self.start[episode] + np.arange(self.lengths[episode])].astype(np.int64)
-        return packets, index.keyframes(packets)
+        packets = index.display_order[self.start[episode] + np.arange(self.lengths[episode])].astype(np.int64)
+        return packets, index.decode_starts(packets)
 
     def go(self, count: int) -> Run:
         batches = samples(self.order, Batches(int(self.lengths.sum()), BATCH, 1, "pad"), 0, 0, 0)
@@ -216,11 +216,11 @@ def test_the_same_calls_give_the_same_plan() -> None:
 @pytest.mark.parametrize("gop", [1, 4, 30])
 def test_blocks_are_whole_gops_that_hold_what_their_frames_need(gop: int) -> None:
     index = index_of("", 200, gop, gop > 2, 0)
-    packets = index.shown[20:150].astype(np.int64)
-    found = cut(index, packets, index.keyframes(packets), 1000)
+    packets = index.display_order[20:150].astype(np.int64)
+    found = cut(index, packets, index.decode_starts(packets), 1000)
     assert len(found.start) <= len(packets)
     assert (found.start[1:] == found.stop[:-1]).all()
-    keyframes = set(index.offset[index.sync].tolist())
+    keyframes = set(index.offset[index.keyframes].tolist())
     assert set(found.start.tolist()) <= keyframes
     for frame, packet in enumerate(packets.tolist()):
         first, last = span(index, packet)

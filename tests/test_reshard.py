@@ -293,7 +293,7 @@ def _check_head(track: Track, folder: Path) -> None:
     np.testing.assert_array_equal(table.offset, len(before) + np.cumsum(track.size) - track.size)
     np.testing.assert_array_equal(table.size, track.size)
     np.testing.assert_array_equal(table.pts, track.pts)
-    np.testing.assert_array_equal(table.sync, np.flatnonzero(track.sync))
+    np.testing.assert_array_equal(table.keyframes, np.flatnonzero(track.sync))
     np.testing.assert_array_equal(table.config, track.config)
 
 

@@ -238,7 +238,7 @@ def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
     root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     table = read_index(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))
-    data, sync = bytearray(last.read_bytes()), int(table.sync[3])
+    data, sync = bytearray(last.read_bytes()), int(table.keyframes[3])
     start = int(table.offset[sync]) + 12
     data[start : start + 28] = bytes(range(100, 128))
     last.write_bytes(data)

@@ -107,7 +107,7 @@ class DaliDecoder(VideoFiles):
         there = packets != LACKING
         keyframes = np.full(len(packets), LACKING, np.int64)
         if there.any():
-            keyframes[there] = memory.index(self.key, episode).keyframes(packets[there])
+            keyframes[there] = memory.index(self.key, episode).decode_starts(packets[there])
         return packets, keyframes
 
     def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Clips:

@@ -88,7 +88,7 @@ class TorchcodecDecoder(VideoFiles):
         try:
             table = memory.index(self.key, episode)
             self.checked(table, packets[there])
-            keyframes[there] = table.keyframes(packets[there])
+            keyframes[there] = table.decode_starts(packets[there])
         except DecodeError as error:
             self._broken[episode] = error
             return keyframes, keyframes

@@ -31,7 +31,7 @@ def trial(store: Store, table: VideoIndex, video: VideoFormat, gpu: int | None) 
     Raises:
         DecodeError: FFmpeg cannot decode them either.
     """
-    samples = table.shown[[place for place in _SHOWN if place < len(table)]].tolist()
+    samples = table.display_order[[place for place in _SHOWN if place < len(table)]].tolist()
     clip = pack(store, [table] * len(samples), samples)
     expected = decode_clip(clip, video)
     if gpu is not None and (named := colour_space(clip)) not in _LIKE_BT601:

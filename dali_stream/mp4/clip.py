@@ -63,7 +63,7 @@ class _Run:
             # What leads the run's own keyframe needs frames that are not in the clip. No other frame refers to those,
             # and `span` begins a GOP earlier where one is requested, so they are left out.
             own = np.arange(start, stop + 1)
-            own = own[(table.head[own] != start) | (table.pts[own] >= table.pts[start])]
+            own = own[(table.gop_start[own] != start) | (table.pts[own] >= table.pts[start])]
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()
         self.ranks: Sequence[int] = range(len(self.sizes))  # per sample, its place in display order within the run
         if table.reordered:
@@ -82,7 +82,7 @@ class _Run:
         """The encoded frames end to end."""
         table, samples = self.table, self.samples
         first, last = samples[0], samples[-1]
-        if table.stretch[first] == table.stretch[last] and last - first == len(samples) - 1:
+        if table.run[first] == table.run[last] and last - first == len(samples) - 1:
             begin = int(table.offset[first])
             parts = [(begin, begin + sum(self.sizes))]
         else:
@@ -170,11 +170,11 @@ def span(table: VideoIndex, sample: int) -> tuple[int, int]:
 
     A frame that follows an open GOP's keyframe but is displayed before it depends on the previous GOP too.
     """
-    start = int(table.head[sample])
+    start = int(table.gop_start[sample])
     if not table.open_gops:
         return start, sample
     if table.pts[sample] < table.pts[start] and start > 0:
-        start = int(table.head[start - 1])
+        start = int(table.gop_start[start - 1])
     return (start, _stop(table, sample)) if is_avc(table) and start > 0 else (start, sample)
 
 

@@ -42,7 +42,7 @@ def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int
     count = seen = 0
     first = np.arange(min(len(table), _FRAMES))
     first = first[np.cumsum(table.size[first]) <= _BYTES]
-    stretches = np.split(first, np.flatnonzero(np.diff(table.stretch[first])) + 1)
+    stretches = np.split(first, np.flatnonzero(np.diff(table.run[first])) + 1)
     for samples in stretches[:_READS]:
         if not len(samples):
             continue

@@ -1,4 +1,4 @@
-"""The sample table of an MP4's video track (ISO/IEC 14496-12, section 8): where each frame's bytes lie, when it is shown.
+"""The index of an MP4's video track (ISO/IEC 14496-12, section 8): where each packet lies, and when its frame is displayed.
 
 Files may be damaged or hostile, so each count is checked against the bytes of the file before memory is allocated for it.
 """
@@ -19,28 +19,28 @@ from dali_stream.mp4.format import codec_of
 from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
-LACKING = -1  # in place of a sample, for a row whose frame the video lacks; see `timing`
+LACKING = -1  # in place of a packet, for a row whose frame the video lacks; see `timing`
 
 
 @dataclass(frozen=True, eq=False)
 class VideoIndex:
-    """Samples (encoded frames) of one file in decode order; n of them.
+    """Packets of one file in decode order; n of them.
 
     Attributes:
         path: the file, relative to the dataset.
-        configs: sample descriptions (`stsd` entries without their bit rates). A clip holds samples of one.
+        configs: sample descriptions (`stsd` entries without their bit rates). A clip holds packets of one.
         track_header: matrix and display size out of `tkhd`.
         timescale: ticks per second.
-        offset, size: (n,) place and bytes of each sample.
+        offset, size: (n,) place and bytes of each packet.
         pts: (n,) presentation time in ticks, with the edit list applied.
-        sync: indices of the samples that decoding can start at.
-        head: (n,) the keyframe that each sample follows.
+        keyframes: packets that decoding can start at.
+        gop_start: (n,) the keyframe of each packet's GOP.
         config: (n,) which of `configs`.
-        shown: (n,) samples in the order in which they are shown.
-        stretch: (n,) samples of one number lie end to end in the file.
-        reordered: whether frames are shown in another order than they are decoded in (B-frames).
+        display_order: (n,) packets in the order in which their frames are displayed.
+        run: (n,) packets of one number are contiguous in the file.
+        reordered: whether display order and decode order differ (B-frames).
         longest_gop: frames of the longest GOP.
-        open_gops: whether frames that follow a keyframe are shown before it, and so need the GOP before.
+        open_gops: whether frames that follow a keyframe are displayed before it, and so need the GOP before.
         index_bytes: of the `moov` box that this was read from.
     """
 
@@ -51,11 +51,11 @@ class VideoIndex:
     offset: Int64
     size: Int64
     pts: Int64
-    sync: Int64
-    head: npt.NDArray[np.int32]
+    keyframes: Int64
+    gop_start: npt.NDArray[np.int32]
     config: npt.NDArray[np.int8]
-    shown: npt.NDArray[np.int32]
-    stretch: npt.NDArray[np.int32]
+    display_order: npt.NDArray[np.int32]
+    run: npt.NDArray[np.int32]
     reordered: bool
     open_gops: bool
     longest_gop: int
@@ -66,28 +66,28 @@ class VideoIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the table takes."""
+        """Memory that the index takes."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
-    def keyframes(self, samples: Int64) -> Int64:
-        """Per sample, the keyframe that decoding it begins with.
+    def decode_starts(self, samples: Int64) -> Int64:
+        """Per packet, the keyframe that decoding it starts at.
 
         That is the one it follows, or, for a frame that an open GOP shows before its keyframe, the one before that.
         """
-        head = self.head[samples].astype(np.int64)
+        head = self.gop_start[samples].astype(np.int64)
         if not self.open_gops:
             return head
-        before = self.head[np.maximum(head - 1, 0)].astype(np.int64)
+        before = self.gop_start[np.maximum(head - 1, 0)].astype(np.int64)
         return np.where(self.pts[samples] < self.pts[head], before, head)
 
     def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
-        """The samples shown nearest to these times, and how many seconds away each is shown."""
-        shown_at = self.pts[self.shown] / self.timescale
+        """The packets displayed nearest to these times, and how many seconds away each is."""
+        shown_at = self.pts[self.display_order] / self.timescale
         right = np.clip(np.searchsorted(shown_at, seconds), 1, max(len(shown_at) - 1, 1))
         left = right - 1
         right = np.minimum(right, len(shown_at) - 1)
         place = np.where(np.abs(shown_at[right] - seconds) < np.abs(shown_at[left] - seconds), right, left)
-        return self.shown[place].astype(np.int64), np.abs(shown_at[place] - seconds)
+        return self.display_order[place].astype(np.int64), np.abs(shown_at[place] - seconds)
 
 
 def read_index(store: Store, path: str) -> VideoIndex:

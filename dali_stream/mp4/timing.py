@@ -34,7 +34,7 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float)
     """Why `find_packets` has no packet for this row, and what to do."""
     seconds = _seconds(interval, np.array([timestamp]))
     [sample], [away] = table.nearest(seconds)
-    number = int(np.flatnonzero(table.shown == sample)[0])
+    number = int(np.flatnonzero(table.display_order == sample)[0])
     found = (
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file; the "
         f"nearest frame, number {number} of {len(table)}, is at {table.pts[sample] / table.timescale:.4f} s, {away:.4f} s away"

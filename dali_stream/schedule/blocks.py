@@ -41,12 +41,12 @@ def cut(table: VideoIndex, packet: Int64, keyframe: Int64, size: int = BLOCK) ->
         return Cut(np.empty(0, np.int64), np.empty(0, np.int64), first, last)
     reach = _HELD_BACK if table.open_gops and is_avc(table) else 0
     final = np.minimum(packet[there] + reach, len(table) - 1)
-    begin, group = np.unique(np.searchsorted(table.sync, keyframe[there], side="right") - 1, return_inverse=True)
+    begin, group = np.unique(np.searchsorted(table.keyframes, keyframe[there], side="right") - 1, return_inverse=True)
     end = begin.copy()  # per GOP that frames begin with, the last one that decoding them takes
-    np.maximum.at(end, group, np.searchsorted(table.sync, final, side="right") - 1)
+    np.maximum.at(end, group, np.searchsorted(table.keyframes, final, side="right") - 1)
     origin, stop = int(begin[0]), int(end.max()) + 1
-    packets = slice(int(table.sync[origin]), int(table.sync[stop]) if stop < len(table.sync) else len(table))
-    heads = table.sync[origin:stop] - packets.start
+    packets = slice(int(table.keyframes[origin]), int(table.keyframes[stop]) if stop < len(table.keyframes) else len(table))
+    heads = table.keyframes[origin:stop] - packets.start
     offset, sizes = table.offset[packets], table.size[packets]
     before = np.cumsum(sizes)[heads] - sizes[heads]
     blocks = begin - origin  # each begins with a GOP that frames begin with: so there are no more blocks than frames

@@ -153,6 +153,6 @@ def _bounds(refused: float) -> Iterator[int]:
 
 def window_bytes(index: VideoIndex, offsets: Int64) -> int:
     """Bytes of encoded video that one sample may need: the GOPs of its window's frames."""
-    largest = int(np.add.reduceat(index.size, index.sync).max())
+    largest = int(np.add.reduceat(index.size, index.keyframes).max())
     stretch = int(offsets.max() - offsets.min()) * int(index.size.sum()) // len(index)
     return min(len(offsets) * largest, stretch + 2 * largest)

@@ -229,7 +229,7 @@ def _route_change(route: Route, gpu: int | None, tables: list[VideoIndex]) -> st
 
 def _gops(table: VideoIndex) -> tuple[int, int]:
     """(shortest, longest) GOP of a file, in frames."""
-    lengths = np.diff(np.append(table.sync, len(table)))
+    lengths = np.diff(np.append(table.keyframes, len(table)))
     return int((lengths[:-1] if len(lengths) > 1 else lengths).min()), int(lengths.max())
 
 

@@ -79,7 +79,7 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
 def _decodes(loader: Loader, table: VideoIndex, camera: str, kept: int) -> tuple[float, float]:
     """Frames decoded per delivered frame, in the first epoch and later."""
     config = loader._config
-    gop = max(int(np.median(np.diff(np.append(table.sync, len(table))))), 1)
+    gop = max(int(np.median(np.diff(np.append(table.keyframes, len(table))))), 1)
     offsets = config.windows.of(camera)
     frames = config.dataset.num_frames
     batches = config.batches.count(0)

@@ -135,12 +135,12 @@ def read_source(store: Store, path: str, fps: float, shown: Callable[[VideoIndex
     refuse_sound(store, path)
     spans = {episode: _span(table, samples) for episode, samples in shown(table).items()}
     cuts = np.unique(np.array([end for ends in spans.values() for end in ends], np.int64))
-    times = np.diff(table.pts[table.shown])
+    times = np.diff(table.pts[table.display_order])
     frame = int(np.median(times)) if len(times) else max(1, round(table.timescale / fps))
     kinds = frozenset(config[4:8] for config in table.configs)
     kind: tuple[Any, ...] = (table.timescale, table.track_header, kinds)
     if table.open_gops:
-        leads = (table.pts[: table.sync[1] if len(table.sync) > 1 else None] < table.pts[0]).any()
+        leads = (table.pts[: table.keyframes[1] if len(table.keyframes) > 1 else None] < table.pts[0]).any()
         kind += (table.configs, path if leads else "")
     return Source(
         path, table.timescale, table.configs, kind, frame, cuts,
@@ -177,15 +177,15 @@ def _fits(file: VideoFile, source: Source, start: int, stop: int, file_size: int
 
 def _first_needed(table: VideoIndex, shown: Int64) -> int:
     """The packet that decoding of these starts at."""
-    earliest = shown[table.head[shown] == table.head[shown].min()]
+    earliest = shown[table.gop_start[shown] == table.gop_start[shown].min()]
     return min(span(table, sample)[0] for sample in earliest.tolist())
 
 
 def _span(table: VideoIndex, shown: Int64) -> tuple[int, int]:
     if table.open_gops:
         return 0, len(table)
-    after = np.searchsorted(table.sync, shown.max(), side="right")
-    return _first_needed(table, shown), int(table.sync[after]) if after < len(table.sync) else len(table)
+    after = np.searchsorted(table.keyframes, shown.max(), side="right")
+    return _first_needed(table, shown), int(table.keyframes[after]) if after < len(table.keyframes) else len(table)
 
 
 def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
@@ -208,8 +208,8 @@ def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
 
 def _is_sync(table: VideoIndex, start: int, stop: int) -> npt.NDArray[np.bool_]:
     found = np.zeros(stop - start, np.bool_)
-    first, last = np.searchsorted(table.sync, [start, stop])
-    found[table.sync[first:last] - start] = True
+    first, last = np.searchsorted(table.keyframes, [start, stop])
+    found[table.keyframes[first:last] - start] = True
     return found
 
 

@@ -31,7 +31,7 @@ class Video:
 
     def clip(self, shown: Sequence[int]) -> Clip:
         """A packed clip with some of its frames, counted in display order."""
-        return pack(self.store, [self.table] * len(shown), self.table.shown[list(shown)].tolist())
+        return pack(self.store, [self.table] * len(shown), self.table.display_order[list(shown)].tolist())
 
 
 def write(folder: str, codec: str, gop: int, size: tuple[int, int]) -> None:

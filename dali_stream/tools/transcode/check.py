@@ -59,7 +59,7 @@ def check_times(source: VideoIndex, out: VideoIndex, fps: float) -> None:
     """Raises DecodeError unless each frame of the source came out, at its own time."""
     if len(source) != len(out):
         raise DecodeError(f"{len(source)} frames went in, and {len(out)} came out")
-    away = np.abs(source.pts[source.shown] / source.timescale - out.pts[out.shown] / out.timescale)
+    away = np.abs(source.pts[source.display_order] / source.timescale - out.pts[out.display_order] / out.timescale)
     if away.max() > 1 / 16 / fps:
         packet = int(np.argmax(away))
         raise DecodeError(f"its frame {packet} has moved by {away[packet]:.4f} s")
@@ -73,7 +73,7 @@ def scan(video: Video) -> int:
     """
     table, hidden_ones = video.table, 0
     head = np.zeros(len(table), np.bool_)
-    head[table.sync] = True
+    head[table.keyframes] = True
     checks = [checker(config) for config in table.configs]
     codecs = [codec_of(config) for config in table.configs]
     samples = itertools.chain.from_iterable(read_samples(video.store, table, 0, len(table)))
@@ -125,7 +125,7 @@ def compare(source: Video, out: Video, shown: Int64, shown_out: Int64, what: str
 
 def _frames_to_compare(table: VideoIndex, shown: Int64) -> list[int]:
     """First, middle and last frame, and those with the largest predicted packets, where most changes."""
-    predicted = np.where(np.isin(shown, table.sync), 0, table.size[shown])
+    predicted = np.where(np.isin(shown, table.keyframes), 0, table.size[shown])
     most = np.argsort(-predicted, kind="stable")[:_MOST]
     most = most[predicted[most] > 0] if predicted.any() else np.linspace(0, len(shown) - 1, _MOST + 2).astype(np.int64)[1:-1]
     return sorted({0, len(shown) // 2, len(shown) - 1, *most.tolist()})

@@ -176,7 +176,7 @@ class Writer:
 def _rank(table: VideoIndex) -> Int64:
     """(n,) each packet's position in display order."""
     rank = np.empty(len(table), np.int64)
-    rank[table.shown] = np.arange(len(table))
+    rank[table.display_order] = np.arange(len(table))
     return rank
 
 
