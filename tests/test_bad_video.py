@@ -76,7 +76,7 @@ WHOLE_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda _: b"", "no moov box.*it is empty"),
     "Git LFS pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
     "HTML page": (lambda _: b"\n<!DOCTYPE html><html>Sign in</html>" + b" " * 500, "HTML page"),
-    "something else": (lambda _: b"PK\3\4" + bytes(1000), r"begins with b'PK.*no MP4"),
+    "something else": (lambda _: b"PK\3\4" + bytes(1000), r"begins with b'PK.*not an MP4"),
     "cut in the media": (cut_in_media, "'mdat'.*truncated"),
     "cut in the index": (lambda video: video[:-300], "'moov'.*truncated"),
     "index at the end is gone": (lambda video: video[: video.index(b"moov") - 4], "no moov box"),

@@ -22,7 +22,7 @@ _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
 class Shares(NamedTuple):
-    """How `memory_budget` is divided. What it leaves beside these is for decoded frames of batches in progress.
+    """How `memory_budget` is divided. Where frames are kept, the rest is for those of batches in progress.
 
     Attributes:
         encoded: bytes for rows, indices and, of remote data, encoded video.
@@ -89,9 +89,9 @@ def divide(budget: int, sizes: Sizes) -> Shares:
         )
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())
-    decoded = min(sizes.in_progress, budget - encoded)
-    kept = min((budget - encoded - decoded) // sizes.frame_bytes, frames) if sizes.frame_bytes else 0
-    return Shares(budget - decoded - kept * sizes.frame_bytes, kept, sizes.frame_bytes, _block(sizes, budget))
+    kept = max(min((budget - encoded - sizes.in_progress) // sizes.frame_bytes, frames), 0) if sizes.frame_bytes else 0
+    decoded = kept * sizes.frame_bytes + (sizes.in_progress if kept else 0)
+    return Shares(budget - decoded, kept, sizes.frame_bytes, _block(sizes, budget))
 
 
 def horizon(kept: int, frames: int) -> int:
