@@ -107,7 +107,8 @@ def test_little_memory_is_advised_on_and_changes_no_batch(dataset: Path, caplog:
     with Loader(dataset, **arguments) as loader:
         expected = read(loader, epochs)
         frames = loader.dataset.num_frames
-    with Loader(dataset, memory_budget=least_budget(dataset, arguments) + frames // 4 * 2 * FRAME, **arguments) as loader:
+    budget = least_budget(dataset, arguments) + (frames // 4 + 2 * arguments["batch_size"]) * 2 * FRAME
+    with Loader(dataset, memory_budget=budget, prefetch=2, **arguments) as loader:  # two batches of frames in progress
         found = read(loader, epochs)
         stats = loader.stats()
     assert all(equal(mine, other) for mine, other in zip(found, expected, strict=True))
