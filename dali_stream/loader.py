@@ -77,7 +77,7 @@ class Loader:
         memory_budget: bytes for rows, indices of video files, encoded video of remote data, decoded frames of the batches in
             progress, and decoded frames that are kept for later batches; an int, or such as "4GiB". The first three get what
             the episodes in use need, up to half of it, and frames the rest. Where that does not hold the frames of the batches
-            in progress, they come on top, and none are kept.
+            in progress, or holds all frames of the dataset, those in progress come on top.
         last_batch: what becomes of the samples at the end of an epoch that fill no whole batch. "drop" leaves them out;
             "partial" delivers a smaller batch; "pad" fills the batch up with the first samples of the epoch.
         on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a

@@ -36,6 +36,7 @@ from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, Stora
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import SAMPLE, Config
+from dali_stream.process import trim_memory
 from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
 from dali_stream.schedule.frames import NONE
@@ -47,6 +48,7 @@ from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
+_TRIM_AFTER = 4096  # decoded frames, after which free memory is given back: it takes some ms
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
@@ -93,7 +95,7 @@ class BatchProducer:
         for (key, file), index_bytes in config.indices.held().items():
             self._schedule.reads.there(key, file, index_bytes)
         self._decoders: dict[str, Decoder] = {key: self._decoder(key) for key in dataset.cameras}
-        self._advised = False
+        self._advised, self._decodes = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
         self._buffers = Buffers()
@@ -334,12 +336,16 @@ class BatchProducer:
         return video.view(step.samples.number, reads.needed)
 
     def _count(self, step: Step) -> None:
-        """Counts what the schedule plans, and says once whether more memory would help."""
+        """Counts what the schedule plans, says once whether more memory would help, and gives back free memory."""
         if self._schedule.advice and not self._advised:
             self._advised = True
             self._advise(self._schedule.advice)
         for planned in step.frames.values():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
+            self._decodes += planned.decodes
+        if self._decodes >= _TRIM_AFTER:
+            self._decodes = 0
+            trim_memory()
 
     def _count_indices(self) -> None:
         """Counts indices that were dropped and are read again."""

@@ -22,7 +22,7 @@ _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
 class Shares(NamedTuple):
-    """How `memory_budget` is divided. Where frames are kept, the rest is for those of batches in progress.
+    """How `memory_budget` is divided. Where some frames are kept and not all, the rest is for those of batches in progress.
 
     Attributes:
         encoded: bytes for rows, indices and, of remote data, encoded video.
@@ -89,9 +89,11 @@ def divide(budget: int, sizes: Sizes) -> Shares:
         )
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())
-    kept = max(min((budget - encoded - sizes.in_progress) // sizes.frame_bytes, frames), 0) if sizes.frame_bytes else 0
-    decoded = kept * sizes.frame_bytes + (sizes.in_progress if kept else 0)
-    return Shares(budget - decoded, kept, sizes.frame_bytes, _block(sizes, budget))
+    room, each = budget - encoded, sizes.frame_bytes
+    if not each or room >= frames * each:  # to keep all but a few frames would cost many decodes
+        return Shares(budget - frames * each, frames if each else 0, each, _block(sizes, budget))
+    kept = max((room - sizes.in_progress) // each, 0)
+    return Shares(budget - kept * each - (sizes.in_progress if kept else 0), kept, each, _block(sizes, budget))
 
 
 def horizon(kept: int, frames: int) -> int:
