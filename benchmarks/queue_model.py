@@ -21,8 +21,7 @@ from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
-from dali_stream.pipeline.producer import LOOK_AHEAD, look_ahead
-from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
+from dali_stream.schedule.budget import Sizes, batches_in_progress, divide, look_ahead, order_horizon
 from dali_stream.schedule.reads import Read, Storage
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule
@@ -274,7 +273,7 @@ class _Rank:
         windows = dict.fromkeys(cameras, offsets.astype(np.int64))
         files = np.arange(recording.num_episodes) // recording.in_video
         frames = training.batch_size * len(cameras) * len(offsets)
-        self.depth = int(np.clip(-(-2 * training.threads * CLIP_FRAMES // frames), 2, 16))
+        self.depth = batches_in_progress(training.threads, frames, CLIP_FRAMES)
         sizes = Sizes(
             lengths=recording.lengths,
             batch_size=training.batch_size,
@@ -289,12 +288,11 @@ class _Rank:
             in_progress=self.depth * frames * training.frame_bytes,
         )
         shares = divide(training.memory_budget, sizes)
-        ahead = max(horizon(shares.frames, recording.num_frames), encoded_horizon(shares.encoded, sizes), LOOK_AHEAD)
         key = training.consumers, training.pool
         self.schedule = Schedule(
             recording.lengths,
             samples(lambda epoch: recording.order(training.seed, epoch, *key), batches, rank, 0, 0),
-            training.batch_size, windows, Limits(shares.frames, self.depth, ahead),
+            training.batch_size, windows, Limits(shares.frames, self.depth, order_horizon(shares, sizes)),
             Storage(
                 dict.fromkeys(cameras, files), ROW * SPARE[0] // SPARE[1], dict.fromkeys(cameras, index.nbytes), cameras,
                 shares.encoded, shares.block, look_ahead(training.batch_size),

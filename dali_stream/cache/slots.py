@@ -31,7 +31,6 @@ class Slots:
         self._frames = np.empty((count, *size, 3), np.uint8)
         self._errors: dict[int, DecodeError] = {}
         self.size = size
-        self.frame_bytes = size[0] * size[1] * 3
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:
         """Writes frames, (n, height, width, 3), into slots."""
@@ -74,8 +73,8 @@ class Slots:
         if not self._errors:
             return {}
         failed = {}
-        for sample, slots in enumerate(show.tolist()):
-            errors = [self._errors[slot] for slot in slots if slot in self._errors]
+        for sample, shown in enumerate(show.tolist()):
+            errors = [self._errors[slot] for slot in shown if slot in self._errors]
             if errors:
                 failed[sample] = errors[0]
         return failed

@@ -50,6 +50,7 @@ class VideoFiles:
         return DecodeError(f"{self._dataset.data_store.where(table.path)}: {why}")
 
     def format(self, table: VideoIndex, sample: int) -> VideoFormat:
+        """What a packet's sample description says. Raises DecodeError."""
         config = table.configs[table.config[sample]]
         if config not in self._formats:
             try:
@@ -68,5 +69,6 @@ class VideoFiles:
             )
 
     def named(self, episode: int, frames: Array, table: VideoIndex, error: DecodeError) -> DecodeError:
+        """The error with camera, episode, frames and file in front."""
         where = self._dataset.data_store.where(table.path)
         return named(self._dataset, self.key, episode, frames, DecodeError(f"{where}: {error}"))

@@ -16,7 +16,7 @@ from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.order import Order, Shuffle
 from dali_stream.order.batches import Batches
 from dali_stream.order.windows import Windows
-from dali_stream.schedule.budget import Sizes
+from dali_stream.schedule.budget import Sizes, batches_in_progress
 
 SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
 
@@ -51,6 +51,10 @@ class Config:
         """(height, width) of a camera's frames when the CPU has decoded and resized them."""
         return self.image_size or self.dataset.picture_size(camera)
 
+    def frame_bytes(self, camera: str) -> int:
+        """Memory of such a frame."""
+        return math.prod(self.frame_size(camera)) * 3
+
     @property
     def past_dali(self) -> bool:
         """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
@@ -62,7 +66,7 @@ class Config:
         if self.prefetch is not None:
             return self.prefetch
         frames = self.batches.batch_size * sum(map(self.windows.steps, self.dataset.cameras))
-        return int(np.clip(-(-2 * self.threads * CLIP_FRAMES // max(frames, 1)), 2, 16))
+        return batches_in_progress(self.threads, frames, CLIP_FRAMES)
 
     def squeezed(self, camera: str) -> bool:
         """Whether a sample has one frame without a time axis. LeRobot drops the axis of one step for videos only."""
@@ -74,7 +78,7 @@ class Config:
         for camera in dataset.videos:
             with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
                 indices[camera] = self.indices.of(camera, 0, dataset.data_store)
-        frame_bytes = {camera: math.prod(self.frame_size(camera)) * 3 for camera in on_cpu}
+        frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
         return Sizes(
             lengths=dataset.lengths,
             batch_size=self.batches.batch_size,

@@ -130,8 +130,8 @@ def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> 
     # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Frames are much,
     # so they stay where they are, and an operator copies them in DALI's threads, unless another one reads them anyway.
     for camera, node in _source(producer.frames, decoded, no_copy=True) if decoded else ():
-        made_anew = config.gpu is None and config.image_dtype == "float32"
-        nodes[camera] = placed(node if made_anew else fn.copy(node))
+        divided = config.gpu is None and config.image_dtype == "float32"
+        nodes[camera] = placed(node if divided else fn.copy(node))
     return nodes
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import threading
 from collections import deque
@@ -38,7 +37,7 @@ from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import SAMPLE, Config
 from dali_stream.process import trim_memory
 from dali_stream.schedule.advice import Advice
-from dali_stream.schedule.budget import Sizes, divide, encoded_horizon, horizon
+from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon
 from dali_stream.schedule.frames import NONE
 from dali_stream.schedule.reads import Storage
 from dali_stream.schedule.samples import samples
@@ -47,12 +46,12 @@ from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
+Texts = dict[str, list[str]]  # per key, one of each sample
 _log = logging.getLogger("dali_stream")
 _TRIM_AFTER = 4096  # decoded frames, after which free memory is given back: it takes some ms
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
-LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Batch:
     """One rank's share of a global batch, in progress."""
 
     columns: dict[str, Array]
-    strings: dict[str, list[str]]
+    strings: Texts
     work: dict[str, Work]
     padded: int
 
@@ -79,15 +78,16 @@ class BatchProducer:
         self._config, self._counters = config, counters
         dataset = config.dataset
         self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
-        on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
-        sizes = config.sizes(on_cpu)
+        self._on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
+        self._past_dali = self._on_cpu if config.past_dali else []
+        sizes = config.sizes(self._on_cpu)
         self._shares, depth = divide(config.memory_budget, sizes), config.depth
         self._memory = Memory(dataset, config.indices, self._shares.encoded, counters)
         self._schedule = Schedule(
             dataset.lengths,
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
-            {key: config.windows.of(key) for key in on_cpu},
+            {key: config.windows.of(key) for key in self._on_cpu},
             self._limits(depth, sizes),
             self._storage(sizes),
             {key: config.windows.of(key) for key in self._on_dali},
@@ -107,9 +107,7 @@ class BatchProducer:
         self._room = threading.Semaphore(depth)
         self._stopping = False
         self._pid = os.getpid()
-        self.delivered: deque[tuple[dict[str, list[str]], dict[str, torch.Tensor]]] = (
-            deque()
-        )  # what bypasses DALI, of the batches that DALI has taken
+        self.delivered: deque[tuple[Texts, dict[str, torch.Tensor]]] = deque()  # past DALI, of batches that DALI has taken
         self._pool = Workers("dali_stream decode", config.threads)
         self._copiers = Workers("dali_stream copy", min(config.threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
@@ -145,7 +143,7 @@ class BatchProducer:
         Their memory is used again when nothing refers to it. Errors as in `source`.
         """
         _, frames = self._turn(1)
-        return tuple(self._shown(key, frames[key]) for key in self._config.dataset.cameras if key not in self._on_dali)
+        return tuple(self._shown(key, frames[key]) for key in self._on_cpu)
 
     def _shown(self, key: str, frames: Array) -> Array:
         """Frames (B, T, ...) as a batch has them: without T where a sample has one frame."""
@@ -175,10 +173,7 @@ class BatchProducer:
         self._room.release()
         self._clips.append({key: frames[key] for key in self._on_dali})
         self._counters.padded += batch.padded
-        past: dict[str, torch.Tensor] = {}
-        if self._config.past_dali:
-            own = [key for key in batch.work if key not in self._on_dali]
-            past = {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in own}
+        past = {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in self._past_dali}
         self.delivered.append((batch.strings, past))
         return batch, frames
 
@@ -187,7 +182,7 @@ class BatchProducer:
 
         Not where frames are copied past DALI: that would delay the batch before, and take memory for one more.
         """
-        if self._config.past_dali and len(self._on_dali) < len(self._decoders):
+        if self._past_dali:
             return False
         with self._more:
             batch = self._made[0] if self._made else None
@@ -207,8 +202,7 @@ class BatchProducer:
 
     def frame_cache_bytes(self) -> int:
         """Memory of decoded frames that are kept for later batches."""
-        sizes = {key: math.prod(self._config.frame_size(key)) * 3 for key in self._schedule.frames}
-        return sum(cache.cached * sizes[key] for key, cache in self._schedule.frames.items())
+        return sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
 
     def close(self) -> None:
         """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
@@ -238,8 +232,7 @@ class BatchProducer:
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
         kept, frames = self._shares.frames, self._config.dataset.num_frames
         larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
-        ahead = max(horizon(kept, frames), encoded_horizon(self._shares.encoded, sizes), LOOK_AHEAD)
-        return Limits(kept, depth, ahead, larger)
+        return Limits(kept, depth, order_horizon(self._shares, sizes), larger)
 
     def _storage(self, sizes: Sizes) -> Storage:
         dataset, remote = self._config.dataset, self._config.dataset.data_store.remote
@@ -397,7 +390,7 @@ class BatchProducer:
         with self._counters.timed("starved_s"):
             for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
                 task.result()
-        as_float = self._config.past_dali and self._config.image_dtype == "float32"
+        as_float = self._past_dali and self._config.image_dtype == "float32"
         for key, work in batch.work.items():
             frames[key] = work.collect(self._buffers, np.float32 if as_float else np.uint8, self._copiers)
             failed |= work.failed
@@ -414,11 +407,6 @@ class BatchProducer:
                     values[row] = values[good[row % len(good)]]
             self._counters.substituted += len(failed)
         return frames
-
-
-def look_ahead(batch_size: int) -> int:
-    """Batches of remote data that are read ahead, at most."""
-    return int(np.clip(LOOK_AHEAD // batch_size, 16, 256))
 
 
 def closed() -> DaliStreamError:

@@ -12,8 +12,9 @@ from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.pipeline import graph, iterator
+from dali_stream.pipeline import graph
 from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.iterator import Iterator
 from dali_stream.pipeline.producer import BatchProducer, closed
 
 Batch = dict[str, Any]
@@ -48,7 +49,7 @@ class BatchStream:
         _streams.add(self)
         try:
             pipeline, names = graph.build(config, self.producer, routes, user)
-            self._iterator = iterator.Iterator(pipeline, names, self.producer.ready)
+            self._iterator = Iterator(pipeline, names, self.producer.ready)
         except BaseException:
             self._finalizer()
             raise
@@ -59,7 +60,7 @@ class BatchStream:
         if iterator is None:
             raise closed()
         try:
-            with self._counters.timed("graph_s"):  # less what the stage takes, which it asks for a batch inside of this
+            with self._counters.timed("graph_s"):  # less what the producer takes, which is asked for a batch inside
                 [batch] = next(iterator)
         except RuntimeError as error:
             if "error in pipeline" not in str(error):  # of the producer, not of a DALI operator

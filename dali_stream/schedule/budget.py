@@ -18,6 +18,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.blocks import BLOCK
 
 Int64 = npt.NDArray[np.int64]
+LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
@@ -94,6 +95,27 @@ def divide(budget: int, sizes: Sizes) -> Shares:
         return Shares(budget - frames * each, frames if each else 0, each, _block(sizes, budget))
     kept = max((room - sizes.in_progress) // each, 0)
     return Shares(budget - kept * each - (sizes.in_progress if kept else 0), kept, each, _block(sizes, budget))
+
+
+def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> int:
+    """Batches in progress, so that all threads have work while the oldest batch is waited for.
+
+    Args:
+        threads: of the decode pool.
+        batch_frames: frames of a batch, of all cameras.
+        task_frames: frames of a decode task.
+    """
+    return min(max(-(-2 * threads * task_frames // max(batch_frames, 1)), 2), 16)
+
+
+def look_ahead(batch_size: int) -> int:
+    """Batches of remote data that are read ahead, at most."""
+    return min(max(LOOK_AHEAD // batch_size, 16), 256)
+
+
+def order_horizon(shares: Shares, sizes: Sizes) -> int:
+    """Samples that the order is read ahead, for decoded frames and for what is fetched."""
+    return max(horizon(shares.frames, int(sizes.lengths.sum())), encoded_horizon(shares.encoded, sizes), LOOK_AHEAD)
 
 
 def horizon(kept: int, frames: int) -> int:
