@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import faults
 from support.clouds import SIGNATURE, Hub
-from support.stores import CONTENT, failure, quick, said
+from support.stores import CONTENT, Clock, failure, quick, said
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import open_store
@@ -95,8 +95,8 @@ def test_the_cache_of_a_commit_needs_no_file_to_be_asked_for(hub: Hub, tmp_path:
     assert store.traffic.cached_bytes == 4990
 
 
-def test_the_token_goes_to_the_hub_alone(hub: Hub, everything_logged: pytest.LogCaptureFixture) -> None:
-    store = quick(REPO, give_up_after_s=0.4)
+def test_the_token_goes_to_the_hub_alone(hub: Hub, clock: Clock, everything_logged: pytest.LogCaptureFixture) -> None:
+    store = quick(REPO, give_up_after_s=5)
     store.files("meta")
     store.read("data/file.parquet", 0, 10)
     assert all(request.headers["authorization"] == f"Bearer {TOKEN}" for request in hub.requests)
@@ -107,7 +107,7 @@ def test_the_token_goes_to_the_hub_alone(hub: Hub, everything_logged: pytest.Log
         errors.append(failure(store, "data/file.parquet"))
     hub.set_faults([faults.reset] * 1000)
     with pytest.raises(StorageError) as caught:
-        quick(REPO, give_up_after_s=0.3)
+        quick(REPO, give_up_after_s=5)
     text = said(everything_logged, *errors, caught.value) + f"{store.address} {store.revision} {store.traffic}"
     assert TOKEN not in text
     assert SIGNATURE not in text
