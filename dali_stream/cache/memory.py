@@ -98,6 +98,10 @@ class Memory:
             call = self._read_index if read.camera else self._read_rows
             self._coming[read.camera, read.number] = self._pool.submit(call, read, priority=(read.step, 0))
 
+    def names(self) -> Future[dict[str, dict[int, str]]]:
+        """Begins to read {"task": {task_index: task}, "subtask": …}. Errors as of `finish`."""
+        return self._pool.submit(_names, self._dataset)
+
     def finish(self, read: Read) -> tuple[int, Found]:
         """Waits for rows or an index: the bytes that they take, and the rows that came along.
 
@@ -183,3 +187,9 @@ class Memory:
     def _path(self, camera: str, episode: int) -> str:
         files = self._dataset.table.video[camera]
         return files.paths[files.index[self._dataset.rows[episode]]]
+
+
+def _names(dataset: DatasetFiles) -> dict[str, dict[int, str]]:
+    """The tables of names that the rows refer to."""
+    subtasks = dataset.subtasks if "subtask_index" in dataset.features else {}
+    return {"task": dataset.tasks if "task_index" in dataset.features else {}, "subtask": subtasks}

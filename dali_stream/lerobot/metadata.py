@@ -209,7 +209,7 @@ def read_json(store: Store, path: str) -> Any:
 
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
     """A Parquet file, or the named columns of it. Raises DatasetError where it cannot be read."""
-    with parquet_errors(store, path), store.open(path) as file:
+    with parquet_errors(store, path), store.open(path) if columns else pa.BufferReader(store.read_all(path)) as file:
         return pq.ParquetFile(file, pre_buffer=True).read(columns=columns, use_threads=False)
 
 

@@ -11,7 +11,7 @@ from dali_stream.storage import Store
 MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
 UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of unrotated frames
-HEAD = 1 << 12  # bytes fetched to find `moov`; the rest of it is one exact read
+HEAD = 1 << 13  # bytes fetched to find `moov`: all of it for up to about 300 frames, or else the rest is one exact read
 TAIL = 1 << 22  # bytes fetched after the media data, which rarely holds more than `moov`
 
 

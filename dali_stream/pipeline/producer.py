@@ -83,6 +83,7 @@ class BatchProducer:
         sizes = config.sizes(self._on_cpu)
         self._shares, depth = divide(config.memory_budget, sizes), config.depth
         self._memory = Memory(dataset, config.indices, self._shares.encoded, counters)
+        self._names = self._memory.names()
         self._schedule = Schedule(
             dataset.lengths,
             samples(config.order, config.batches, config.rank, epoch, position),
@@ -369,7 +370,8 @@ class BatchProducer:
         """Text goes past DALI: string features, and the name of the current frame's task."""
         dataset = self._config.dataset
         texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f.is_text}
-        for key, index, names in (("task", "task_index", dataset.tasks), ("subtask", "subtask_index", dataset.subtasks)):
+        for key, names in self._names.result().items():
+            index = f"{key}_index"
             if index in columns and (names or key == "task"):
                 numbers = self._memory.gather(index, episode, frame).tolist()
                 try:

@@ -10,6 +10,8 @@ from pathlib import PurePosixPath
 
 from dali_stream.errors import DatasetError
 
+_SMALL = 1 << 20  # bytes of a file that is read whole before its size is known
+
 
 @dataclass
 class Traffic:
@@ -94,8 +96,9 @@ class Store(abc.ABC):
         return self
 
     def read_all(self, path: str) -> bytes:
-        """A whole file."""
-        return self.read(path, 0, self.size(path))
+        """A whole file: of a small one in one read, which brings the size as well."""
+        head = self.read(path, 0, _SMALL)
+        return head if len(head) < _SMALL else head + self.read(path, _SMALL, self.size(path))
 
     def open(self, path: str, size: int | None = None) -> Ranges:
         """A seekable file object for libraries that need one. Each of its reads is one `read`. It holds no handle.
