@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +16,13 @@ from dali_stream import process
 from dali_stream.arguments import known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError
-from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths, default_pools, uneven
-from dali_stream.order.state import check_resumable, check_state, noted, order_state
+from dali_stream.order import Order, Shuffle, check_world, checked_lengths, default_pools
+from dali_stream.order.state import OrderArguments, check_state, noted
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
 _BLOCK = 4096  # indices computed at a time
 _WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}  # as of `Order`
-
-
-class _Arguments(NamedTuple):
-    """What an order is a function of, beside episodes and epoch."""
-
-    shuffle: Shuffle
-    seed: int
-    consumers: int
-    episode_pool_size: int
 
 
 @dataclass
@@ -100,8 +91,7 @@ class FrameSampler(Sampler[int]):
         if shuffle is None:
             shuffle = "global" if batch_size is None else True
         consumers, episode_pool_size = self._pools(self._batch_size, self._world)
-        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
-        check_world(self._rank, self._world, consumers if shuffle is True else None)
+        self._arguments = OrderArguments(shuffle, seed, consumers, episode_pool_size).checked(self._rank, self._world)
         lengths = checked_lengths(episode_lengths.lengths if isinstance(episode_lengths, Dataset) else episode_lengths)
         drop_first, drop_last = _from_zero("drop_first", drop_first), _from_zero("drop_last", drop_last)
         self._kept = np.maximum(lengths - drop_first - drop_last, 0)
@@ -113,7 +103,6 @@ class FrameSampler(Sampler[int]):
                 f"leave {self._frames} frames for world_size={self._world}; each rank needs one or more, so drop fewer frames "
                 "or give more episodes"
             )
-        self._arguments = _Arguments(shuffle, int(seed), consumers, episode_pool_size)
         self._warn_if_uneven()
         self._drops = {"drop_first": drop_first, "drop_last": drop_last}
         self._fingerprint = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16).hexdigest()
@@ -219,9 +208,8 @@ class FrameSampler(Sampler[int]):
             )
         taken = noted(state, self._shuffle_given, self._pools_given)
         arguments = self._arguments._replace(**taken)
-        place = check_state(state, "sampler", order_state(*arguments) | self._drops, self._frames)
-        if arguments.shuffle is True:
-            check_resumable(self._world, arguments.consumers)
+        place = check_state(state, "sampler", arguments.state() | self._drops, self._frames)
+        arguments.check_resumable(self._world)
         self._arguments, self._now = arguments, _Passage(*place)
         if "consumers" in taken:
             self._warn_if_uneven()
@@ -245,7 +233,7 @@ class FrameSampler(Sampler[int]):
             consumers, pool = self._pools(batch_size, world_size)
             arguments = arguments._replace(consumers=consumers, episode_pool_size=pool)
         for ranks in (world_size, self._world):
-            check_world(0, ranks, arguments.consumers if arguments.shuffle is True else None)
+            arguments.checked(0, ranks)
         share = self._frames // world_size
         batches = -(-share // batch_size)
         if step > batches:
@@ -277,8 +265,7 @@ class FrameSampler(Sampler[int]):
         return default_pools(batch_size or 1, world_size, **given)
 
     def _warn_if_uneven(self) -> None:
-        shuffle, _, consumers, _ = self._arguments
-        told = shuffle is True and self._batch_size and uneven(consumers, self._batch_size, self._world)
+        told = self._batch_size and self._arguments.uneven(self._batch_size, self._world)
         if told and self._rank == 0:
             _log.warning("%s", told)
 
@@ -288,7 +275,7 @@ class FrameSampler(Sampler[int]):
 
     def _order_state(self) -> dict[str, Any]:
         """What the order is a function of, beside episode lengths and epoch."""
-        return order_state(*self._arguments) | self._drops
+        return self._arguments.state() | self._drops
 
 
 def _from_zero(name: str, value: int) -> int:

@@ -23,6 +23,15 @@ class Batches:
     world_size: int
     last_batch: str
 
+    def checked(self) -> Batches:
+        """These batches. Raises ValueError where an epoch has none."""
+        if not self.count(0):
+            raise ValueError(
+                f"batch_size={self.batch_size} on {self.world_size} ranks needs {self.stride} frames, and {self.frames} are "
+                f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
+            )
+        return self
+
     @property
     def stride(self) -> int:
         """Positions of a whole global batch."""

@@ -48,6 +48,7 @@ from dali_stream.workers import Workers
 Array = npt.NDArray[Any]
 Texts = dict[str, list[str]]  # per key, one of each sample
 _log = logging.getLogger("dali_stream")
+MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
 _TRIM_AFTER = 4096  # decoded frames, after which free memory is given back: it takes some ms
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
@@ -193,17 +194,11 @@ class BatchProducer:
         """Per camera on the DALI route, the clips of the batches that DALI may be at."""
         return {key: [clip for batch in self._clips for clip in batch[key]] for key in self._on_dali}
 
-    def resident_bytes(self) -> int:
-        """Memory of rows, indices, encoded video and decoded frames that are kept."""
-        return self._schedule.reads.cache.taken + self.frame_cache_bytes()
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Of that, the memory of rows, of indices and of encoded video."""
-        return {f"{name}_bytes": self._schedule.reads.bytes_of(name) for name in ("row", "index", "encoded")}
-
-    def frame_cache_bytes(self) -> int:
-        """Memory of decoded frames that are kept for later batches."""
-        return sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
+    def memory(self) -> dict[str, int]:
+        """Bytes of what is kept in memory, by the keys `MEMORY`: all, then rows, indices, encoded video, decoded frames."""
+        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
+        kinds = *self._schedule.reads.bytes_by_kind(), frames
+        return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
     def close(self) -> None:
         """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
@@ -308,7 +303,7 @@ class BatchProducer:
                 with self._counters.timed("gather_s"):
                     columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
         if config.augments:
-            columns[SAMPLE] = uniforms(config.seed, batch.epoch, batch.position)
+            columns[SAMPLE] = uniforms(config.arguments.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
         self._count(step)

@@ -156,11 +156,11 @@ class ReadSchedule:
         """Batches behind the next one whose samples have to be known for `request`."""
         return min(2 * _GROWTH * self._now, self._storage.look_ahead * 5 // 4)
 
-    def bytes_of(self, kind: str) -> int:
-        """Bytes of "row", "index" or "encoded" that are held or on their way."""
+    def bytes_by_kind(self) -> tuple[int, int, int]:
+        """Bytes of rows, of indices and of encoded video that are held or on their way."""
         rows = sum(list(self._rows.size.values()))
         indices = sum(sum(list(items.size.values())) for items in self._indices.values())
-        return {"row": rows, "index": indices, "encoded": self.cache.taken - rows - indices}[kind]
+        return rows, indices, self.cache.taken - rows - indices
 
     def add(self, found: Samples) -> None:
         """Takes the next batch of the order."""
