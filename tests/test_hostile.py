@@ -54,58 +54,63 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_broken_headers(kind: str, healthy: Path) -> None:
-    run_child(kind, healthy, range(CASES[kind][0]))
+def test_broken_headers(healthy: Path) -> None:
+    run_child(healthy, {kind: (0, few) for kind, (few, _) in CASES.items()})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_many_more_broken_headers(kind: str, healthy: Path) -> None:
-    run_child(kind, healthy, range(100_000, 100_000 + CASES[kind][1]))
+    run_child(healthy, {kind: (100_000, 100_000 + CASES[kind][1])})
 
 
-def run_child(kind: str, healthy: Path, seeds: range) -> None:
+def run_child(healthy: Path, seeds: dict[str, tuple[int, int]]) -> None:
     """Fails where the child ends before its last case, says that a case went wrong, or takes far longer than it should."""
-    command = [sys.executable, __file__, kind, str(healthy), str(seeds.start), str(seeds.stop)]
+    command = [sys.executable, __file__, str(healthy), json.dumps(seeds)]
+    cases = {kind: stop - start for kind, (start, stop) in seeds.items()}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + len(seeds) * 0.2, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + sum(cases.values()) * 0.2, check=False)
     except subprocess.TimeoutExpired as error:
-        pytest.fail(f"{kind}: hangs at case {(error.stdout or b'')[-200:]!r}")
+        pytest.fail(f"hangs at case {(error.stdout or b'')[-200:]!r}")
     lines = done.stdout.splitlines()
-    assert done.returncode == 0, f"{kind}: exit code {done.returncode} after {lines[-1:]}: {done.stderr[-3000:]}"
-    outcomes = json.loads(lines[-1])
-    assert sum(outcomes.values()) == len(seeds)
-    # Mutations that all pass, or of which none does, test nothing.
-    assert outcomes.get("right", 0) > 0
-    assert sum(outcomes.values()) - outcomes.get("right", 0) > len(seeds) // 20
+    assert done.returncode == 0, f"exit code {done.returncode} after {lines[-1:]}: {done.stderr[-3000:]}"
+    for kind, outcomes in json.loads(lines[-1]).items():
+        assert sum(outcomes.values()) == cases.pop(kind)
+        # Mutations that all pass, or of which none does, test nothing.
+        assert outcomes.get("right", 0) > 0, kind
+        assert sum(outcomes.values()) - outcomes.get("right", 0) > sum(outcomes.values()) // 20, kind
+    assert not cases
 
 
 # ------------------------------------------------------------------------------------------------- in the child
 
 
-def child(kind: str, healthy: Path, first: int, last: int) -> None:
-    """Works through the cases [first, last)."""
+def child(healthy: Path, seeds: dict[str, list[int]]) -> None:
+    """Works through the cases [first, last) of each kind."""
+    kinds = {"index": IndexCase, "frames": FramesCase, "parquet": ParquetCase, "json": JsonCase}
+    outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in seeds}
     with tempfile.TemporaryDirectory() as folder:
-        case = {"index": IndexCase, "frames": FramesCase, "parquet": ParquetCase, "json": JsonCase}[kind](healthy, Path(folder))
-        case.run(random.Random(0), lambda value: value)  # imports and caches, before memory is measured
+        cases: dict[str, Any] = {}
+        for kind in seeds:
+            (own := Path(folder, kind)).mkdir()
+            cases[kind] = kinds[kind](healthy, own)
+            cases[kind].run(random.Random(0), lambda value: value)  # imports and caches, before memory is measured
         limit = _status("VmSize") + 4096 * MB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        outcomes: Counter[str] = Counter()
-        for seed in range(first, last):
-            sys.stdout.write(f"{seed}\n")
+        for kind, seed in ((kind, seed) for kind, ends in seeds.items() for seed in range(*ends)):
+            sys.stdout.write(f"{kind} {seed}\n")
             sys.stdout.flush()
             Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
             before, started = _status("VmRSS"), time.perf_counter()
             rng = random.Random(seed)
             try:
-                case.run(rng, lambda value, rng=rng: mutated(value, rng))
-                outcomes["right"] += 1
+                cases[kind].run(rng, lambda value, rng=rng: mutated(value, rng))
+                outcomes[kind]["right"] += 1
             except dali_stream.DaliStreamError as error:
-                outcomes[type(error).__name__] += 1
+                outcomes[kind][type(error).__name__] += 1
             grown, took = _status("VmHWM") - before, time.perf_counter() - started
-            assert grown < MOST_MEMORY, f"case {seed} took {grown / MB:.0f} MB"
-            assert took < 30, f"case {seed} took {took:.0f} s"
+            assert grown < MOST_MEMORY, f"{kind} {seed} took {grown / MB:.0f} MB"
+            assert took < 30, f"{kind} {seed} took {took:.0f} s"
     sys.stdout.write(json.dumps(outcomes) + "\n")
 
 
@@ -338,4 +343,4 @@ def replace_somewhere(tree: Any, rng: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    child(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    child(Path(sys.argv[1]), json.loads(sys.argv[2]))

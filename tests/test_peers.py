@@ -150,6 +150,7 @@ def test_what_is_wrong_with_this_loader_is_the_exit_code(
         (tmp_path / path.name).write_text(path.read_text().replace(own, "") if path.name == "ours.py" else path.read_text())
     monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
     arguments = ["--only", "lerobot,", "--workers", "0", "--lerobot-python", str(tmp_path / "none"), "--seed", "1"]
+    arguments += ["--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["peers.py", str(demo), *SHORT, *arguments])
     assert peers.main() == 1
     out = capsys.readouterr().out
@@ -189,7 +190,7 @@ def test_a_peer_that_does_not_answer_is_given_up(peers: Any, tmp_path: Path) -> 
 
 # Begins a line that it does not end, and does not stop.
 STUCK = ECHO.replace(
-    'print(line, end="", flush=True)', 'print("Loading... ", end="", flush=True)\n    while True:\n        pass'
+    'print(line, end="", flush=True)', 'print("Loading... ", end="", flush=True)\n    __import__("signal").pause()'
 )
 
 
