@@ -108,22 +108,22 @@ def _of_video(
     files = dataset.table.video[camera]
 
     @functools.lru_cache(_INDICES)
-    def index(path: str) -> VideoIndex:
+    def index_of(path: str) -> VideoIndex:
         return read_index(store, path)
 
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         try:
-            table = index(files.paths[files.index[dataset.rows[episode]]])
+            index = index_of(files.paths[files.index[dataset.rows[episode]]])
             interval, timestamp = dataset.table.interval(camera, dataset.rows[episode]), rows[episode]["timestamp"][frames]
-            samples = find_packets(table, interval, timestamp, dataset.fps)
-            for lacking in timestamp[samples == LACKING]:
-                raise DecodeError(f"{store.where(table.path)}: {explain(table, interval, lacking, dataset.fps)}")
+            packets = find_packets(index, interval, timestamp, dataset.fps)
+            for lacking in timestamp[packets == LACKING]:
+                raise DecodeError(f"{store.where(index.path)}: {explain(index, interval, lacking, dataset.fps)}")
             found = []
-            for description, alike in itertools.groupby(samples.tolist(), key=lambda sample: table.config[sample]):
-                video, same = describe(table.configs[description]), list(alike)
+            for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
+                video, same = describe(index.configs[description]), list(alike)
                 for at in range(0, len(same), _FRAMES_AT_ONCE):
                     part = same[at : at + _FRAMES_AT_ONCE]
-                    found.append(image_histogram(decode.decode(store, [table] * len(part), part, video)[0]))
+                    found.append(image_histogram(decode.decode(store, [index] * len(part), part, video)[0]))
             return found
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
