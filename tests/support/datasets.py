@@ -265,7 +265,9 @@ _ODD: dict[str, tuple[str, list[int]]] = {
 }
 
 
-def write_odd(root: Path, lengths: Sequence[int] = (5, 1, 8, 7), rows_per_group: int = 4, fps: int = 10) -> Path:
+def write_odd(
+    root: Path, lengths: Sequence[int] = (5, 1, 8, 7), rows_per_group: int = 4, fps: int = 10, **options: Any
+) -> Path:
     """A dataset without video: PNGs in rows, text, every dtype, one to four axes. Row groups cut through episodes."""
     rng, count = np.random.default_rng(0), sum(lengths)
     columns = {
@@ -276,7 +278,7 @@ def write_odd(root: Path, lengths: Sequence[int] = (5, 1, 8, 7), rows_per_group:
         values = (count, *shape)
         columns[key] = Column(dtype, shape, rng.normal(0, 100, values) if "float" in dtype else rng.integers(0, 2, values))
     labels = {name: [f"{name} 0", f"{name} 1"] for name in ("task", "subtask")}
-    return build(root, lengths, columns, fps=fps, rows_per_group=rows_per_group, labels=labels)
+    return build(root, lengths, columns, fps=fps, rows_per_group=rows_per_group, labels=labels, **options)
 
 
 def _png(episode: int, frame: int) -> dict[str, Any]:
