@@ -9,20 +9,24 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from dali_stream.arguments import byte_count, known_arguments
+from dali_stream.arguments import byte_count, from_zero, known_arguments
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.lerobot import metadata, v2
+from dali_stream.lerobot import frame_ranges, metadata, v2
 from dali_stream.lerobot.features import ENCODING
+from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.storage import Store, open_store
 
 Self = TypeVar("Self", bound="DatasetFiles")
+EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
 _log = logging.getLogger("dali_stream")
 
 
@@ -43,6 +47,10 @@ class DatasetFiles:
         cache_bytes: int | str | None = None,
         give_up_after_s: float | None = None,
         stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
+        filter: EpisodeFilter | None = None,
+        frames: Frames | str | os.PathLike[str] | None = None,
+        drop_first: int = 0,
+        drop_last: int = 0,
     ) -> None:
         self.uri, self.cache_dir = os.fspath(uri), cache_dir
         self._own_stats = None if stats is None else _own_stats(stats)
@@ -59,12 +67,13 @@ class DatasetFiles:
             if data_files_root is not None:
                 self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
             self.revision = self.store.revision
-            self._read(cameras, episodes)
+            self._read(cameras, episodes, filter)
+            self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
         except BaseException:
             self.close()
             raise
 
-    def _read(self, cameras: Sequence[str] | None, episodes: Sequence[int] | None) -> None:
+    def _read(self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, filter: EpisodeFilter | None) -> None:
         """Reads the metadata, all but tasks and statistics."""
         self._info = info = metadata.read_info(self.store)
         self.version, self.fps = info.version, info.fps
@@ -79,9 +88,66 @@ class DatasetFiles:
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
-        self.rows = _selected_rows(self.table.index, episodes)
-        self.episodes, self.lengths = self.table.index[self.rows], self.table.length[self.rows]
-        self.num_episodes, self.num_frames = len(self.rows), int(self.lengths.sum())
+        rows = _selected_rows(self.table.index, episodes)
+        if filter is not None:
+            matching = np.intersect1d(rows, np.searchsorted(self.table.index, self._matching(filter)))
+            if not len(matching):
+                raise ValueError(f"filter leaves none of {len(rows)} episodes; `dali-stream info` lists what there is")
+            rows = matching
+        self._take(rows, None)
+
+    def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
+        """Selects the episodes in these rows of the table, and these frames of them."""
+        self.rows, self.frame_ranges = rows, ranges
+        self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
+        self.num_episodes = len(rows)
+        self.num_frames = int(self.sampled_lengths.sum())
+
+    def _sample(self, frames: Frames | str | os.PathLike[str] | None, drop_first: int, drop_last: int) -> None:
+        """Restricts the frames that are sampled."""
+        if frames is None and not drop_first and not drop_last:
+            return
+        ranges = frame_ranges.dropped(self.lengths, drop_first, drop_last)
+        if frames is not None:
+            given = frame_ranges.given(frames, self.table.index, self.table.length).of(self.rows)
+            ranges = given.within(np.full(len(self.rows), drop_first), self.lengths - drop_last)
+        if not ranges.counts.any():
+            raise ValueError(
+                f"frames, drop_first={drop_first} and drop_last={drop_last} leave none of the {int(self.lengths.sum())} frames "
+                f"of {self.num_episodes} episodes; give wider ranges, or drop fewer frames"
+            )
+        self._take(self.rows, ranges)
+
+    def _matching(self, filter: EpisodeFilter) -> npt.NDArray[np.int64]:
+        """Indices of the episodes that a filter takes."""
+        table = self.episode_columns()
+        if isinstance(filter, pc.Expression):
+            try:
+                kept = table.filter(filter)
+            except pa.ArrowInvalid:  # perhaps a column of statistics
+                table = self.episode_columns(stats=True)
+                try:
+                    kept = table.filter(filter)
+                except (pa.ArrowException, TypeError) as error:
+                    raise ValueError(
+                        f"filter is {filter}, which does not fit the episode table: {error}; its columns are "
+                        f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
+                    ) from error
+            return kept["episode_index"].to_numpy()
+        if not callable(filter):
+            raise ValueError(f"filter is {filter!r}; it is a function of an episode's columns, or a pyarrow.compute expression")
+        return np.array([row["episode_index"] for row in table.to_pylist() if filter(row)], np.int64)
+
+    def episode_columns(self, *, stats: bool = False) -> pa.Table:
+        """The episode table of the whole dataset as its files have it, with columns of statistics or without."""
+        return (
+            v2.read_episode_columns(self.store) if self._info.is_v2 else metadata.read_episode_columns(self.store, stats=stats)
+        )
+
+    @property
+    def sampled_lengths(self) -> npt.NDArray[np.int64]:
+        """(E,) frames of each selected episode that an epoch shows."""
+        return self.lengths if self.frame_ranges is None else self.frame_ranges.counts
 
     def read_table(self, cameras: Iterable[str]) -> metadata.Episodes:
         """The episodes of the whole dataset, with these cameras. Raises DatasetError where the metadata is broken."""
@@ -142,8 +208,15 @@ class DatasetFiles:
         for values in (table.index, table.length, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
+        if self.frame_ranges is not None:
+            digest.update(b"frames" + self.frame_ranges.to_bytes())
         digest.update(stats)  # episodes of equal lengths are common, equal statistics are not
         return digest.hexdigest()
+
+    @property
+    def stored_splits(self) -> dict[str, Any]:
+        """`splits` of `meta/info.json`, as it stands there."""
+        return self._info.splits
 
     @property
     def stats_place(self) -> str:
@@ -182,6 +255,14 @@ class DatasetFiles:
         rest.cameras, rest.videos = (tuple(key for key in of if key not in keys) for of in (self.cameras, self.videos))
         rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
         return rest
+
+    def part(self: Self, rows: npt.NDArray[np.int64]) -> Self:
+        """The selected episodes in these rows of the table, rising, over the same open files."""
+        part = object.__new__(type(self))
+        vars(part).update({name: value for name, value in vars(self).items() if name != "fingerprint"})
+        ranges = self.frame_ranges
+        part._take(rows, None if ranges is None else ranges.of(np.searchsorted(self.rows, rows)))
+        return part
 
     def __getstate__(self) -> dict[str, Any]:
         store, data_store = copy.deepcopy((self.store, self.data_store))  # one object, where they are one

@@ -47,6 +47,7 @@ class Info:
     episodes: int | None
     frames: int | None
     chunk: int = 0
+    splits: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_v2(self) -> bool:
@@ -130,6 +131,7 @@ def read_info(store: Store) -> Info:
         video_path=video_path,
         episodes=_count(info.get("total_episodes"), "total_episodes", store),
         frames=_count(info.get("total_frames"), "total_frames", store),
+        splits=splits if isinstance(splits := info.get("splits"), dict) else {},
         chunk=_chunk(info.get("chunks_size"), store) if "{episode_chunk" in f"{data_path}{video_path}" else 0,
     )
 
@@ -173,6 +175,17 @@ def video_template(store: Store, info: Info) -> str:
     if not info.video_path:
         raise DatasetError(f"{store.where(INFO)}: has video features, and video_path is null")
     return info.video_path
+
+
+def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
+    """All columns of the episode table, with those of statistics or without, by rising episode index."""
+    parts = []
+    for name in store.files("meta/episodes"):
+        with parquet_errors(store, name), store.open(name) as file:
+            parquet = pq.ParquetFile(file, pre_buffer=True)
+            columns = [column for column in parquet.schema_arrow.names if stats or not column.startswith("stats/")]
+            parts.append(parquet.read(columns=columns, use_threads=False))
+    return pa.concat_tables(parts, promote_options="default").sort_by("episode_index")
 
 
 def read_names(store: Store, path: str, index: str) -> dict[int, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata
@@ -47,6 +48,17 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         start={camera: np.zeros(len(index)) for camera in cameras},
         stop={camera: np.full(len(index), np.inf) for camera in cameras},
     )
+
+
+def read_episode_columns(store: Store) -> pa.Table:
+    """`meta/episodes.jsonl` as a table, by rising episode index. Raises DatasetError where a column has several types."""
+    entries = [entry for _, entry in read_lines(store, EPISODES)]
+    try:
+        return pa.Table.from_pylist(entries).sort_by("episode_index")
+    except pa.ArrowException as error:
+        raise DatasetError(
+            f"{store.where(EPISODES)}: is no table: {error}; filter= needs values of one type in a column"
+        ) from error
 
 
 def read_tasks(store: Store) -> dict[int, str]:

@@ -15,6 +15,7 @@ from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.order import Order, Shuffle
 from dali_stream.order.batches import Batches
+from dali_stream.order.selected import SelectedOrder
 from dali_stream.order.windows import Windows
 from dali_stream.schedule.budget import Sizes, batches_in_progress
 
@@ -45,7 +46,9 @@ class Config:
 
     def order(self, epoch: int) -> Order:
         """The order of one epoch."""
-        return Order(self.dataset.lengths, self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size)
+        arguments = self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size
+        ranges = self.dataset.frame_ranges
+        return Order(self.dataset.lengths, *arguments) if ranges is None else SelectedOrder(ranges, *arguments)
 
     def frame_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames when the CPU has decoded and resized them."""
@@ -95,7 +98,7 @@ class Config:
 
     def _episodes(self) -> int:
         """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
-        batches, lengths = self.batches, self.dataset.lengths
+        batches, lengths = self.batches, self.dataset.sampled_lengths
         if self.shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
             return self.consumers // batches.world_size * (self.episode_pool_size + 1)
         if self.shuffle is False:
