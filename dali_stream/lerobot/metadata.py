@@ -22,12 +22,14 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.features import Feature
 from dali_stream.storage import Store
+from dali_stream.storage.store import Ranges
 
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
+_SMALL_TABLE = 1 << 20
 Stats = dict[str, dict[str, npt.NDArray[Any]]]  # {key: {"mean": (*shape), …}}; a camera's are (3, 1, 1), of values in [0, 1]
 _log = logging.getLogger("dali_stream")
 
@@ -106,9 +108,12 @@ def read_info(store: Store) -> Info:
     Raises:
         DatasetError: it is missing, of another version or storage format, or of the wrong shape.
     """
-    if not store.exists(INFO):
-        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist")
-    info = _object(read_json(store, INFO), store, "it")
+    try:
+        info = _object(read_json(store, INFO), store, "it")
+    except DatasetError as error:
+        if store.exists(INFO):
+            raise
+        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist") from error
     version = str(info.get("codebase_version", "missing"))
     if not version.startswith(("v2.", "v3.")):
         raise DatasetError(f"{store.where(INFO)}: codebase_version is {version[:40]!r}; v2.0, v2.1 and v3.0 are read")
@@ -259,8 +264,13 @@ def read_json(store: Store, path: str) -> Any:
 
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
     """A Parquet file, or the named columns of it. Raises DatasetError where it cannot be read."""
-    with parquet_errors(store, path), store.open(path) if columns else pa.BufferReader(store.read_all(path)) as file:
+    with parquet_errors(store, path), _opened(store, path) as file:
         return pq.ParquetFile(file, pre_buffer=True).read(columns=columns, use_threads=False)
+
+
+def _opened(store: Store, path: str) -> Ranges | pa.BufferReader:
+    """A file, read whole if it is small: fewer round trips."""
+    return pa.BufferReader(store.read_all(path)) if store.size(path) <= _SMALL_TABLE else store.open(path)
 
 
 class parquet_errors:
@@ -343,7 +353,7 @@ def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> st
 
 
 def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArray[Any]]:
-    with parquet_errors(store, path), store.open(path) as file:
+    with parquet_errors(store, path), _opened(store, path) as file:
         parquet = pq.ParquetFile(file, pre_buffer=True)
         missing = [name for name in wanted if name not in parquet.schema_arrow.names]
         if missing:
