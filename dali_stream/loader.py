@@ -242,7 +242,7 @@ class Loader:
             raise ResumeError("load_state_dict was called after iteration began; call it on a new Loader, before iterating")
         if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
             raise ResumeError(f"this is no state of a Loader (version {_STATE_VERSION}): {str(state)[:200]}")
-        if state.get("dataset") != self.dataset.fingerprint:
+        if not self.dataset.has_fingerprint(state.get("dataset")):
             raise ResumeError(
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
                 f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"

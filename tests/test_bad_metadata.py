@@ -87,13 +87,15 @@ def test_no_such_dataset(tmp_path: Path) -> None:
         Dataset(tmp_path)
 
 
-def test_a_dataset_of_version_2(root: Path) -> None:
-    edit_info(root, codebase_version="v2.1")
-    with pytest.raises(dali_stream.DatasetError, match=r"'v2\.1', and v3\.0 is read.*convert_dataset_v21_to_v30 --repo-id"):
+def test_a_dataset_of_version_1(root: Path) -> None:
+    edit_info(root, codebase_version="v1.6")
+    with pytest.raises(dali_stream.DatasetError, match=r"codebase_version is 'v1\.6'; v2\.0, v2\.1 and v3\.0 are read"):
         Dataset(root)
-    (root / INFO).unlink()
-    (root / "meta/episodes.jsonl").write_text("{}\n")
-    with pytest.raises(dali_stream.DatasetError, match=r"episodes\.jsonl, so it is v2\.x.*convert_dataset_v21_to_v30"):
+
+
+def test_v3_that_says_it_is_v2(root: Path) -> None:
+    edit_info(root, codebase_version="v2.1")
+    with pytest.raises(dali_stream.DatasetError, match=r"data_path is not a path template.*allowed are .*{episode_index:06d}"):
         Dataset(root)
 
 
@@ -140,7 +142,7 @@ def test_json_of_another_shape(text: str, root: Path) -> None:
 
 VIDEO_FEATURE = {"dtype": "video", "shape": [128, 160, 3], "names": None}
 INFOS: dict[str, tuple[dict[str, Any], str]] = {
-    "no version": ({"codebase_version": None}, "'missing', and v3.0 is read"),
+    "no version": ({"codebase_version": None}, "codebase_version is 'missing'; v2.0, v2.1 and v3.0 are read"),
     "no fps": ({"fps": None}, "fps is None; it is a number above 0"),
     "fps of 0": ({"fps": 0}, "fps is 0"),
     "fps as text": ({"fps": "30"}, "fps is 30; it is a number"),
@@ -163,8 +165,8 @@ INFOS: dict[str, tuple[dict[str, Any], str]] = {
     "a path of gigabytes": ({"data_path": "{file_index:09999999999d}"}, "data_path is not a path template"),
     "a path that looks into objects": ({"video_path": "{video_key.__class__}"}, "video_path is not a path template"),
     "a path with other fields": ({"data_path": "{episode_index}"}, "is not a path template.*allowed are {video_key}"),
-    "episodes that are not there": ({"total_episodes": 3}, r"promises 3 episodes, and the tables in .*meta/episodes hold 2"),
-    "frames that are not there": ({"total_frames": 100}, "promises 100 frames, and the tables .* hold 72"),
+    "episodes that are not there": ({"total_episodes": 3}, r"promises 3 episodes, and .*meta/episodes holds 2"),
+    "frames that are not there": ({"total_frames": 100}, "promises 100 frames, and .*meta/episodes holds 72"),
     "totals of another kind": ({"total_frames": "72"}, "total_frames is 72; it is an integer"),
 }
 

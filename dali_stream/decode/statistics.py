@@ -64,8 +64,9 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
 
 def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
     """{episode: frames} to look at, evenly spread: about 100 an episode, and at most 10 000 in all."""
-    count = min(dataset.num_frames, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
-    places = np.linspace(0, dataset.num_frames - 1, count).round().astype(np.int64)
+    total = int(dataset.lengths.sum())
+    count = min(total, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
+    places = np.linspace(0, total - 1, count).round().astype(np.int64)
     stops = np.cumsum(dataset.lengths)
     episodes = np.searchsorted(stops, places, side="right")
     frames = places - (stops - dataset.lengths)[episodes]

@@ -17,6 +17,7 @@ from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
+from dali_stream.order.selected import SelectedOrder
 from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
 from dali_stream.schedule.budget import Sizes, batches_in_progress
@@ -47,8 +48,11 @@ class Config:
 
     def order(self, epoch: int) -> Order:
         """The order of one epoch."""
-        shuffle, seed, consumers, episode_pool_size = self.arguments
-        return Order(self.dataset.lengths, shuffle, seed, epoch, consumers, episode_pool_size)
+        shuffle, seed, *pools = self.arguments
+        ranges = self.dataset.frame_ranges
+        if ranges is None:
+            return Order(self.dataset.lengths, shuffle, seed, epoch, *pools)
+        return SelectedOrder(ranges, shuffle, seed, epoch, *pools)
 
     def order_state(self) -> dict[str, Any]:
         """What order and augmentation are a function of, beside dataset and epoch."""
@@ -102,7 +106,7 @@ class Config:
 
     def _episodes(self) -> int:
         """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
-        batches, lengths = self.batches, self.dataset.lengths
+        batches, lengths = self.batches, self.dataset.sampled_lengths
         shuffle, _, consumers, episode_pool_size = self.arguments
         if shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
             return consumers // batches.world_size * (episode_pool_size + 1)

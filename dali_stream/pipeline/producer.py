@@ -226,7 +226,7 @@ class BatchProducer:
         self._put(closed())  # for a thread that waits in `source`
 
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
-        kept, frames = self._shares.frames, self._config.dataset.num_frames
+        kept, frames = self._shares.frames, int(self._config.dataset.lengths.sum())
         larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
         return Limits(kept, depth, order_horizon(self._shares, sizes), larger)
 
