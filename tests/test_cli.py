@@ -124,7 +124,7 @@ def test_demo_leaves_alone_what_is_not_its_own(made: Path, tmp_path: Path, capsy
     assert (tmp_path / "notes/a.txt").read_text() == "mine"
 
 
-def test_demo_fails_where_a_picture_is_of_another_frame(
+def test_demo_fails_where_a_frame_is_of_another_frame(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dali_stream.tools.epoch.read_identities", lambda batch: np.add(read_identities(batch), (0, 1, 0)))

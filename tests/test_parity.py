@@ -54,8 +54,8 @@ class Reference:
         for key, values in self.rows.items():
             value = values[index]
             if isinstance(value, dict):  # torchvision's ToTensor
-                picture = np.array(Image.open(io.BytesIO(value["bytes"])))
-                item[key] = torch.from_numpy(picture).permute(2, 0, 1).contiguous().float().div(255)
+                frame = np.array(Image.open(io.BytesIO(value["bytes"])))
+                item[key] = torch.from_numpy(frame).permute(2, 0, 1).contiguous().float().div(255)
             else:
                 item[key] = value if isinstance(value, str) else torch.tensor(value.tolist())
         return item

@@ -97,7 +97,7 @@ def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> Non
 
 
 @pytest.mark.slow
-def test_a_picture_of_a_neighbour_is_found(run: Any) -> None:
+def test_a_frame_of_a_neighbour_is_found(run: Any) -> None:
     side = run[0]["lerobot, 0 workers"]
     assert side["error"] is None
     assert side["frames"]["equal"] is False

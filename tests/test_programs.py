@@ -240,7 +240,7 @@ def test_settings_of_dalis_executor_are_measured_and_checked(vp9_demo: Path, tmp
     settings = [(row["streams"], row["concurrency"]) for row in report["lockstep"]]
     assert settings[0] == ("SINGLE", "BACKEND")
     assert len(set(settings)) == 5
-    assert all(row["wrong"] == 0 < row["pictures"] for row in report["lockstep"])
+    assert all(row["wrong"] == 0 < row["frames"] for row in report["lockstep"])
     rates = report["frames_per_s"]
     assert [row["threads"] for row in rates] == [1, 2] * 6
     assert all(row["idle"] > 0 and row["busy"] is None for row in rates)

@@ -203,8 +203,8 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
 ) -> None:
     decode = dali.decode
     wrong = {
-        "differ from FFmpeg's by up to": lambda *given: [np.flip(pictures, -1) for pictures in decode(*given)],
-        "frames of shape": lambda *given: [pictures[:, 1:] for pictures in decode(*given)],
+        "differ from FFmpeg's by up to": lambda *given: [np.flip(frames, -1) for frames in decode(*given)],
+        "frames of shape": lambda *given: [frames[:, 1:] for frames in decode(*given)],
     }
     for said, delivers in wrong.items():
         monkeypatch.setattr(dali, "decode", delivers)
@@ -217,7 +217,7 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
                 assert all(said in found.reason for found in loader.routes.values())
 
 
-def test_colours_that_only_the_pictures_name_are_kept_from_nvdec(tmp_path: Path) -> None:
+def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -> None:
     marked = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box: the index says nothing of it
     video_data.encode(video_data.draw(), tmp_path / "video.mp4", (*video_data.h264(12), *marked))
     store = open_store(str(tmp_path))

@@ -99,7 +99,7 @@ class BatchProducer:
         self._decoders: dict[str, Decoder] = {key: self._decoder(key) for key in dataset.cameras}
         self._advised, self._decodes = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
-        self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
+        self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
         self._buffers = Buffers()
         self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `frames`
         self._current: tuple[Batch, dict[str, Any]]
@@ -279,7 +279,7 @@ class BatchProducer:
             else:
                 others = {episode: size_of(rows) for episode, rows in found.items() if episode != read.number}
                 self._memory.keep(found, reads.arrived(read, size, others))
-        self._count_indices()
+        self._count_again("indices_read_again", self._schedule.reads.indices_read_again, "indices are read")
         episodes, remote = reads.ready(), self._config.dataset.data_store.remote
         for key, decoder in self._decoders.items():
             for episode in self._schedule.unknown(key, episodes):
@@ -321,7 +321,7 @@ class BatchProducer:
         if not step.samples.number:
             self._first = fetched
         self._counters.add(needed_bytes=reads.needed_bytes)
-        self._count_evicted()
+        self._count_again("evicted_early", self._schedule.reads.cache.evicted_early, "bytes are fetched")
         return video.view(step.samples.number, reads.needed)
 
     def _count(self, step: Step) -> None:
@@ -336,23 +336,14 @@ class BatchProducer:
             self._decodes = 0
             trim_memory()
 
-    def _count_indices(self) -> None:
-        """Counts indices that were dropped and are read again."""
-        if self._schedule.reads.indices_read_again and not self._counters.indices_read_again:
+    def _count_again(self, counter: str, count: int, what: str) -> None:
+        """Counts what is read again, since there was no room to keep it until its next use. Warns the first time."""
+        if count and not getattr(self._counters, counter):
             _log.warning(
                 "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
-                "the episodes in use take: indices are read more than once. %s", self._shares.encoded, _MORE_MEMORY,
+                "the episodes in use take: %s more than once. %s", self._shares.encoded, what, _MORE_MEMORY,
             )  # fmt: skip
-        self._counters.indices_read_again = self._before[0] + self._schedule.reads.indices_read_again
-
-    def _count_evicted(self) -> None:
-        """Counts blocks that there was no room for until their next use."""
-        if self._schedule.reads.cache.evicted_early and not self._counters.evicted_early:
-            _log.warning(
-                "memory_budget leaves %d bytes for encoded video, rows and indices, which is less than those of the episodes "
-                "in use take: bytes are fetched more than once. %s", self._shares.encoded, _MORE_MEMORY,
-            )  # fmt: skip
-        self._counters.evicted_early = self._before[1] + self._schedule.reads.cache.evicted_early
+        setattr(self._counters, counter, self._before[counter] + count)
 
     def _advise(self, advice: Advice) -> None:
         budget = self._config.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
