@@ -29,19 +29,20 @@ class Dataset(DatasetFiles):
             None: no bound.
         give_up_after_s: seconds for which a read that fails is tried again, all attempts together. None: 60, and 5 as long as
             no connection has been made at all (refused, or no DNS).
-        stats: statistics for `normalize`, as `compute_stats` gives them, instead of those in `meta/stats.json`, which are of
-            all episodes. They are no part of the fingerprint, since no order depends on them.
+        stats: statistics for `normalize`, as `compute_stats` gives them, instead of the dataset's own, which are of all
+            episodes. They are no part of the fingerprint, since no order depends on them.
 
     Attributes:
         uri: as given, but for credentials in it.
+        version: of the format: "v2.0", "v2.1" or "v3.0".
         num_frames, num_episodes: of the selected part.
         fps: frames per second.
         features: the features of `info.json`, without the cameras that are not selected.
         cameras: the selected camera keys.
         episodes: (E,) int64, the selected episode indices, rising.
         lengths: (E,) int64, their frames.
-        fingerprint: a hash of what is read, equal wherever, in whatever files and however encoded the same dataset lies; of
-            a Hub repository also of its commit.
+        fingerprint: a hash of what is read, equal wherever, in whatever version and files and however encoded the same
+            dataset lies; of a Hub repository also of its commit.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
         cache_dir: as given.
