@@ -36,11 +36,11 @@ class Dataset(DatasetFiles):
             None: no bound.
         give_up_after_s: seconds for which a read that fails is tried again, all attempts together. None: 60, and 5 as long as
             no connection has been made at all (refused, or no DNS).
-        stats: statistics for `normalize`, as `compute_stats` gives them, instead of those in `meta/stats.json`, which are of
-            all episodes. They are no part of the fingerprint, since no order depends on them.
-        filter: takes episodes by the columns of the episode table, `meta/episodes`: a function of one episode's columns
-            (`lambda episode: episode["length"] > 50 and "fold the shirt" in episode["tasks"]`), or a `pyarrow.compute`
-            expression (`pc.field("length") > 50`). With `episodes`, both have to hold. None: all.
+        stats: statistics for `normalize`, as `compute_stats` gives them, instead of the dataset's own, which are of all
+            episodes. They are no part of the fingerprint, since no order depends on them.
+        filter: takes episodes by the columns of the episode table, `meta/episodes` or `meta/episodes.jsonl`: a function of one
+            episode's columns (`lambda episode: episode["length"] > 50 and "fold the shirt" in episode["tasks"]`), or a
+            `pyarrow.compute` expression (`pc.field("length") > 50`). With `episodes`, both have to hold. None: all.
         frames: the frames that are sampled: {episode index: [(start, stop), ...]}, or a JSON file of that. Ranges are in
             frames of the episode, without `stop`; an episode that is not in it gives no sample. Windows still show the frames
             around them, up to the ends of the episode. None: all.
@@ -48,6 +48,7 @@ class Dataset(DatasetFiles):
 
     Attributes:
         uri: as given, but for credentials in it.
+        version: of the format: "v2.0", "v2.1" or "v3.0".
         num_frames: that an epoch shows: of the selected episodes, or those of `frames`, `drop_first` and `drop_last`.
         num_episodes: selected.
         fps: frames per second.
@@ -55,8 +56,8 @@ class Dataset(DatasetFiles):
         cameras: the selected camera keys.
         episodes: (E,) int64, the selected episode indices, rising.
         lengths: (E,) int64, their frames, sampled or not.
-        fingerprint: a hash of what is read, equal wherever, in whatever files and however encoded the same dataset lies; of
-            a Hub repository also of its commit.
+        fingerprint: a hash of what is read, equal wherever, in whatever version and files and however encoded the same
+            dataset lies; of a Hub repository also of its commit.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
         cache_dir: as given.

@@ -34,7 +34,7 @@ TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
 class Loader:
-    """Batches of a LeRobot v3 dataset, epoch after epoch.
+    """Batches of a LeRobot dataset, epoch after epoch.
 
     A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
     `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import videos as data
+from support.datasets import Column, build
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
@@ -43,6 +44,9 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, arguments in VIDEOS.items():
         data.encode(data.draw(), folder / f"{name}.mp4", arguments)
     data.write_dataset(folder / "set", [folder / "av1.mp4"])
+    actions = Column("float32", [2], np.arange(30).reshape(-1, 2))
+    cameras = data.one_file_each(folder / "v2 videos", [data.CAMERA], (7, 8), fps=10)
+    build(folder / "v2", (7, 8), {"action": actions}, cameras=cameras, version="v2.1", stats=True)
     return folder
 
 
@@ -51,6 +55,7 @@ CASES = {
     "frames": (200, 8200),  # headers of videos, frames decoded
     "parquet": (300, 8700),
     "json": (300, 10500),
+    "lines": (300, 10500),  # all metadata of v2.1
 }
 
 
@@ -87,7 +92,7 @@ def run_child(healthy: Path, seeds: dict[str, tuple[int, int]]) -> None:
 
 def child(healthy: Path, seeds: dict[str, list[int]]) -> None:
     """Works through the cases [first, last) of each kind."""
-    kinds = {"index": IndexCase, "frames": FramesCase, "parquet": ParquetCase, "json": JsonCase}
+    kinds = {"index": IndexCase, "frames": FramesCase, "parquet": ParquetCase, "json": JsonCase, "lines": LinesCase}
     outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in seeds}
     with tempfile.TemporaryDirectory() as folder:
         cases: dict[str, Any] = {}
@@ -206,23 +211,40 @@ class ParquetCase:
 class JsonCase:
     """All metadata and all rows of a dataset are read, info.json being broken."""
 
+    name = "set"
+    files: tuple[str, ...] = ("info.json",)
+
     def __init__(self, healthy: Path, folder: Path) -> None:
-        self.root = folder / "set"
-        shutil.copytree(healthy / "set", self.root)
-        self.path = self.root / "meta/info.json"
-        self.good = self.path.read_text()
+        self.root = folder / self.name
+        shutil.copytree(healthy / self.name, self.root)
+        self.good = {self.root / "meta" / name: (self.root / "meta" / name).read_text() for name in self.files}
 
     def run(self, rng: random.Random, change: Callable[[bytes], bytes]) -> None:
-        text = self.good.encode()
+        path = rng.choice(list(self.good))
+        good = self.good[path]
+        text = good.encode()
         if rng.random() < 0.3:
             text = change(text)
         elif change(b"healthy?") != b"healthy?":  # not for the run that only warms up
-            tree = json.loads(self.good)
+            lines = good.splitlines() if path.suffix == ".jsonl" else [good]
+            place = rng.randrange(len(lines))
+            tree = json.loads(lines[place])
             for _ in range(rng.randint(1, 3)):
                 replace_somewhere(tree, rng)
-            text = json.dumps(tree).encode()
-        self.path.write_bytes(text)
-        read_all(self.root)
+            lines[place] = json.dumps(tree)
+            text = "\n".join(lines).encode()
+        try:
+            path.write_bytes(text)
+            read_all(self.root)
+        finally:
+            path.write_text(good)
+
+
+class LinesCase(JsonCase):
+    """The same for v2.1, whose other metadata are JSON Lines."""
+
+    name = "v2"
+    files = ("info.json", "episodes.jsonl", "tasks.jsonl", "episodes_stats.jsonl")
 
 
 def read_all(root: Path) -> None:

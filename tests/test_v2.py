@@ -17,7 +17,6 @@ from support.datasets import (
     SIDE,
     TOP,
     V2_ROWS,
-    Camera,
     Column,
     build,
     change_info,
@@ -44,14 +43,7 @@ EPISODES, STATS, TASKS = "meta/episodes.jsonl", "meta/episodes_stats.jsonl", "me
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str], Path]:
     """Writes the same episodes in any version."""
-    folder = tmp_path_factory.mktemp("videos")
-    cameras = {}
-    for number, key in enumerate((TOP, SIDE)):
-        files = [
-            data.encode(data.draw([n], first=e, camera=number), folder / f"{number}-{e}.mp4", data.av1(2), fps=10)
-            for e, n in enumerate(LENGTHS)
-        ]
-        cameras[key] = Camera(files, [[n] for n in LENGTHS], data.SIZE)
+    cameras = data.one_file_each(tmp_path_factory.mktemp("videos"), (TOP, SIDE), LENGTHS, fps=10)
     rng, count = np.random.default_rng(0), sum(LENGTHS)
     columns = {
         "action": Column("float32", [2], rng.normal(size=(count, 2))),

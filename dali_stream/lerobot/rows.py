@@ -92,6 +92,7 @@ class RowReader:
         with parquet_errors(self._store, path):
             footer = self._footer(path, number)
             found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
+            footer.whole = b""
             if episode not in found:  # the file does not hold its episodes in their order
                 found = self._read(footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index))
         if episode not in found:
@@ -105,7 +106,7 @@ class RowReader:
         columns = list(dict.fromkeys([*self.features, "episode_index"]))
 
         def read() -> Found:
-            whole, footer.whole = footer.whole, b""
+            whole = footer.whole
             file = self._store.open(path, footer.size)
             parquet = _parquet(pa.BufferReader(whole) if whole else file, footer)
             runs = footer.runs(columns) if self._dataset.skips_images else [columns]

@@ -84,6 +84,7 @@ def build(
     rows = pa.table({key: _arrow(column) for key, column in columns.items()})
     features = _features(columns, cameras)
     info: dict[str, Any] = {"codebase_version": version, "fps": fps, "total_episodes": len(lengths), "total_frames": count}
+    info["total_tasks"] = len(labels["task"])
     if version != "v3.0":
         _write_v2(root, rows, lengths, cameras, labels["task"], info | {"features": features})
         if stats:
@@ -162,7 +163,7 @@ def _write_v2(
         "chunks_size": V2_CHUNK,
         "total_videos": len(lengths) * len(cameras),
     }
-    (root / "meta/info.json").write_text(json.dumps({**info, **paths, **chunks, "total_tasks": len(tasks)}))
+    (root / "meta/info.json").write_text(json.dumps({**info, **paths, **chunks}))
 
 
 def _write_v2_stats(root: Path, columns: Mapping[str, Column], lengths: Sequence[int], version: str) -> None:

@@ -145,6 +145,16 @@ def write_dataset(
     return build(root, lengths, {"action": actions}, cameras={CAMERA: camera}, fps=fps, rows_per_group=max(lengths))
 
 
+def one_file_each(folder: Path, keys: Sequence[str], lengths: Sequence[int], fps: int) -> dict[str, Camera]:
+    """Cameras with an AV1 file per episode, as v2.x has them, written below `folder`."""
+    cameras = {}
+    for number, key in enumerate(keys):
+        drawn = [draw([n], first=episode, camera=number) for episode, n in enumerate(lengths)]
+        files = [encode(frames, folder / f"{number}-{e}.mp4", av1(2), fps=fps) for e, frames in enumerate(drawn)]
+        cameras[key] = Camera(files, [[n] for n in lengths], SIZE)
+    return cameras
+
+
 def recorded(folder: Path, arguments: tuple[str, ...], *, delay: float = 0.0, frames: Frames | None = None) -> Path:
     """A dataset of one camera, with two episodes in one file of this encoding."""
     path = encode(draw() if frames is None else frames, folder / "a.mp4", arguments)

@@ -34,6 +34,7 @@ def info(dataset: Dataset) -> dict[str, Any]:
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
     features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in found["features"].items()}
     rest = {key: value for key, value in found.items() if key not in _GONE}
+    rest = {"total_tasks": len(dataset.tasks)} | rest  # without it, LeRobot reads no tasks
     return rest | {"codebase_version": "v3.0", "fps": fps, "features": features, "video_path": None}
 
 
