@@ -115,10 +115,11 @@ def _of_video(
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         try:
             index = index_of(files.paths[files.index[dataset.rows[episode]]])
-            interval, timestamp = dataset.table.interval(camera, dataset.rows[episode]), rows[episode]["timestamp"][frames]
-            packets = find_packets(index, interval, timestamp, dataset.fps)
-            for lacking in timestamp[packets == LACKING]:
-                raise DecodeError(f"{store.where(index.path)}: {explain(index, interval, lacking, dataset.fps)}")
+            interval, seconds = dataset.table.interval(camera, dataset.rows[episode]), dataset.seconds(rows[episode])[frames]
+            packets = find_packets(index, interval, seconds, dataset.fps, dataset.tolerance_s)
+            for lacking in seconds[packets == LACKING]:
+                why = explain(index, interval, lacking, dataset.fps, dataset.tolerance_s)
+                raise DecodeError(f"{store.where(index.path)}: {why}")
             found = []
             for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
                 video, same = describe(index.configs[description]), list(alike)
@@ -139,7 +140,7 @@ def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[in
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         encoded = reader.read(episode)[episode][camera]
         try:
-            return [image_histogram(image.decode(encoded[f], dataset.picture_size(camera))[None]) for f in frames]
+            return [image_histogram(image.decode(encoded[f], dataset.features[camera])[None]) for f in frames]
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
 

@@ -62,9 +62,13 @@ class Config:
         """(height, width) of a camera's frames when the CPU has decoded and resized them."""
         return self.image_size or self.dataset.picture_size(camera)
 
+    def frame_shape(self, camera: str) -> tuple[int, int, int]:
+        """(height, width, channels) of such a frame."""
+        return *self.frame_size(camera), self.dataset.features[camera].channels
+
     def frame_bytes(self, camera: str) -> int:
         """Memory of such a frame."""
-        return math.prod(self.frame_size(camera)) * 3
+        return math.prod(self.frame_shape(camera))
 
     @property
     def past_dali(self) -> bool:
@@ -135,7 +139,8 @@ def delivered(dataset: _D, offsets: Mapping[str, Any], augments: bool) -> _D:
     """
     if augments and SAMPLE in dataset.features:
         raise ValueError(
-            f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; rename the feature"
+            f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; leave "
+            f"the feature out with dataset.without([{SAMPLE!r}])"
         )
     added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
     added["task"] = "the text of task_index"

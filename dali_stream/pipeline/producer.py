@@ -120,7 +120,7 @@ class BatchProducer:
         if key in self._on_dali:
             return DaliDecoder(dataset, key, self._counters, config.gpu)
         size = config.frame_size(key)
-        slots = Slots(self._schedule.frames[key].slots, size)
+        slots = Slots(self._schedule.frames[key].slots, config.frame_shape(key))
         if key in dataset.videos:
             return TorchcodecDecoder(dataset, key, self._counters, slots, size)
         return ImageDecoder(dataset, key, self._counters, slots, size)
@@ -140,7 +140,7 @@ class BatchProducer:
         return tuple(arrays)
 
     def frames(self) -> tuple[Array, ...]:
-        """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, 3) or (B, T, H, W, 3) uint8.
+        """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, C) or (B, T, H, W, C) uint8.
 
         Their memory is used again when nothing refers to it. Errors as in `source`.
         """
@@ -372,7 +372,7 @@ class BatchProducer:
     # ---- the thread that runs DALI
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
-        """Waits for the frames of a batch: per camera clips, or (B, T, H, W, 3). Replaces samples that failed, if allowed."""
+        """Waits for the frames of a batch: per camera clips, or (B, T, H, W, C). Replaces samples that failed, if allowed."""
         frames: dict[str, Any] = {}
         failed: dict[int, DecodeError] = {}
         with self._counters.timed("starved_s"):

@@ -99,7 +99,7 @@ def _image(dataset: Dataset, key: str, rows: Columns | None) -> Finding:
     if rows is None:
         return Finding("dataset", key, PROBLEM, "its images are in rows that cannot be read", "repair the rows first")
     try:
-        image.decode(rows[key][len(rows[key]) // 2], (height, width))
+        image.decode(rows[key][len(rows[key]) // 2], dataset.features[key])
     except DecodeError as error:
         return Finding("dataset", key, PROBLEM, str(error), "record or convert the dataset again")
     return Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")
