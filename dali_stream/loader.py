@@ -39,8 +39,8 @@ class Loader:
     A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
     `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
     where the feature's shape is (1,); `<key>_is_pad` bool `(B, T)` for each key with a window; `task`, a list of str.
-    Frames lie in memory with their channels last. A feature of the dataset that has the key of a mask or of `task` is left
-    out, which is logged.
+    Frames lie in memory with their channels last. C is 3, or 1 or 4 for grey and RGBA images. A feature of the dataset that
+    has the key of a mask or of `task` is left out, which is logged.
 
     Iterate a Loader itself, in the process that trains: it takes the place of PyTorch's DataLoader, and cannot be copied.
 
@@ -48,7 +48,8 @@ class Loader:
         dataset: a `Dataset`, or anything that it takes.
         batch_size: samples per batch and rank.
         delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
-            `{"action": [i / dataset.fps for i in range(16)]}`.
+            `{"action": [i / dataset.fps for i in range(16)]}`. A step shows the row that is round(seconds * fps) rows away in
+            the episode, as in LeRobot, whatever the rows' timestamps are.
         pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Frames come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
