@@ -216,6 +216,16 @@ def test_matrices_are_read_where_the_library_datasets_is_imported(tmp_path: Path
         pa.unregister_extension_type("datasets.features.features.Array2DExtensionType")
 
 
+@pytest.mark.parametrize("shape", [[], [1], [2]])
+def test_numbers_of_every_shape_are_normalized(tmp_path: Path, shape: list[int]) -> None:
+    root = one_column(tmp_path, "float32", shape, np.arange(COUNT * (shape or [1])[0]).reshape(COUNT, *shape))
+    dataset = Dataset(root, stats=Dataset(root).compute_stats(["x"]))
+    with Loader(dataset, batch_size=COUNT, normalize={"x": "min_max"}) as loader:
+        batch = next(iter(loader))
+    assert batch["x"].shape == (COUNT, *(shape if shape != [1] else []))
+    torch.testing.assert_close(batch["x"].sort(0).values.reshape(COUNT, -1)[:, 0], torch.linspace(-1, 1, COUNT))
+
+
 def test_columns_that_every_dataset_has_may_be_lists_of_one(tmp_path: Path) -> None:
     root = one_column(tmp_path, "float32", [1], np.arange(COUNT))
     expected = [delivered(root, key) for key in NEEDED]
