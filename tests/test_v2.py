@@ -21,6 +21,7 @@ from support.datasets import (
     build,
     change_info,
     copied,
+    episode_table,
     tree,
     v2_path,
     write_lines,
@@ -101,12 +102,26 @@ def assert_same(first: Path | str | Dataset, second: Path | str | Dataset, most:
 # ---- the same batches
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("deltas", [None, WINDOWS], ids=["frames", "windows"])
+SHARES: dict[str, list[dict[str, Any]]] = {
+    "frames": [{}],
+    "windows": [{"delta_timestamps": WINDOWS}],
+    "frames on two ranks": [{"rank": rank, "world_size": 2} for rank in range(2)],
+    "windows on two ranks": [{"rank": rank, "world_size": 2, "delta_timestamps": WINDOWS} for rank in range(2)],
+}
+
+
+@pytest.fixture(scope="module")
+def expected(roots: dict[str, Path]) -> dict[str, list[Batch]]:
+    """The batches of v3.0, by the names in `SHARES`; those of two ranks one after the other."""
+    return {name: [b for share in shares for b in batches(roots["v3.0"], **share)] for name, shares in SHARES.items()}
+
+
+@pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("version", [*VERSIONS, "converted v2.0", "converted v2.1"])
-def test_the_same_batches(version: str, deltas: Any, ranks: int, roots: dict[str, Path]) -> None:
-    for rank in range(ranks):
-        assert_same(roots[version], roots["v3.0"], delta_timestamps=deltas, rank=rank, world_size=ranks)
+def test_the_same_batches(version: str, shares: str, roots: dict[str, Path], expected: dict[str, list[Batch]]) -> None:
+    found = [batch for share in SHARES[shares] for batch in batches(roots[version], **share)]
+    assert len(found) == len(expected[shares]) > 0
+    assert all(map(equal, found, expected[shares]))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -416,6 +431,17 @@ def test_the_conversion_is_laid_out_as_v3(roots: dict[str, Path]) -> None:
     assert not {"total_chunks", "total_videos"} & info.keys()
     assert info["features"]["action"]["fps"] == 10
     assert "fps" not in info["features"][TOP]
+
+
+def test_what_episodes_have_of_their_own_is_kept(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entries = [json.loads(text) for text in (root / EPISODES).read_text().splitlines()]
+    parts = [[{"start": 0, "skill": "push"}], None, [], [{"start": 3, "skill": "pull"}], None]
+    more = zip(entries, parts, [1, "x", 2, None, {}], strict=True)
+    write_lines(root / EPISODES, [entry | {"parts": part, "odd": odd} for entry, part, odd in more])
+    table = episode_table(convert(root, tmp_path / "out"))
+    assert table["parts"] == parts
+    assert "'odd' cannot be a column" in caplog.text
+    assert "odd" not in table
 
 
 def test_a_remote_dataset_is_converted(roots: dict[str, Path], tmp_path: Path) -> None:

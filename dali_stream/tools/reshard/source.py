@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from dali_stream.lerobot import metadata, v2
 from dali_stream.lerobot.metadata import Episodes
 from dali_stream.tools.output.copy import episode_files, small_files
 
+_log = logging.getLogger("dali_stream")
 _EPISODES = 1000  # of v2.x, in one part of the episode table
 _GONE = ("total_chunks", "total_videos")  # of info.json
 
@@ -68,7 +70,7 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
     stats = v2.read_episode_stats(dataset.store) if dataset.stored_stats_place == v2.EPISODES_STATS else {}
-    kinds = _kinds(stats)
+    kinds, own = _kinds(stats), _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
     cameras = [f"videos/{camera}/{end}" for camera in table.video for end in ("chunk_index", "file_index")]
     times = [f"videos/{camera}/{end}" for camera in table.video for end in ("from_timestamp", "to_timestamp")]
     indices = ["data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index", *cameras]
@@ -76,17 +78,33 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
         index = table.index[at : at + _EPISODES]
         columns: dict[str, Any] = {
             "episode_index": index,
-            "tasks": pa.array([_tasks(dataset, lines[e]) for e in index.tolist()], pa.list_(pa.field("element", pa.string()))),
+            "tasks": pa.array([_tasks(dataset, lines[e]) for e in index.tolist()], pa.list_(pa.string())),
             "length": table.length[at : at + _EPISODES],
             **{name: np.zeros(len(index), np.int64) for name in indices},
             **{name: np.zeros(len(index), np.float64) for name in times},
         }
+        columns |= {name: values.slice(at, len(index)) for name, values in own.items() if name not in columns}
         for (key, name), kind in kinds.items():
             values = [stats.get(episode, {}).get(key, {}).get(name) for episode in index.tolist()]
             columns[f"stats/{key}/{name}"] = _nested(dataset, values, kind, f"{name} of {key}")
         columns |= {f"meta/episodes/{end}": np.zeros(len(index), np.int64) for end in ("chunk_index", "file_index")}
-        part = pa.table(columns)
-        yield part, part.nbytes
+        encoded = io.BytesIO()
+        pq.write_table(pa.table(columns), encoded)
+        yield pq.read_table(encoded), encoded.getbuffer().nbytes  # with the types that the new file will have
+
+
+def _own_columns(dataset: Dataset, entries: list[dict[str, Any]]) -> dict[str, pa.Array]:
+    """What the episodes have beside what the format asks for, such as annotations of their parts."""
+    columns = {}
+    for name in dict.fromkeys(name for entry in entries for name in entry):
+        try:
+            values = pa.array([entry.get(name) for entry in entries])
+            pq.write_table(pa.table({name: values}), io.BytesIO())  # not every type can be written
+            columns[name] = values
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            where = dataset.store.where(v2.EPISODES)
+            _log.warning("%s: %.80r cannot be a column (%s), so the new episode table lacks it", where, name, error)
+    return columns
 
 
 def _tasks(dataset: Dataset, entry: dict[str, Any]) -> list[str]:
@@ -108,7 +126,7 @@ def _kinds(stats: dict[int, metadata.Stats]) -> dict[tuple[str, str], pa.DataTyp
                 if (key, name) not in kinds:
                     kind = pa.int64() if name == "count" else pa.float64()
                     for _ in range(values.ndim):
-                        kind = pa.list_(pa.field("element", kind))
+                        kind = pa.list_(kind)
                     kinds[key, name] = kind
     return kinds
 
