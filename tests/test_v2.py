@@ -479,6 +479,17 @@ def test_tasks_that_are_no_texts_are_not_converted(root: Path, tmp_path: Path) -
         convert(root, tmp_path / "out")
 
 
+def test_a_part_is_not_converted(root: Path, tmp_path: Path) -> None:
+    for part in ({"episodes": [0]}, {"drop_first": 1}, {"frames": {0: [(0, 3)]}}):
+        with pytest.raises(ValueError, match="only a part of the dataset is selected"):
+            dali_stream.convert(Dataset(root, **part), tmp_path / "out")
+
+
+def test_episodes_are_selected_by_what_only_some_have(root: Path) -> None:
+    line(root, EPISODES, 2, json.dumps({"episode_index": 2, "length": LENGTHS[2], "tasks": ["push"], "good": True}))
+    assert Dataset(root, filter=lambda episode: episode["good"]).episodes.tolist() == [2]
+
+
 def test_a_dataset_without_cameras_and_tasks(tmp_path: Path) -> None:
     root = build(tmp_path / "rows", (3, 4), {"x": Column("float32", [2], np.ones((7, 2)))}, version="v2.0")
     (root / TASKS).unlink()
