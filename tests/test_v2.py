@@ -21,6 +21,7 @@ from support.datasets import (
     build,
     change_info,
     copied,
+    episode_table,
     tree,
     v2_path,
     write_lines,
@@ -101,12 +102,26 @@ def assert_same(first: Path | str | Dataset, second: Path | str | Dataset, most:
 # ---- the same batches
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("deltas", [None, WINDOWS], ids=["frames", "windows"])
+SHARES: dict[str, list[dict[str, Any]]] = {
+    "frames": [{}],
+    "windows": [{"delta_timestamps": WINDOWS}],
+    "frames on two ranks": [{"rank": rank, "world_size": 2} for rank in range(2)],
+    "windows on two ranks": [{"rank": rank, "world_size": 2, "delta_timestamps": WINDOWS} for rank in range(2)],
+}
+
+
+@pytest.fixture(scope="module")
+def expected(roots: dict[str, Path]) -> dict[str, list[Batch]]:
+    """The batches of v3.0, by the names in `SHARES`; those of two ranks one after the other."""
+    return {name: [b for share in shares for b in batches(roots["v3.0"], **share)] for name, shares in SHARES.items()}
+
+
+@pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("version", [*VERSIONS, "converted v2.0", "converted v2.1"])
-def test_the_same_batches(version: str, deltas: Any, ranks: int, roots: dict[str, Path]) -> None:
-    for rank in range(ranks):
-        assert_same(roots[version], roots["v3.0"], delta_timestamps=deltas, rank=rank, world_size=ranks)
+def test_the_same_batches(version: str, shares: str, roots: dict[str, Path], expected: dict[str, list[Batch]]) -> None:
+    found = [batch for share in SHARES[shares] for batch in batches(roots[version], **share)]
+    assert len(found) == len(expected[shares]) > 0
+    assert all(map(equal, found, expected[shares]))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -418,6 +433,17 @@ def test_the_conversion_is_laid_out_as_v3(roots: dict[str, Path]) -> None:
     assert "fps" not in info["features"][TOP]
 
 
+def test_what_episodes_have_of_their_own_is_kept(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entries = [json.loads(text) for text in (root / EPISODES).read_text().splitlines()]
+    parts = [[{"start": 0, "skill": "push"}], None, [], [{"start": 3, "skill": "pull"}], None]
+    more = zip(entries, parts, [1, "x", 2, None, {}], strict=True)
+    write_lines(root / EPISODES, [entry | {"parts": part, "odd": odd} for entry, part, odd in more])
+    table = episode_table(convert(root, tmp_path / "out"))
+    assert table["parts"] == parts
+    assert "'odd' cannot be a column" in caplog.text
+    assert "odd" not in table
+
+
 def test_a_remote_dataset_is_converted(roots: dict[str, Path], tmp_path: Path) -> None:
     with Server(roots["v2.1"]) as server:
         assert tree(convert(server.url, tmp_path / "out")) == tree(roots["converted v2.1"])
@@ -451,6 +477,17 @@ def test_tasks_that_are_no_texts_are_not_converted(root: Path, tmp_path: Path) -
     line(root, EPISODES, 1, '{"episode_index": 1, "length": 6, "tasks": [3]}')
     with pytest.raises(DatasetError, match=r"episodes\.jsonl: episode 1: tasks is \[3\]; it is a list of texts"):
         convert(root, tmp_path / "out")
+
+
+def test_a_part_is_not_converted(root: Path, tmp_path: Path) -> None:
+    for part in ({"episodes": [0]}, {"drop_first": 1}, {"frames": {0: [(0, 3)]}}):
+        with pytest.raises(ValueError, match="only a part of the dataset is selected"):
+            dali_stream.convert(Dataset(root, **part), tmp_path / "out")
+
+
+def test_episodes_are_selected_by_what_only_some_have(root: Path) -> None:
+    line(root, EPISODES, 2, json.dumps({"episode_index": 2, "length": LENGTHS[2], "tasks": ["push"], "good": True}))
+    assert Dataset(root, filter=lambda episode: episode["good"]).episodes.tolist() == [2]
 
 
 def test_a_dataset_without_cameras_and_tasks(tmp_path: Path) -> None:

@@ -152,28 +152,27 @@ class DatasetFiles:
 
     def episode_columns(self, *, stats: bool = False) -> pa.Table:
         """The episode table of the whole dataset as its files have it, with columns of statistics or without."""
-        return (
-            v2.read_episode_columns(self.store) if self._info.is_v2 else metadata.read_episode_columns(self.store, stats=stats)
-        )
+        return v2.read_episode_columns(self.store) if self.is_v2 else metadata.read_episode_columns(self.store, stats=stats)
 
     @property
     def sampled_lengths(self) -> npt.NDArray[np.int64]:
         """(E,) frames of each selected episode that an epoch shows."""
         return self.lengths if self.frame_ranges is None else self.frame_ranges.counts
 
+    @property
+    def is_v2(self) -> bool:
+        """Whether it is of v2.0 or v2.1."""
+        return self._info.is_v2
+
     def read_table(self, cameras: Iterable[str]) -> metadata.Episodes:
         """The episodes of the whole dataset, with these cameras. Raises DatasetError where the metadata is broken."""
-        read = v2.read_episodes if self._info.is_v2 else metadata.read_episodes
+        read = v2.read_episodes if self.is_v2 else metadata.read_episodes
         return read(self.store, self._info, cameras)
 
     @functools.cached_property
     def tasks(self) -> dict[int, str]:
         """{task_index: task}, out of `meta/tasks.parquet` or `meta/tasks.jsonl`."""
-        return (
-            v2.read_tasks(self.store)
-            if self._info.is_v2
-            else metadata.read_names(self.store, "meta/tasks.parquet", "task_index")
-        )
+        return v2.read_tasks(self.store) if self.is_v2 else metadata.read_names(self.store, "meta/tasks.parquet", "task_index")
 
     @functools.cached_property
     def subtasks(self) -> dict[int, str]:
@@ -192,7 +191,7 @@ class DatasetFiles:
     @functools.cached_property
     def stored_stats(self) -> metadata.Stats:
         """Those of the dataset's own files, whether others were given or not."""
-        return v2.read_stats(self.store, self._info) if self._info.is_v2 else metadata.read_stats(self.store)
+        return v2.read_stats(self.store, self._info) if self.is_v2 else metadata.read_stats(self.store)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -208,7 +207,7 @@ class DatasetFiles:
 
     def has_fingerprint(self, found: object) -> bool:
         """Whether a saved state is of this dataset: it has this fingerprint, or the one that v3.0 had before v2.x was read."""
-        if found == self.fingerprint or self._info.is_v2:
+        if found == self.fingerprint or self.is_v2:
             return found == self.fingerprint
         features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
         stats = self.store.read_all(metadata.STATS) if self.store.exists(metadata.STATS) else b""
@@ -240,7 +239,7 @@ class DatasetFiles:
     @functools.cached_property
     def stored_stats_place(self) -> str:
         """The file that `stored_stats` are from."""
-        return v2.stats_place(self.store, self._info) if self._info.is_v2 else metadata.STATS
+        return v2.stats_place(self.store, self._info) if self.is_v2 else metadata.STATS
 
     @property
     def stores(self) -> list[Store]:

@@ -114,10 +114,8 @@ class RowReader:
             table = pa.table({name: part[name] for part in parts for name in part.column_names})
             found = self._cut(path, table)
             episodes, rows = np.unique(_episode_index(table, path), return_counts=True)
-            found.rows, found.bytes_read = (
-                dict(zip(episodes.tolist(), rows.tolist(), strict=True)),
-                len(whole) or file.bytes_read,
-            )
+            found.rows = dict(zip(episodes.tolist(), rows.tolist(), strict=True))
+            found.bytes_read = len(whole) or file.bytes_read
             return found
 
         def read_in_turn() -> Found:

@@ -53,8 +53,9 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
 def read_episode_columns(store: Store) -> pa.Table:
     """`meta/episodes.jsonl` as a table, by rising episode index. Raises DatasetError where a column has several types."""
     entries = [entry for _, entry in read_lines(store, EPISODES)]
+    names = dict.fromkeys(name for entry in entries for name in entry)
     try:
-        return pa.Table.from_pylist(entries).sort_by("episode_index")
+        return pa.table({name: pa.array([entry.get(name) for entry in entries]) for name in names}).sort_by("episode_index")
     except pa.ArrowException as error:
         raise DatasetError(
             f"{store.where(EPISODES)}: is no table: {error}; filter= needs values of one type in a column"

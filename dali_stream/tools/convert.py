@@ -30,6 +30,6 @@ def convert(
         ValueError: as `reshard`, or the dataset is of v3.0 already.
         DatasetError, DecodeError, StorageError, DaliStreamError: as `reshard`.
     """
-    if not dataset.version.startswith("v2."):
+    if not dataset.is_v2:
         raise ValueError(f"{dataset.uri} is of {dataset.version} already; to rewrite it for streaming, use reshard")
     return reshard(dataset, out, data_file_size=data_file_size, video_file_size=video_file_size, progress=progress)

@@ -34,8 +34,8 @@ def read_source(dataset: Dataset) -> tuple[dict[str, Any], list[str], metadata.E
     keys = {
         kind: [key for key, feature in info["features"].items() if feature.get("dtype") == kind] for kind in ("image", "video")
     }
-    all_frames = dataset.num_frames == dataset.table.length.sum()
-    if not all_frames or not set(keys["image"]) <= set(dataset.cameras):
+    selected = dataset.num_episodes != len(dataset.table.index) or dataset.frame_ranges is not None
+    if selected or not set(keys["image"]) <= set(dataset.cameras):
         raise ValueError("only a part of the dataset is selected. Only a whole dataset can be rewritten; remove the selection")
     return info, keys["video"], dataset.read_table(keys["video"])
 

@@ -24,7 +24,6 @@ from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
 from dali_stream.tools.reshard.report import Reads, Report, Side, side
 from dali_stream.tools.reshard.rows import DataFile, SourceRows
-from dali_stream.tools.reshard.source import is_v2
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import Source, VideoFile
 
@@ -87,7 +86,7 @@ class Job:
         """Writes the Parquet files; returns them, and the ranges that a Loader reads of the source's."""
         store, table = self.store, self.table
         sources = self.work.each("footers", table.data.paths, functools.partial(rows.read_footer, store))
-        if is_v2(self.dataset):  # the pandas index in it says which rows a file has, so that no two schemas are equal
+        if self.dataset.is_v2:  # the pandas index in it says which rows a file has, so that no two schemas are equal
             sources = [replace(each, schema=rows.without_pandas(each.schema)) for each in sources]
         rows.check_columns(store, self.info["features"], self.videos, sources)
         files = rows.plan(table, sources, self.order, self._sizes[0], functools.partial(self.layout.path, DATA_PATH))
@@ -201,7 +200,7 @@ class Job:
                     end[episode] = at.source.times(*at.source.spans[episode])[1] + at.source.frame + at.shift
             layout.put(f"videos/{camera}/", number)
             layout.moved[f"videos/{camera}/from_timestamp"] = clock, shift
-            if is_v2(self.dataset):  # an episode ends with its file
+            if self.dataset.is_v2:  # an episode ends with its file
                 layout.columns[f"videos/{camera}/to_timestamp"] = end / clock
             else:
                 layout.moved[f"videos/{camera}/to_timestamp"] = clock, shift

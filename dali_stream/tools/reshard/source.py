@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,19 +18,15 @@ from dali_stream.lerobot import metadata, v2
 from dali_stream.lerobot.metadata import Episodes
 from dali_stream.tools.output.copy import episode_files, small_files
 
+_log = logging.getLogger("dali_stream")
 _EPISODES = 1000  # of v2.x, in one part of the episode table
 _GONE = ("total_chunks", "total_videos")  # of info.json
-
-
-def is_v2(dataset: Dataset) -> bool:
-    """Whether it is of v2.0 or v2.1, and so is converted."""
-    return dataset.version.startswith("v2.")
 
 
 def info(dataset: Dataset) -> dict[str, Any]:
     """info.json."""
     found: dict[str, Any] = metadata.read_json(dataset.store, metadata.INFO)
-    if not is_v2(dataset):
+    if not dataset.is_v2:
         return found
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
     features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in found["features"].items()}
@@ -40,13 +37,13 @@ def info(dataset: Dataset) -> dict[str, Any]:
 
 def copied_files(dataset: Dataset) -> list[str]:
     """Files that are copied as they are."""
-    replaced = {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS, *written_files(dataset)} if is_v2(dataset) else set()
+    replaced = {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS, *written_files(dataset)} if dataset.is_v2 else set()
     return [name for name in small_files(dataset.store) if name not in replaced]
 
 
 def written_files(dataset: Dataset) -> dict[str, bytes]:
     """Files that v3.0 has instead of those of v2.x, and what is in them: tasks, and statistics that are kept by episode."""
-    if not is_v2(dataset):
+    if not dataset.is_v2:
         return {}
     tasks = io.BytesIO()
     pq.write_table(metadata.tasks_table(dict(sorted(dataset.tasks.items()))), tasks)
@@ -62,13 +59,13 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
 
     That of v2.x lacks what only the new files determine: the values are 0 where `Layout` has others.
     """
-    if not is_v2(dataset):
+    if not dataset.is_v2:
         for name in episode_files(dataset.store):
             yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
     stats = v2.read_episode_stats(dataset.store) if dataset.stored_stats_place == v2.EPISODES_STATS else {}
-    kinds = _kinds(stats)
+    kinds, own = _kinds(stats), _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
     cameras = [f"videos/{camera}/{end}" for camera in table.video for end in ("chunk_index", "file_index")]
     times = [f"videos/{camera}/{end}" for camera in table.video for end in ("from_timestamp", "to_timestamp")]
     indices = ["data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index", *cameras]
@@ -76,17 +73,33 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
         index = table.index[at : at + _EPISODES]
         columns: dict[str, Any] = {
             "episode_index": index,
-            "tasks": pa.array([_tasks(dataset, lines[e]) for e in index.tolist()], pa.list_(pa.field("element", pa.string()))),
+            "tasks": pa.array([_tasks(dataset, lines[e]) for e in index.tolist()], pa.list_(pa.string())),
             "length": table.length[at : at + _EPISODES],
             **{name: np.zeros(len(index), np.int64) for name in indices},
             **{name: np.zeros(len(index), np.float64) for name in times},
         }
+        columns |= {name: values.slice(at, len(index)) for name, values in own.items() if name not in columns}
         for (key, name), kind in kinds.items():
             values = [stats.get(episode, {}).get(key, {}).get(name) for episode in index.tolist()]
-            columns[f"stats/{key}/{name}"] = _nested(dataset, values, kind, f"{name} of {key}")
+            columns[f"stats/{key}/{name}"] = _nested(dataset, values, kind, key, name)
         columns |= {f"meta/episodes/{end}": np.zeros(len(index), np.int64) for end in ("chunk_index", "file_index")}
-        part = pa.table(columns)
-        yield part, part.nbytes
+        encoded = io.BytesIO()
+        pq.write_table(pa.table(columns), encoded)
+        yield pq.read_table(encoded), encoded.getbuffer().nbytes  # with the types that the new file will have
+
+
+def _own_columns(dataset: Dataset, entries: list[dict[str, Any]]) -> dict[str, pa.Array]:
+    """What the episodes have beside what the format asks for, such as annotations of their parts."""
+    columns = {}
+    for name in dict.fromkeys(name for entry in entries for name in entry):
+        try:
+            values = pa.array([entry.get(name) for entry in entries])
+            pq.write_table(pa.table({name: values}), io.BytesIO())  # not every type can be written
+            columns[name] = values
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            where = dataset.store.where(v2.EPISODES)
+            _log.warning("%s: %.80r cannot be a column (%s), so the new episode table lacks it", where, name, error)
+    return columns
 
 
 def _tasks(dataset: Dataset, entry: dict[str, Any]) -> list[str]:
@@ -108,20 +121,15 @@ def _kinds(stats: dict[int, metadata.Stats]) -> dict[tuple[str, str], pa.DataTyp
                 if (key, name) not in kinds:
                     kind = pa.int64() if name == "count" else pa.float64()
                     for _ in range(values.ndim):
-                        kind = pa.list_(pa.field("element", kind))
+                        kind = pa.list_(kind)
                     kinds[key, name] = kind
     return kinds
 
 
-def _number(kind: pa.DataType) -> pa.DataType:
-    return _number(kind.value_type) if pa.types.is_list(kind) else kind
-
-
-def _nested(dataset: Dataset, values: list[Any], kind: pa.DataType, what: str) -> pa.Array:
+def _nested(dataset: Dataset, values: list[Any], kind: pa.DataType, key: str, name: str) -> pa.Array:
+    number = np.int64 if name == "count" else np.float64
     try:
-        number = np.int64 if pa.types.is_integer(_number(kind)) else np.float64
         return pa.array([None if each is None else each.astype(number).tolist() for each in values], kind)
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise DatasetError(
-            f"{dataset.store.where(v2.EPISODES_STATS)}: {what} differs in kind between episodes: {error}"
-        ) from error
+        where = dataset.store.where(v2.EPISODES_STATS)
+        raise DatasetError(f"{where}: {name} of {key} has another kind or shape in some episodes: {error}") from error
