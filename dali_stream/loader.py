@@ -20,7 +20,7 @@ from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import DECODE, Route, choose
 from dali_stream.decode.trial import trial
 from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DaliStreamError, DecodeError, ResumeError, StorageError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, ResumeError, StorageError, counted
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_order_arguments, check_world, default_pools, uneven, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
@@ -133,8 +133,9 @@ class Loader:
         batches = Batches(self.dataset.num_frames, batch_size, world_size, last_batch)
         if not batches.count(0):
             raise ValueError(
-                f"batch_size={batch_size} on {world_size} ranks needs {batches.stride} frames, and {batches.frames} are "
-                f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
+                f"batch_size={batch_size} on {counted(world_size, 'rank')} needs {counted(batches.stride, 'frame')}, and "
+                f"the selection has {batches.frames}, so an epoch has no batch; give a smaller batch_size, or "
+                'last_batch="pad"'
             )
         offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset))
         streamed = _without_added_keys(self.dataset, offsets)
@@ -436,6 +437,10 @@ class Loader:
                 self._route_changes += 1
                 self._routes = self._routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("Falling back to torchcodec: %s", change)
+            except (DatasetError, DecodeError, StorageError) as error:
+                # Its message says all; what DALI and the threads add is for whoever debugs the loader.
+                _log.debug("a batch could not be made", exc_info=error)
+                raise error.with_traceback(None) from None
 
     def _stop(self) -> None:
         if os.getpid() != self._pid:

@@ -97,6 +97,33 @@ def test_a_dataset_of_version_2(root: Path) -> None:
         Dataset(root)
 
 
+@pytest.mark.parametrize("text", [None, "", "{}"])
+def test_no_or_an_empty_info_json(text: str | None, root: Path) -> None:
+    """It says so, and which version the other files look like."""
+    said = {
+        None: "meta/info.json does not exist. ",
+        "": "info.json: it is empty; copy",
+        "{}": "info.json: it is an empty object. ",
+    }
+
+    def message() -> str:
+        with pytest.raises(dali_stream.DatasetError) as caught:
+            Dataset(root)
+        return str(caught.value)
+
+    (root / INFO).unlink()
+    if text is not None:
+        (root / INFO).write_text(text)
+    assert said[text] in message()
+    if text == "":
+        return
+    assert "It has meta/episodes/, so it looks like v3.0: copy or fetch meta/info.json again" in message()
+    shutil.rmtree(root / "meta/episodes")
+    assert "neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x)" in message()
+    (root / "meta/episodes.jsonl").write_text("{}\n")
+    assert "It has meta/episodes.jsonl, so it is v2.x." in message()
+
+
 def test_a_lance_dataset(root: Path) -> None:
     edit_info(root, storage_format="lance")
     with pytest.raises(dali_stream.DatasetError, match=r'storage_format is "lance", and Parquet with MP4 is read.*export'):
@@ -117,8 +144,12 @@ GARBAGE: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("path", [INFO, EPISODES, ROWS, TASKS])
 def test_a_broken_file(path: str, kind: str, root: Path) -> None:
     (root / path).write_bytes(GARBAGE[kind]((root / path).read_bytes()))
-    what = "not JSON" if path == INFO else "not a whole Parquet file"
-    with pytest.raises(dali_stream.DatasetError, match=rf"{path}: {what}: .*; fetch"):
+    what = rf"not {'JSON' if path == INFO else 'a whole Parquet file'}: .*; fetch"
+    if kind == "LFS pointer":
+        what = r"it is a Git LFS pointer.*`git lfs pull`.*or read the dataset from the Hub \(hf://datasets/"
+    elif kind == "empty" and path == INFO:
+        what = "it is empty; copy or fetch it again"
+    with pytest.raises(dali_stream.DatasetError, match=rf"{path}: {what}"):
         read_all(root)
 
 
@@ -140,7 +171,7 @@ def test_json_of_another_shape(text: str, root: Path) -> None:
 
 VIDEO_FEATURE = {"dtype": "video", "shape": [128, 160, 3], "names": None}
 INFOS: dict[str, tuple[dict[str, Any], str]] = {
-    "no version": ({"codebase_version": None}, "'missing', and v3.0 is read"),
+    "no version": ({"codebase_version": None}, r"info\.json: lacks codebase_version\. It has meta/episodes/.*like v3\.0"),
     "no fps": ({"fps": None}, "fps is None; it is a number above 0"),
     "fps of 0": ({"fps": 0}, "fps is 0"),
     "fps as text": ({"fps": "30"}, "fps is 30; it is a number"),

@@ -161,6 +161,12 @@ def test_statistics_that_are_missing_or_wrong(demo_copy: Path) -> None:
     changed(demo_copy, ACTION, q01=None)
     with pytest.raises(ValueError, match=r"normalize needs q01 of action, and meta/stats.json has min, max, .* of it"):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "quantiles"})
+    (kept := demo_copy / "meta/kept.json").write_bytes((demo_copy / "meta/stats.json").read_bytes())
+    (demo_copy / "meta/stats.json").unlink()
+    how = r"Dataset\(uri, stats=dataset\.compute_stats\(\)\), or `dali-stream stats URI"
+    with pytest.raises(ValueError, match=rf"needs mean of .*, and meta/stats\.json is missing or empty\. Compute it: {how}"):
+        Loader(demo_copy, batch_size=4, normalize="mean_std")
+    kept.rename(demo_copy / "meta/stats.json")
     changed(demo_copy, ACTION, mean=[1.0, 2.0])
     with pytest.raises(DatasetError, match=r"stats.json: mean of action is \[1.0, 2.0\], of shape \(2,\); .*of shape \(4,\)"):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "mean_std"})

@@ -8,6 +8,7 @@ import typer
 
 import dali_stream
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -69,5 +70,5 @@ def _table(report: Report) -> Table:
 
 def _sum(report: Report) -> str:
     counts = [(sum(finding.status == status for finding in report.findings), status) for status in _STYLES]
-    plural = ", ".join(f"{count} {status}{'' if count == 1 or status == 'ok' else 's'}" for count, status in reversed(counts))
+    plural = ", ".join(f"{count} ok" if status == "ok" else counted(count, status) for count, status in reversed(counts))
     return f"{report.status}: {plural}"

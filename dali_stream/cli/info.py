@@ -9,6 +9,7 @@ import typer
 
 import dali_stream
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,7 +87,8 @@ def _summary(report: DatasetReport) -> Table:
     made = console.pairs()
     made.add_row("dataset", report.address)
     made.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'unknown'}")
-    made.add_row("episodes", f"{report.episodes}, of {shortest} to {longest} frames")
+    length = counted(shortest, "frame") if shortest == longest else f"{shortest} to {longest} frames"
+    made.add_row("episodes", f"{report.episodes}, of {length}")
     made.add_row("frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}")
     made.add_row("bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}")
     return made

@@ -9,6 +9,7 @@ import typer
 
 from dali_stream import DatasetError
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 
 def preview(
@@ -53,4 +54,4 @@ def preview(
 
             shown = sheet.samples(next(iter(loader)), dataset.cameras, windows)
     sheet.save(out, f"{Path(dataset.uri).name}: {len(shown)} of {dataset.num_frames} frames, seed {seed}", shown)
-    typer.echo(f"{out}: {len(shown)} samples of {', '.join(dataset.cameras)}")
+    typer.echo(f"{out}: {counted(len(shown), 'sample')} of {', '.join(dataset.cameras)}")

@@ -126,7 +126,7 @@ def _of_video(
                     found.append(image_histogram(decode.decode(store, [table] * len(part), part, video)[0]))
             return found
         except DecodeError as error:
-            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
+            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
 
     return of_episode
 
@@ -140,6 +140,6 @@ def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[in
         try:
             return [image_histogram(image.decode(encoded[f], dataset.picture_size(camera))[None]) for f in frames]
         except DecodeError as error:
-            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
+            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
 
     return of_episode

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.arguments import byte_count, known_arguments
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.features import ENCODING
 from dali_stream.storage import Store, open_store
@@ -164,7 +164,7 @@ class DatasetFiles:
         )
 
     def __repr__(self) -> str:
-        what = f"{self.num_episodes} episodes, {self.num_frames} frames at {self.fps:g} fps"
+        what = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
         return f"Dataset({self.uri!r}: {what}, cameras: {', '.join(self.cameras) or 'none'})"
 
     def close(self) -> None:
@@ -234,5 +234,6 @@ def _selected_rows(index: npt.NDArray[np.int64], episodes: Sequence[int] | None)
     rows = np.minimum(np.searchsorted(index, wanted), len(index) - 1)
     unknown = wanted[index[rows] != wanted]
     if len(unknown):
-        raise ValueError(f"Unknown episode {unknown[0]}. Available: {len(index)} episodes, from {index[0]} to {index[-1]}")
+        there = f"{len(index)} episodes, from {index[0]} to {index[-1]}" if len(index) > 1 else f"episode {index[0]}"
+        raise ValueError(f"Unknown episode {unknown[0]}. Available: {there}")
     return rows

@@ -12,7 +12,7 @@ import numpy as np
 from dali_stream.dataset import Dataset
 from dali_stream.decode.capability import capability
 from dali_stream.decode.route import padding_refusal, refusal
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.hidden import hidden_frames
@@ -119,7 +119,8 @@ class Camera:
     def _describe(self, report: CameraReport, video: VideoFormat, table: VideoIndex) -> None:
         gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
         kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
-        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {report.files_looked_at} of {report.files} files checked"
+        files = f"{report.files_looked_at} of {counted(report.files, 'file')} checked"
+        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {files}"
         self.findings.append(
             Finding("dataset", self.key, OK, text + "".join(f"; other files: {f}" for f in report.other_formats))
         )

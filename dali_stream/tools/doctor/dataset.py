@@ -8,7 +8,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images as image
-from dali_stream.errors import DaliStreamError, DecodeError, StorageError
+from dali_stream.errors import DaliStreamError, DecodeError, StorageError, counted
 from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.tools.doctor import frames
 from dali_stream.tools.doctor.camera import Camera
@@ -45,7 +45,8 @@ def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[
         decoders: available on this machine.
         limit_s: seconds for a decoder's frames.
     """
-    text = f"{dataset.store.address}: {dataset.num_episodes} episodes, {dataset.num_frames} frames at {dataset.fps:g} fps"
+    size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
+    text = f"{dataset.store.address}: {size} at {dataset.fps:g} fps"
     findings = [Finding("dataset", "metadata", OK, text)]
     reader = RowReader(dataset)
     timestamps = Timestamps(dataset)

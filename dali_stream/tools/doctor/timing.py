@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import TOLERANCE, explain, find_packets
@@ -87,6 +87,6 @@ def _short(dataset: Dataset, camera: str) -> Iterator[tuple[int, str]]:
             episode,
             (
                 f": meta/episodes: from_timestamp {start[episode]:.4f} s to to_timestamp {stop[episode]:.4f} s is too short "
-                f"for its {dataset.lengths[episode]} frames at {dataset.fps:g} fps"
+                f"for its {counted(dataset.lengths[episode], 'frame')} at {dataset.fps:g} fps"
             ),
         )
