@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -16,16 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import broken
 from support.datasets import VIDEO, copied
 from support.doctor import cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
-from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
+from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader, shifted, vp9, write_dataset
 
 import dali_stream
 from dali_stream import Dataset
 from dali_stream.lerobot.metadata import INFO
 from dali_stream.tools.doctor import Finding, frames
 from dali_stream.tools.doctor.dataset import examine as examine_dataset
+from dali_stream.tools.doctor.dataset import opened as opened_dataset
+from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
@@ -191,7 +195,52 @@ def test_psnr_tells_right_pictures_from_wrong_ones() -> None:
     assert psnr(pictures[0], pictures[0, :64]) == 0
 
 
-# ---- broken ones
+# ---- broken ones: whatever the Loader refuses
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Healthy datasets by codec, as `broken.healthy` writes them. Read only."""
+    return functools.cache(lambda codec: broken.healthy(tmp_path_factory.mktemp(codec), codec))
+
+
+def problems(root: Path, deep: bool) -> list[str]:
+    """The problems that the doctor finds in a dataset, without the decoders of its one frame, which take processes."""
+    opened = opened_dataset(root)
+    if isinstance(opened, Finding):
+        return [opened.text]
+    every = Deep(opened, lambda done, total: None) if deep else None
+    return [f.text for f in examine_dataset(opened, NO_DECODER, 120, every)[0] if f.status == "problem"]
+
+
+def refused(root: Path) -> str:
+    """What an epoch of a Loader fails with; empty for none."""
+    try:
+        with loader(root) as batches:
+            for _ in batches:
+                pass
+    except dali_stream.DaliStreamError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", broken.WAYS)
+def test_what_the_loader_refuses_is_a_problem(name: str, sound: Callable[[str], Path], tmp_path: Path) -> None:
+    """All ways of breaking a dataset that the tests know; those that need decoding with --deep."""
+    way = broken.WAYS[name]
+    root = copied(sound(way.codec), tmp_path)
+    way.apply(root)
+    assert refused(root)
+    assert problems(root, way.decodes)
+
+
+@pytest.mark.parametrize("codec", ["h264", "image"])
+def test_a_sound_dataset_has_no_problem(codec: str, sound: Callable[[str], Path]) -> None:
+    assert refused(sound(codec)) == ""
+    assert problems(sound(codec), deep=False) == problems(sound(codec), deep=True) == []
+
+
+# ---- broken ones: what is said
 
 
 def _cut(data: bytes) -> bytes:

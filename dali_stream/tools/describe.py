@@ -155,6 +155,11 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
     )
 
 
+def selected_files(dataset: Dataset) -> list[str]:
+    """The Parquet and video files of the selected episodes and cameras."""
+    return [path for files in (dataset.table.data, *dataset.table.video.values()) for path in _paths(dataset, files)]
+
+
 def _paths(dataset: Dataset, files: metadata.Files) -> list[str]:
     """Files of the selected episodes, in order of the episodes."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
