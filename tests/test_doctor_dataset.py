@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -21,6 +22,7 @@ from support import broken
 from support.datasets import VIDEO, copied
 from support.doctor import cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
+from support.servers import Server
 from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader, shifted, vp9, write_dataset
 
 import dali_stream
@@ -238,6 +240,50 @@ def test_what_the_loader_refuses_is_a_problem(name: str, sound: Callable[[str], 
 def test_a_sound_dataset_has_no_problem(codec: str, sound: Callable[[str], Path]) -> None:
     assert refused(sound(codec)) == ""
     assert problems(sound(codec), deep=False) == problems(sound(codec), deep=True) == []
+
+
+def test_what_deep_says_of_a_damaged_packet(sound: Callable[[str], Path], tmp_path: Path) -> None:
+    root = copied(sound("h264"), tmp_path)
+    broken.WAYS["packet: zeros"].apply(root)
+    done: list[tuple[int, int]] = []
+    every = Deep(Dataset(root), lambda *counts: done.append(counts))
+    findings, _ = examine_dataset(Dataset(root), NO_DECODER, 120, every)
+    [finding] = [f for f in findings if f.name == f"{CAMERA} all frames"]
+    assert finding.text.startswith(f"episode 1, frame 8: {root}/videos/")  # the frame that the Loader names
+    assert done[-1] == (72, 72)
+
+
+def test_every_missing_file_is_counted_and_named(demo_copy: Path) -> None:
+    gone = [*sorted(demo_copy.glob(f"videos/{SIDE}/**/*.mp4"))[1:], *demo_copy.glob("data/**/*.parquet")]
+    for path in gone:
+        path.unlink()
+    finding = looked_at(demo_copy)[0]["files"]
+    assert finding.status == "problem"
+    assert f"{len(gone)} of " in finding.text
+    assert all(str(path.relative_to(demo_copy)) in finding.text for path in gone[:3])
+
+
+def test_a_remote_dataset_takes_few_requests(tmp_path: Path) -> None:
+    """HTTP has no listings: 32 of 100 files are looked for, and the missing one is among those that are read."""
+    video = encode(draw((6,)), tmp_path / "a.mp4", h264(2))
+    root = write_dataset(tmp_path / "many", [video] * 100, [(6,)] * 100)
+    (root / VIDEO.format(CAMERA, 99)).unlink()
+    with Server(root) as server:
+        findings = {f.name: f for f in examine_dataset(Dataset(server.url), NO_DECODER, 120)[0]}
+        assert len(server.requests) < 250
+    assert "file-099.mp4: no such file" in findings[f"{CAMERA} file 1"].text
+    assert findings["rows"].text.endswith("in 32 checked episodes of 100")
+
+
+def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
+    """72 frames in two GOPs of 36: 18.5 decodes for a random frame, and one where all frames are kept."""
+    findings, _ = looked_at(encoded(*h264(36)))
+    finding = findings[f"{CAMERA} GOPs"]
+    assert finding.status == "warning"
+    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache; memory_budget=")
+    assert re.search(r"brings it to about 1\.\d, and to 0 after the first epoch", finding.text)
+    assert "`dali-stream transcode URI OUT --gop 2`" in finding.remedy
+    assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
 
 
 # ---- broken ones: what is said

@@ -19,6 +19,7 @@ from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.tools.describe import CameraReport, describe_video, video_files
+from dali_stream.tools.doctor import gops
 from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
 from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
@@ -95,6 +96,8 @@ class Camera:
             where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in reports.items()
         }
         self.findings.append(timing.finding())
+        if cost := gops.examine(self._dataset, self.key, tables):
+            self.findings.append(cost)
         self._choose_frame(table, video, list(self._routes(video, table, reports)))
 
     def _tables(self, chosen: list[str], described: list[str], timing: Timing) -> list[VideoIndex]:
