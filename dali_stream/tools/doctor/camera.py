@@ -18,7 +18,7 @@ from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
-from dali_stream.tools.describe import CameraReport, describe_video, video_files
+from dali_stream.tools.describe import CameraReport, contradictions, describe_video, video_files
 from dali_stream.tools.doctor import gops
 from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
@@ -95,6 +95,11 @@ class Camera:
         self.facts["routes"] = {
             where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in reports.items()
         }
+        remedy = "correct meta/info.json: the Loader goes by the file, but for the shape"
+        self.findings += [
+            Finding("dataset", f"{self.key} remark {n}", WARNING, remark, remedy)
+            for n, remark in enumerate(contradictions(self._dataset, self.key, table), start=1)
+        ]
         self.findings.append(timing.finding())
         if cost := gops.examine(self._dataset, self.key, tables):
             self.findings.append(cost)
@@ -145,7 +150,7 @@ class Camera:
         text = f"{traits}; colours {video.matrix_name}"
         self.findings.append(Finding("dataset", f"{self.key} structure", OK, text))
         own = dataclasses.asdict(report)
-        for key in ("route", "route_change", "bytes"):  # routes are reported per GPU
+        for key in ("route", "route_change", "bytes", "remarks", "broken"):  # routes are reported per GPU
             del own[key]
         self.facts |= own | {"colour_matrix": video.matrix, "hidden_frames": hidden, "hidden_of": of}
 
