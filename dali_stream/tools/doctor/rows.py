@@ -76,15 +76,14 @@ def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Finding:
 
 def examine_names(dataset: Dataset, rows: Rows) -> Finding:
     """Checks that each task of the rows that were read has a name. Without that, a Loader delivers no batch."""
-    for name, found in rows.named.items():
-        path = _NAMES[name]
+    for name, path in _NAMES.items():
         try:
             names = dataset.tasks if name == "task_index" else dataset.subtasks
         except DaliStreamError as error:
             return Finding("dataset", "tasks", PROBLEM, str(error), look(dataset.store, path)[1] or "copy the dataset again")
         if name != "task_index" and not names:  # not delivered then
             continue
-        unknown = {value: episode for value, episode in found.items() if value not in names}
+        unknown = {value: episode for value, episode in rows.named.get(name, {}).items() if value not in names}
         where = dataset.store.where(path)
         if unknown:
             value, episode = min(unknown.items(), key=lambda item: item[1])
