@@ -111,16 +111,17 @@ def decodes(
     count = count if kept >= frames else min(fill + counted, 4 * count)
     read = samples(order, batches, rank, 0, 0)
     schedule = Schedule(lengths, read, batches.largest, {camera: offsets}, Limits(kept, 2, horizon(kept, frames)))
-    decoded = shown = 0
+    decoded, shown = np.zeros(2), np.zeros(2)  # from the start, and when the cache is full
     for number in range(count):
         schedule.next()
         for episode in schedule.unknown(camera):
             frame = np.arange(lengths[episode])
             schedule.learn(camera, episode, frame, frame // gop * gop)
         step = schedule.step()[camera]
-        if number >= min(fill, count // 2):
-            decoded, shown = decoded + step.decodes, shown + step.show.size
-    return (decoded / shown, 0.0) if kept >= frames else (decoded / shown, decoded / shown)
+        counts = np.array([1, number >= min(fill, count // 2)])
+        decoded, shown = decoded + counts * step.decodes, shown + counts * step.show.size
+    first, later = (decoded / shown).tolist()
+    return first, 0.0 if kept >= frames else later
 
 
 def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
