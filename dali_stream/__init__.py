@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dali_stream.decode.route import Route
     from dali_stream.loader import Loader
     from dali_stream.sampler import FrameSampler
+    from dali_stream.tools.convert import convert
     from dali_stream.tools.describe import describe
     from dali_stream.tools.doctor import doctor
     from dali_stream.tools.index import index
@@ -36,6 +37,7 @@ __all__ = [
     "Route",
     "StorageError",
     "augment",
+    "convert",
     "describe",
     "doctor",
     "index",
@@ -48,7 +50,7 @@ _LAZY = {
     "FrameSampler": "dali_stream.sampler",
     "Loader": "dali_stream.loader",
     "Route": "dali_stream.decode.route",
-    **{name: f"dali_stream.tools.{name}" for name in ("describe", "doctor", "index", "reshard", "transcode")},
+    **{name: f"dali_stream.tools.{name}" for name in ("convert", "describe", "doctor", "index", "reshard", "transcode")},
 }
 
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
+import numpy as np
+
 _P = ParamSpec("_P")
 
 
@@ -43,6 +45,13 @@ def positive(name: str, value: int) -> int:
     if number < 1:
         raise ValueError(f"{name} is {value!r}; it is an integer of 1 or more")
     return number
+
+
+def from_zero(name: str, value: int) -> int:
+    """The value itself, an integer of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ValueError(f"{name} is {value!r}; it is an integer of 0 or more")
+    return int(value)
 
 
 def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -19,11 +19,13 @@ class Counters:
     The times are disjoint: that of a stage leaves out the stages that run inside it on the same thread.
 
     Attributes:
+        batches, first_batch_s: delivered by the loader, and from its construction to the first of them.
         read_s, pack_s, decode_s, resize_s: of the decode threads, added up over them.
         rows_s, gather_s, plan_s: of the planner thread.
-        starved_s, graph_s, consumer_s: of the thread that iterates.
+        starved_s, graph_s, consumer_s, wait_s: of the thread that iterates.
     """
 
+    batches: int = 0
     samples: int = 0
     frames: int = 0
     clips: int = 0
@@ -45,6 +47,9 @@ class Counters:
     needed_bytes: int = 0
     evicted_early: int = 0
     indices_read_again: int = 0
+    wait_s: float = 0.0
+    first_batch_s: float | None = None
+    route_changes: int = 0
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

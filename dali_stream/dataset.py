@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
+
+from dali_stream.arguments import from_zero
+from dali_stream.errors import DatasetError
 from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.lerobot.metadata import Stats
+from dali_stream.lerobot.metadata import INFO, Stats
+from dali_stream.order.rng import philox
 
 
 class Dataset(DatasetFiles):
@@ -29,19 +36,28 @@ class Dataset(DatasetFiles):
             None: no bound.
         give_up_after_s: seconds for which a read that fails is tried again, all attempts together. None: 60, and 5 as long as
             no connection has been made at all (refused, or no DNS).
-        stats: statistics for `normalize`, as `compute_stats` gives them, instead of those in `meta/stats.json`, which are of
-            all episodes. They are no part of the fingerprint, since no order depends on them.
+        stats: statistics for `normalize`, as `compute_stats` gives them, instead of the dataset's own, which are of all
+            episodes. They are no part of the fingerprint, since no order depends on them.
+        filter: takes episodes by the columns of the episode table, `meta/episodes` or `meta/episodes.jsonl`: a function of one
+            episode's columns (`lambda episode: episode["length"] > 50 and "fold the shirt" in episode["tasks"]`), or a
+            `pyarrow.compute` expression (`pc.field("length") > 50`). With `episodes`, both have to hold. None: all.
+        frames: the frames that are sampled: {episode index: [(start, stop), ...]}, or a JSON file of that. Ranges are in
+            frames of the episode, without `stop`; an episode that is not in it gives no sample. Windows still show the frames
+            around them, up to the ends of the episode. None: all.
+        drop_first, drop_last: frames at the beginning and the end of each episode that are not sampled.
 
     Attributes:
         uri: as given, but for credentials in it.
-        num_frames, num_episodes: of the selected part.
+        version: of the format: "v2.0", "v2.1" or "v3.0".
+        num_frames: that an epoch shows: of the selected episodes, or those of `frames`, `drop_first` and `drop_last`.
+        num_episodes: selected.
         fps: frames per second.
         features: the features of `info.json`, without the cameras that are not selected.
         cameras: the selected camera keys.
         episodes: (E,) int64, the selected episode indices, rising.
-        lengths: (E,) int64, their frames.
-        fingerprint: a hash of what is read, equal wherever, in whatever files and however encoded the same dataset lies; of
-            a Hub repository also of its commit.
+        lengths: (E,) int64, their frames, sampled or not.
+        fingerprint: a hash of what is read, equal wherever, in whatever version and files and however encoded the same
+            dataset lies; of a Hub repository also of its commit.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
         cache_dir: as given.
@@ -49,8 +65,50 @@ class Dataset(DatasetFiles):
     Raises:
         DatasetError: it does not exist, has another format, or its metadata is broken.
         StorageError: it cannot be reached.
-        ValueError: an unknown camera or episode, or a revision of what has none.
+        ValueError: an unknown camera or episode, a filter or frames that leave nothing, or a revision of what has none.
     """
+
+    def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
+        """Parts of the selected episodes that have no episode in common, such as for training and validation.
+
+            parts = dataset.split({"train": 0.9, "val": 0.1})
+
+        Args:
+            shares: of the episodes, per name; together at most 1. Which episodes are whose depends on `seed` and on the number
+                of episodes. None: the `splits` of `meta/info.json`, such as {"train": "0:40", "test": "40:50"}.
+            seed: of the shuffle.
+
+        Returns:
+            {name: dataset}, over the same open files. Each has a fingerprint of its own.
+
+        Raises:
+            DatasetError: there are no `splits`, or they are no ranges of episodes.
+            ValueError: shares out of range, or one that is less than an episode.
+        """
+        if shares is None:
+            chosen = self._stored_splits()
+        else:
+            chosen = _shared(shares, philox("split", from_zero("seed", seed)).random_raw(self.num_episodes))
+        for name, places in chosen.items():
+            if not len(places):
+                raise ValueError(
+                    f"split {name!r} has none of the {self.num_episodes} selected episodes; give it a larger share"
+                )
+        return {name: self.part(self.rows[places]) for name, places in chosen.items()}
+
+    def _stored_splits(self) -> dict[str, np.ndarray]:
+        """Per split of `meta/info.json`, the selected episodes in it."""
+        where, splits = self.store.where(INFO), self.stored_splits
+        if not splits:
+            raise DatasetError(f"{where}: has no splits; give shares, such as dataset.split({{'train': 0.9, 'val': 0.1}})")
+        chosen = {}
+        for name, span in splits.items():
+            match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", span) if isinstance(span, str) else None
+            if match is None:
+                raise DatasetError(f"{where}: split {name!r} is {str(span)[:40]!r}; it is a range of episodes, such as '0:40'")
+            start, stop = map(int, match.groups())
+            chosen[name] = np.flatnonzero((self.episodes >= start) & (self.episodes < stop))
+        return chosen
 
     def compute_stats(
         self, keys: Iterable[str] | None = None, progress: Callable[[int, int], None] = lambda done, total: None
@@ -77,3 +135,13 @@ class Dataset(DatasetFiles):
         from dali_stream.decode.statistics import compute_stats  # loads torch, which datasets alone do without
 
         return compute_stats(self, keys, progress)
+
+
+def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarray]:
+    """Per name, its share of the places of `key`, rising; they go by rising key."""
+    wrong = [share for share in shares.values() if isinstance(share, bool) or not 0 < share <= 1]
+    if not shares or wrong or math.fsum(shares.values()) > 1 + 1e-9:
+        raise ValueError(f"shares is {dict(shares)}; it has a number above 0 for each name, together at most 1")
+    order = np.argsort(key, kind="stable")
+    ends = np.round(np.cumsum(list(shares.values())) * len(key)).astype(int).tolist()
+    return {name: np.sort(order[a:b]) for name, a, b in zip(shares, [0, *ends], ends, strict=False)}

@@ -9,38 +9,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn, SupportsIndex
 
-import torch
-
 from dali_stream import process
 from dali_stream.arguments import byte_count, known_arguments, one_of, picture_size, positive
 from dali_stream.cache.indices import IndexCache
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
-from dali_stream.decode.decoder import RouteChange
-from dali_stream.decode.route import DECODE, Route, choose
-from dali_stream.decode.trial import trial
-from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, ResumeError, StorageError, counted
+from dali_stream.decode.choice import choose_routes
+from dali_stream.decode.route import DECODE, Route
+from dali_stream.errors import DaliStreamError, ResumeError
 from dali_stream.normalize import Modes, Normalizer
-from dali_stream.order import Shuffle, check_order_arguments, check_world, default_pools, uneven, windows
+from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
-from dali_stream.order.state import check_resumable, check_state, noted, order_state
+from dali_stream.order.state import OrderArguments, check_state, noted
 from dali_stream.pipeline import bottleneck
-from dali_stream.pipeline.config import SAMPLE, Config
+from dali_stream.pipeline.config import Config, delivered
 from dali_stream.pipeline.graph import Graph
-from dali_stream.pipeline.producer import closed
-from dali_stream.pipeline.stream import Batch, BatchStream
+from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.schedule.budget import divide
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
-BYTES_BY_KIND = ("row_bytes", "index_bytes", "encoded_bytes")
 _SAID_AFTER = 200  # batches, until what limits the loader is logged
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
 class Loader:
-    """Batches of a LeRobot v3 dataset, epoch after epoch.
+    """Batches of a LeRobot dataset, epoch after epoch.
 
     A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
     `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
@@ -116,7 +110,7 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        _refuse_workers()
+        process.refuse_workers()
         one_of("image_dtype", image_dtype, ("float32", "uint8"))
         one_of("decode", decode, DECODE)
         one_of("last_batch", last_batch, LAST_BATCH)
@@ -125,36 +119,26 @@ class Loader:
         rank, world_size = process.rank_and_world(rank, world_size)
         check_world(rank, world_size, None)
         self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
-        consumers, episode_pool_size = default_pools(batch_size, world_size, consumers, episode_pool_size)
-        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
-        check_world(rank, world_size, consumers if shuffle is True else None)
+        pools = default_pools(batch_size, world_size, consumers, episode_pool_size)
+        arguments = OrderArguments(shuffle, seed, *pools).checked(rank, world_size)
         threads = process.cores() if threads is None else positive("threads", threads)
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-        batches = Batches(self.dataset.num_frames, batch_size, world_size, last_batch)
-        if not batches.count(0):
-            raise ValueError(
-                f"batch_size={batch_size} on {counted(world_size, 'rank')} needs {counted(batches.stride, 'frame')}, and "
-                f"the selection has {batches.frames}, so an epoch has no batch; give a smaller batch_size, or "
-                'last_batch="pad"'
-            )
-        offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, _window_keys(self.dataset))
-        streamed = _without_added_keys(self.dataset, offsets)
+        batches = Batches(self.dataset.num_frames, batch_size, world_size, last_batch).checked()
+        keys = [key for key, feature in self.dataset.features.items() if not feature.is_text]
+        offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, keys)
+        streamed = delivered(self.dataset, offsets, pipeline is not None)
         self.normalizer = Normalizer(streamed, normalize)
         if image_dtype != "float32" and (frames := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
             raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
-        memory = byte_count(memory_budget)
         self._config = Config(
             dataset=streamed,
             batches=batches,
             windows=windows.Windows(offsets),
-            shuffle=shuffle,
-            seed=int(seed),
-            consumers=consumers,
-            episode_pool_size=episode_pool_size,
+            arguments=arguments,
             rank=rank,
             threads=threads,
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
-            memory_budget=memory,
+            memory_budget=byte_count(memory_budget),
             image_size=picture_size(image_size),
             image_dtype=image_dtype,
             indices=IndexCache(streamed),
@@ -162,29 +146,23 @@ class Loader:
             gpu=process.gpu(device),
             augments=pipeline is not None,
         )
-        if pipeline is not None and SAMPLE in self.dataset.features:
-            raise ValueError(
-                f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; rename the feature"
-            )
         if pipeline is not None and not callable(pipeline):
             raise ValueError(f"pipeline is {pipeline!r}; it is a function from a dict of DALI nodes to one, or None")
-        self._pipeline = pipeline
-        self._decode = decode
         self._counters = Counters()
         self._first_stats: dict[str, Any] | None = None  # after the first batch, which pays for starting
-        self._batches_delivered, self._wait_s = 0, 0.0
-        self._first_batch_s: float | None = None
         self._constructed = time.perf_counter()
         self._epoch = self._position = 0
         self._began = self._abandoned = False
-        self._stream: BatchStream | None = None
         self._iteration = 0
         self._closed = False
         self._pid = os.getpid()
-        self._route_changes = 0
         self._left_out_told = False
-        self._routes = self._choose_routes()
-        divide(memory, self._config.sizes(()))
+        try:
+            routes = choose_routes(streamed, self._config.indices, decode, self._config.gpu)
+        finally:
+            self.dataset.close()
+        self._source = BatchSource(routes, pipeline, decode, self._counters)
+        divide(self._config.memory_budget, self._config.sizes(()))
         self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:
@@ -246,7 +224,7 @@ class Loader:
             "epoch": self._epoch,
             "position": self._position,
             "dataset": self.dataset.fingerprint,
-            "order": _order_state(self._config),
+            "order": self._config.order_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,16 +242,16 @@ class Loader:
             raise ResumeError("load_state_dict was called after iteration began; call it on a new Loader, before iterating")
         if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
             raise ResumeError(f"this is no state of a Loader (version {_STATE_VERSION}): {str(state)[:200]}")
-        if state.get("dataset") != self.dataset.fingerprint:
+        if not self.dataset.has_fingerprint(state.get("dataset")):
             raise ResumeError(
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
                 f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
             )
-        taken = noted(state, self._config.shuffle, self._pools_given)
-        config = replace(self._config, **taken)
-        epoch, position = check_state(state, "loader", _order_state(config), self.dataset.num_frames)
+        taken = noted(state, self._config.arguments.shuffle, self._pools_given)
+        config = replace(self._config, arguments=self._config.arguments._replace(**taken))
+        epoch, position = check_state(state, "loader", config.order_state(), self.dataset.num_frames)
         if taken:
-            check_resumable(config.batches.world_size, config.consumers)
+            config.arguments.check_resumable(config.batches.world_size)
             divide(config.memory_budget, config.sizes(()))
         self._config, self._epoch, self._position = config, epoch, position
         if "consumers" in taken:
@@ -285,7 +263,7 @@ class Loader:
     def routes(self) -> dict[str, Route]:
         """{camera: Route(decoder, reason)}: as it is now, since a file that does not suit a decoder changes it."""
         self._check_usable()
-        return dict(self._routes)
+        return dict(self._source.routes)
 
     def stats(self) -> dict[str, Any]:
         """Counters and times since the loader was made.
@@ -311,17 +289,8 @@ class Loader:
         """
         counters = asdict(self._counters)
         counters["needed_bytes"] += self._config.indices.read_bytes if self.dataset.data_store.remote else 0
-        return {
-            "batches": self._batches_delivered,
-            **counters,
-            "wait_s": self._wait_s,
-            "first_batch_s": self._first_batch_s,
-            "route_changes": self._route_changes,
-            "resident_bytes": self._stream.producer.resident_bytes() if self._stream else 0,
-            **(self._stream.producer.bytes_by_kind() if self._stream else dict.fromkeys(BYTES_BY_KIND, 0)),
-            "frame_cache_bytes": self._stream.producer.frame_cache_bytes() if self._stream else 0,
-            **{name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC},
-        }
+        traffic = {name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC}
+        return counters | self._source.memory() | traffic
 
     def bottleneck(self, since: Mapping[str, Any] | None = None) -> bottleneck.Bottleneck | None:
         """What limits this loader and which change would help most, for people as `str()`. Logged once, after 200 batches.
@@ -335,26 +304,14 @@ class Loader:
         if (since := since or self._first_stats) is None:
             return None
         grown = {key: value - (since[key] or 0) for key, value in self.stats().items() if key != "first_batch_s"}
-        config = self._config
-        setup = bottleneck.Setup(
-            threads=config.threads,
-            cores=process.cores(),
-            gpu=config.gpu is not None,
-            remote=self.dataset.data_store.remote,
-            cached=self.dataset.cache_dir is not None,
-            decode=self._decode,
-            videos={key: self._routes[key].decoder for key in self._config.dataset.videos},
-            image_size=config.image_size,
-            image_dtype=config.image_dtype,
-            normalize=bool(self.normalizer.modes),
-            pipeline=self._pipeline is not None,
-        )
-        return bottleneck.find(grown, setup)
+        return bottleneck.find(grown, self._source.setup(self._config, normalize=bool(self.normalizer.modes)))
 
     def close(self) -> None:
         """Stops all work, joins all threads and closes all files. The loader cannot be used afterwards."""
         self._closed = True
-        self._stop()
+        if os.getpid() == self._pid:
+            self._source.close()
+            self.dataset.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -377,13 +334,14 @@ class Loader:
             while batches.count(self._position):
                 self._check_current(iteration)
                 started = time.perf_counter()
-                batch = self._normalized(self._next())
-                self._wait_s += time.perf_counter() - started
-                self._first_batch_s = self._first_batch_s or time.perf_counter() - self._constructed
+                batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
+                now = time.perf_counter()
+                self._counters.add(batches=1, wait_s=now - started)
+                if self._first_stats is None:
+                    self._counters.first_batch_s = now - self._constructed
+                    self._first_stats = self.stats()
                 self._position = batches.span(self._position)[1]
-                self._batches_delivered += 1
-                self._first_stats = self._first_stats or self.stats()
-                if self._batches_delivered == _SAID_AFTER:
+                if self._counters.batches == _SAID_AFTER:
                     self._log_bottleneck()
                 given = time.perf_counter()
                 yield batch
@@ -412,43 +370,10 @@ class Loader:
             )
         return self.normalizer(batch)
 
-    def _next(self) -> Batch:
-        while True:
-            stream = self._stream  # another thread that closes the loader takes it away from here
-            if stream is None:
-                stream = self._stream = BatchStream(
-                    self._config, self._routes, self._pipeline, self._epoch, self._position, self._counters
-                )
-                if self._closed:  # by another thread, while the pipeline was built
-                    self._stop()
-                    raise closed()
-            try:
-                return stream.next()
-            except RouteChange as change:
-                if self._decode == "dali":
-                    raise DecodeError(f'decode="dali": {change}; decode="auto" continues with torchcodec') from change
-                # The pipeline is rebuilt at this very position. Where the data is at fault, torchcodec names the sample.
-                self._stop()
-                if all(self._routes[key].decoder == "torchcodec" for key in change.cameras):
-                    raise DecodeError(
-                        f"{change.reason}. torchcodec decodes all cameras already, so this is a video decoder of `pipeline`; "
-                        "check what it is given"
-                    ) from change
-                self._route_changes += 1
-                self._routes = self._routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
-                _log.warning("Falling back to torchcodec: %s", change)
-            except (DatasetError, DecodeError, StorageError) as error:
-                # Its message says all; what DALI and the threads add is for whoever debugs the loader.
-                _log.debug("a batch could not be made", exc_info=error)
-                raise error.with_traceback(None) from None
-
     def _stop(self) -> None:
-        if os.getpid() != self._pid:
-            return  # after a fork: a lock that another thread held then is never given back
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            stream.close()
-        self.dataset.close()
+        if os.getpid() == self._pid:  # after a fork: a lock that another thread held then is never given back
+            self._source.stop()
+            self.dataset.close()
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -483,79 +408,6 @@ class Loader:
 
     def _warn_if_uneven(self) -> None:
         config = self._config
-        told = config.shuffle is True and uneven(config.consumers, config.batches.batch_size, config.batches.world_size)
+        told = config.arguments.uneven(config.batches.batch_size, config.batches.world_size)
         if told and config.rank == 0:
             _log.warning("%s", told)
-
-    def _choose_routes(self) -> dict[str, Route]:
-        dataset = self._config.dataset
-        routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in dataset.cameras}
-        try:
-            routes |= {key: self._choose_route(key) for key in dataset.videos}
-        finally:
-            self.dataset.close()
-        for key, route in routes.items():
-            _log.info("%s: %s, since %s", key, route.decoder, route.reason)
-        return routes
-
-    def _choose_route(self, key: str) -> Route:
-        config = self._config
-        try:
-            camera = VideoFiles(config.dataset, key)
-            table, video = camera.describe(config.indices, 0)
-            route = choose(self._decode, config.gpu, video, table, config.dataset.data_store)
-            if route.decoder != "dali" or not (refused := trial(config.dataset.data_store, table, video, config.gpu)):
-                return route
-            if self._decode == "dali":
-                raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
-            return Route("torchcodec", refused)
-        except StorageError:
-            raise
-        except DaliStreamError as error:
-            if self._decode == "dali":
-                raise
-            # The first batch that needs the file says what is wrong, and with which frame; other files may be whole.
-            return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
-
-
-def _order_state(config: Config) -> dict[str, Any]:
-    """What order and augmentation are a function of, beside dataset and epoch."""
-    state = order_state(config.shuffle, config.seed, config.consumers, config.episode_pool_size)
-    return state | ({"seed": config.seed} if config.augments else {})
-
-
-def _refuse_workers() -> None:
-    worker = torch.utils.data.get_worker_info()
-    if worker is not None:
-        raise DaliStreamError(
-            f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
-            "would deliver the same batches. Make it in the process that trains and iterate it there, without a DataLoader: it "
-            "decodes in its own threads, see threads="
-        )
-
-
-def _without_added_keys(dataset: Dataset, offsets: Mapping[str, Any]) -> Dataset:
-    """The dataset without the features whose keys batches have for something else."""
-    added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
-    added["task"] = "the text of task_index"
-    if "subtask" in dataset.features and "subtask_index" in dataset.features and dataset.subtasks:
-        added["subtask"] = "the text of subtask_index"
-    taken = [key for key in dataset.features if key in added]
-    for key in taken:
-        if key in offsets:
-            raise ValueError(
-                f"delta_timestamps has {key!r}, a feature of the dataset, and {added[key]} is delivered under the same key; "
-                "leave one of the two windows out"
-            )
-    if not taken:
-        return dataset
-    _log.warning(
-        "left out of the batches: %s", "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in taken)
-    )
-    return dataset.without(taken)
-
-
-def _window_keys(dataset: Dataset) -> list[str]:
-    return [key for key, feature in dataset.features.items() if not feature.is_text]

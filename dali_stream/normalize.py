@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.metadata import STATS
 
 if TYPE_CHECKING:
     import torch
@@ -142,9 +141,9 @@ def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]
     if found.shape != shape or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
         said = f"{name} of {key} is {str(found.tolist())[:80]}, of shape {found.shape}"
         wrong = f"{said}; expected finite numbers of shape {shape}"
-        if dataset.stats_place != STATS:
-            raise ValueError(f"{dataset.stats_place}: {wrong}")
-        raise DatasetError(f"{dataset.store.where(STATS)}: {wrong}")
+        if dataset.stats_place == "stats=":
+            raise ValueError(f"stats=: {wrong}")
+        raise DatasetError(f"{dataset.store.where(dataset.stats_place)}: {wrong}")
     # A feature of one number is a scalar in a batch.
     return found.astype(np.float64).reshape(() if shape == (1,) else shape)
 

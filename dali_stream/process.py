@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from dali_stream.errors import DaliStreamError
+
 
 def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """The arguments where given; else Accelerate's, torch.distributed's, RANK and WORLD_SIZE, or 0 of 1.
@@ -38,6 +40,19 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
         return int(found[0]), int(found[1])
     except ValueError:
         raise ValueError(f"RANK is {found[0]!r} and WORLD_SIZE is {found[1]!r} in the environment; both are integers") from None
+
+
+def refuse_workers() -> None:
+    """Raises DaliStreamError in a worker of a DataLoader."""
+    import torch.utils.data
+
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None:
+        raise DaliStreamError(
+            f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
+            "would deliver the same batches. Make it in the process that trains and iterate it there, without a DataLoader: it "
+            "decodes in its own threads, see threads="
+        )
 
 
 def cores() -> int:

@@ -6,32 +6,25 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from dali_stream import process
-from dali_stream.arguments import known_arguments, positive
+from dali_stream.arguments import from_zero, known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
-from dali_stream.order import Order, Shuffle, check_order_arguments, check_world, checked_lengths, default_pools, uneven
-from dali_stream.order.state import check_resumable, check_state, noted, order_state
+from dali_stream.lerobot.frame_ranges import dropped
+from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
+from dali_stream.order.selected import SelectedOrder
+from dali_stream.order.state import OrderArguments, check_state, noted
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
 _BLOCK = 4096  # indices computed at a time
 _WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}  # as of `Order`
-
-
-class _Arguments(NamedTuple):
-    """What an order is a function of, beside episodes and epoch."""
-
-    shuffle: Shuffle
-    seed: int
-    consumers: int
-    episode_pool_size: int
 
 
 @dataclass
@@ -60,7 +53,8 @@ class FrameSampler(Sampler[int]):
 
     Args:
         episode_lengths: frames of each episode, in the order in which the map-style dataset lays them end to end; or a
-            `Dataset` with the same episodes selected, whose lengths are taken, by rising episode index.
+            `Dataset` with the same episodes selected, by rising episode index, whose `frames`, `drop_first` and `drop_last`
+            hold here too.
         shuffle: as of `Loader`. None: "global", since a map-style dataset is local; True where `batch_size`, `consumers` or
             `episode_pool_size` is given. A resumed run keeps that of its state.
         seed: as of `Loader`.
@@ -100,23 +94,24 @@ class FrameSampler(Sampler[int]):
         if shuffle is None:
             shuffle = "global" if batch_size is None else True
         consumers, episode_pool_size = self._pools(self._batch_size, self._world)
-        check_order_arguments(shuffle, seed, consumers, episode_pool_size)
-        check_world(self._rank, self._world, consumers if shuffle is True else None)
+        self._arguments = OrderArguments(shuffle, seed, consumers, episode_pool_size).checked(self._rank, self._world)
         lengths = checked_lengths(episode_lengths.lengths if isinstance(episode_lengths, Dataset) else episode_lengths)
-        drop_first, drop_last = _from_zero("drop_first", drop_first), _from_zero("drop_last", drop_last)
-        self._kept = np.maximum(lengths - drop_first - drop_last, 0)
-        self._first = np.cumsum(lengths) - lengths + drop_first
-        self._frames = int(self._kept.sum())
+        drop_first, drop_last = from_zero("drop_first", drop_first), from_zero("drop_last", drop_last)
+        self._ranges, self._first = dropped(lengths, drop_first, drop_last), np.cumsum(lengths) - lengths
+        digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16)
+        if isinstance(episode_lengths, Dataset) and (ranges := episode_lengths.frame_ranges) is not None:
+            self._ranges = ranges.within(np.full(len(lengths), drop_first), lengths - drop_last)
+            digest.update(ranges.to_bytes())
+        self._fingerprint = digest.hexdigest()
+        self._frames = int(self._ranges.counts.sum())
         if self._frames < self._world:
             raise ValueError(
                 f"{counted(len(lengths), 'episode')} with {counted(int(lengths.sum()), 'frame')}, drop_first={drop_first} and "
                 f"drop_last={drop_last} leave {counted(self._frames, 'frame')} for world_size={self._world}; each rank needs "
                 "one or more, so drop fewer frames or give more episodes"
             )
-        self._arguments = _Arguments(shuffle, int(seed), consumers, episode_pool_size)
         self._warn_if_uneven()
         self._drops = {"drop_first": drop_first, "drop_last": drop_last}
-        self._fingerprint = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16).hexdigest()
         self._now = _Passage(0)
 
     def __len__(self) -> int:
@@ -133,7 +128,7 @@ class FrameSampler(Sampler[int]):
         now = self._now
         now.begun = True
         shuffle, seed, consumers, pool = self._arguments
-        order = Order(self._kept, shuffle, seed, now.epoch, consumers, pool)
+        order = SelectedOrder(self._ranges, shuffle, seed, now.epoch, consumers, pool)
         left, position = self._share(now.start), now.start
         while left:
             count = min(left, _BLOCK)
@@ -145,7 +140,7 @@ class FrameSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration serves, from its beginning; a place in this very epoch that was loaded stays."""
-        epoch, now = _from_zero("epoch", epoch), self._now
+        epoch, now = from_zero("epoch", epoch), self._now
         if epoch == now.epoch and not now.begun:
             return
         if not now.begun and now.start and self._share(now.start):
@@ -177,7 +172,7 @@ class FrameSampler(Sampler[int]):
                 f"step is {step} and batch_size is {batch_size}; pass both, with a DataLoader, or neither, with torchdata's "
                 "StatefulDataLoader"
             )
-        step, batch_size, now = _from_zero("step", step), positive("batch_size", batch_size), self._now
+        step, batch_size, now = from_zero("step", step), positive("batch_size", batch_size), self._now
         share = self._share(now.start)
         delivered = min(step * batch_size, share)
         if delivered > now.given or step > -(-share // batch_size):
@@ -219,9 +214,8 @@ class FrameSampler(Sampler[int]):
             )
         taken = noted(state, self._shuffle_given, self._pools_given)
         arguments = self._arguments._replace(**taken)
-        place = check_state(state, "sampler", order_state(*arguments) | self._drops, self._frames)
-        if arguments.shuffle is True:
-            check_resumable(self._world, arguments.consumers)
+        place = check_state(state, "sampler", arguments.state() | self._drops, self._frames)
+        arguments.check_resumable(self._world)
         self._arguments, self._now = arguments, _Passage(*place)
         if "consumers" in taken:
             self._warn_if_uneven()
@@ -238,14 +232,14 @@ class FrameSampler(Sampler[int]):
             ValueError: an epoch has fewer batches, or that many ranks cannot share the order.
         """
         self._check_not_begun("resume")
-        epoch, step = _from_zero("epoch", epoch), _from_zero("step", step)
+        epoch, step = from_zero("epoch", epoch), from_zero("step", step)
         batch_size, world_size = positive("batch_size", batch_size), positive("world_size", world_size)
         arguments = self._arguments
         if self._batch_size is not None:  # what that run chose
             consumers, pool = self._pools(batch_size, world_size)
             arguments = arguments._replace(consumers=consumers, episode_pool_size=pool)
         for ranks in (world_size, self._world):
-            check_world(0, ranks, arguments.consumers if arguments.shuffle is True else None)
+            arguments.checked(0, ranks)
         share = self._frames // world_size
         batches = -(-share // batch_size)
         if step > batches:
@@ -278,8 +272,7 @@ class FrameSampler(Sampler[int]):
         return default_pools(batch_size or 1, world_size, **given)
 
     def _warn_if_uneven(self) -> None:
-        shuffle, _, consumers, _ = self._arguments
-        told = shuffle is True and self._batch_size and uneven(consumers, self._batch_size, self._world)
+        told = self._batch_size and self._arguments.uneven(self._batch_size, self._world)
         if told and self._rank == 0:
             _log.warning("%s", told)
 
@@ -289,10 +282,4 @@ class FrameSampler(Sampler[int]):
 
     def _order_state(self) -> dict[str, Any]:
         """What the order is a function of, beside episode lengths and epoch."""
-        return order_state(*self._arguments) | self._drops
-
-
-def _from_zero(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ValueError(f"{name} is {value!r}; it is an integer of 0 or more")
-    return int(value)
+        return self._arguments.state() | self._drops

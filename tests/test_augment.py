@@ -25,12 +25,12 @@ def everything(nodes: Nodes) -> Nodes:
     """Each operator once, on both cameras, one of which has a window."""
     draw = augment.Draw(nodes["sample"])
     for key in (TOP, SIDE):
-        picture = augment.random_resized_crop(nodes[key], draw, size=(96, 112), scale=(0.3, 0.9))
-        picture = augment.random_shift(picture, draw, pixels=(4, 6))
-        picture = augment.color_jitter(picture, draw, brightness=0.3, contrast=0.3, saturation=0.5, hue=0.1)
-        picture = augment.random_rotation(picture, draw, degrees=10)
-        picture = augment.gaussian_blur(picture, draw)
-        nodes[key] = augment.random_erasing(picture, draw)
+        frame = augment.random_resized_crop(nodes[key], draw, size=(96, 112), scale=(0.3, 0.9))
+        frame = augment.random_shift(frame, draw, pixels=(4, 6))
+        frame = augment.color_jitter(frame, draw, brightness=0.3, contrast=0.3, saturation=0.5, hue=0.1)
+        frame = augment.random_rotation(frame, draw, degrees=10)
+        frame = augment.gaussian_blur(frame, draw)
+        nodes[key] = augment.random_erasing(frame, draw)
     return nodes
 
 
@@ -110,13 +110,13 @@ def test_a_position_gets_the_same_pixels_in_every_run(dataset: Dataset) -> None:
 
 def test_another_number_of_ranks_changes_no_pixel(dataset: Dataset) -> None:
     def by_index(found: list[Any]) -> dict[int, torch.Tensor]:
-        return {int(i): picture for batch in found for i, picture in zip(batch["index"], batch[TOP], strict=True)}
+        return {int(i): frame for batch in found for i, frame in zip(batch["index"], batch[TOP], strict=True)}
 
     alone = by_index(batches(dataset))
     shared = [by_index(batches(dataset, batch_size=4, rank=rank, world_size=2)) for rank in range(2)]
     assert not shared[0].keys() & shared[1].keys()
     assert alone.keys() == shared[0].keys() | shared[1].keys()
-    assert all(torch.equal(alone[i], picture) for each in shared for i, picture in each.items())
+    assert all(torch.equal(alone[i], frame) for each in shared for i, frame in each.items())
 
 
 def test_epochs_differ(dataset: Dataset) -> None:
@@ -150,7 +150,7 @@ def test_rows_and_the_frames_of_a_window_are_treated_alike(dataset: Dataset) -> 
 # ---- the operators, one by one, with numbers that are known
 
 
-def pictures_of(dataset: Dataset, change: Callable[[Any, augment.Draw], Any], **arguments: Any) -> tuple[Any, Any, Any]:
+def frames_of(dataset: Dataset, change: Callable[[Any, augment.Draw], Any], **arguments: Any) -> tuple[Any, Any, Any]:
     """(augmented, plain, numbers) of the first batch of the top camera: (B, H, W, 3) twice and (B, COUNT)."""
 
     def graph(nodes: Nodes) -> Nodes:
@@ -163,13 +163,13 @@ def pictures_of(dataset: Dataset, change: Callable[[Any, augment.Draw], Any], **
 
 
 def test_shift(dataset: Dataset) -> None:
-    moved, plain, numbers = pictures_of(dataset, lambda picture, draw: augment.random_shift(picture, draw, pixels=(5, 3)))
+    moved, plain, numbers = frames_of(dataset, lambda frame, draw: augment.random_shift(frame, draw, pixels=(5, 3)))
     offsets = set()
-    for picture, original, number in zip(moved, plain, numbers, strict=True):
+    for frame, original, number in zip(moved, plain, numbers, strict=True):
         down, right = int(number[0] * 11) - 5, int(number[1] * 7) - 3
         around = np.pad(original, ((5, 5), (3, 3), (0, 0)), mode="edge")
         height, width = original.shape[:2]
-        np.testing.assert_array_equal(picture, around[5 + down : 5 + down + height, 3 + right : 3 + right + width])
+        np.testing.assert_array_equal(frame, around[5 + down : 5 + down + height, 3 + right : 3 + right + width])
         offsets.add((down, right))
     assert len(offsets) > 4
 
@@ -178,24 +178,24 @@ def test_shift(dataset: Dataset) -> None:
 def test_crop(dataset: Dataset, image_dtype: str) -> None:
     """Of half the area and the frame's own shape, against Pillow-like bilinear scaling of the same part by torch."""
 
-    def crop(picture: Any, draw: augment.Draw) -> Any:
-        return augment.random_resized_crop(picture, draw, size=(128, 160), scale=(0.25, 0.25), ratio=(1, 1))
+    def crop(frame: Any, draw: augment.Draw) -> Any:
+        return augment.random_resized_crop(frame, draw, size=(128, 160), scale=(0.25, 0.25), ratio=(1, 1))
 
-    cropped, plain, numbers = pictures_of(dataset, crop, image_dtype=image_dtype)
+    cropped, plain, numbers = frames_of(dataset, crop, image_dtype=image_dtype)
     assert cropped.dtype == plain.dtype
-    for picture, original, number in zip(cropped, plain, numbers, strict=True):
+    for frame, original, number in zip(cropped, plain, numbers, strict=True):
         top, left = number[2] * 0.5 * 128, number[3] * 0.5 * 160
         y, x = (np.arange(n) / 2 + start - 0.25 for n, start in ((128, top), (160, left)))
         expected = bilinear(original.astype(np.float64), y, x)
         unit = 1 if image_dtype == "float32" else 255
-        assert np.abs(picture - expected).mean() < 0.01 * unit
+        assert np.abs(frame - expected).mean() < 0.01 * unit
 
 
-def bilinear(picture: Any, y: Any, x: Any) -> Any:
-    y, x = np.clip(y, 0, picture.shape[0] - 1), np.clip(x, 0, picture.shape[1] - 1)
-    y0, x0 = np.minimum(y.astype(int), picture.shape[0] - 2), np.minimum(x.astype(int), picture.shape[1] - 2)
+def bilinear(frame: Any, y: Any, x: Any) -> Any:
+    y, x = np.clip(y, 0, frame.shape[0] - 1), np.clip(x, 0, frame.shape[1] - 1)
+    y0, x0 = np.minimum(y.astype(int), frame.shape[0] - 2), np.minimum(x.astype(int), frame.shape[1] - 2)
     v, u = (y - y0)[:, None, None], (x - x0)[None, :, None]
-    corner = [[picture[y0 + i][:, x0 + j] for j in (0, 1)] for i in (0, 1)]
+    corner = [[frame[y0 + i][:, x0 + j] for j in (0, 1)] for i in (0, 1)]
     return (1 - v) * ((1 - u) * corner[0][0] + u * corner[0][1]) + v * ((1 - u) * corner[1][0] + u * corner[1][1])
 
 
@@ -203,10 +203,10 @@ def test_crops_stay_inside_and_cover_the_range(dataset: Dataset) -> None:
     """By the part that a frame of its own coordinates shows."""
     shares = []
 
-    def crop(picture: Any, draw: augment.Draw) -> Any:
-        return augment.random_resized_crop(picture, draw, size=(64, 64), scale=(0.2, 1.0), ratio=(0.5, 2.0))
+    def crop(frame: Any, draw: augment.Draw) -> Any:
+        return augment.random_resized_crop(frame, draw, size=(64, 64), scale=(0.2, 1.0), ratio=(0.5, 2.0))
 
-    cropped, plain, numbers = pictures_of(dataset, crop, batch_size=32)
+    cropped, plain, numbers = frames_of(dataset, crop, batch_size=32)
     for number in numbers:
         area, ratio = 0.2 + 0.8 * number[0], np.exp(np.log(0.5) + np.log(4) * number[1])
         height, width = min(np.sqrt(area / ratio), 1), min(np.sqrt(area * ratio), 1)
@@ -221,44 +221,44 @@ def test_crops_stay_inside_and_cover_the_range(dataset: Dataset) -> None:
 
 def test_colours(dataset: Dataset) -> None:
     only = {"brightness": (1.5, 1.5)}
-    brighter, plain, _ = pictures_of(dataset, lambda picture, draw: augment.color_jitter(picture, draw, **only))
+    brighter, plain, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, **only))
     np.testing.assert_allclose(brighter, plain * 1.5, atol=0.01)
-    gray, plain, _ = pictures_of(dataset, lambda picture, draw: augment.color_jitter(picture, draw, saturation=(0.0, 0.0)))
+    gray, plain, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, saturation=(0.0, 0.0)))
     assert np.abs(gray.max(-1) - gray.min(-1)).max() < 0.02
-    flat, plain, _ = pictures_of(dataset, lambda picture, draw: augment.color_jitter(picture, draw, contrast=(0.0, 0.0)))
+    flat, plain, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, contrast=(0.0, 0.0)))
     assert flat.max() - flat.min() < 0.02
-    same, plain, _ = pictures_of(dataset, augment.color_jitter)
+    same, plain, _ = frames_of(dataset, augment.color_jitter)
     np.testing.assert_allclose(same, plain, atol=0.01)
-    turned, plain, _ = pictures_of(dataset, lambda picture, draw: augment.color_jitter(picture, draw, hue=(1 / 3, 1 / 3)))
+    turned, plain, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, hue=(1 / 3, 1 / 3)))
     assert np.abs(turned - plain).mean() > 0.02
-    back, _, _ = pictures_of(dataset, lambda picture, draw: augment.color_jitter(picture, draw, hue=(1.0, 1.0)))
+    back, _, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, hue=(1.0, 1.0)))
     np.testing.assert_allclose(back, plain, atol=0.01)  # once round the circle
 
 
 def test_rotation(dataset: Dataset) -> None:
-    half, plain, _ = pictures_of(dataset, lambda picture, draw: augment.random_rotation(picture, draw, degrees=(180, 180)))
+    half, plain, _ = frames_of(dataset, lambda frame, draw: augment.random_rotation(frame, draw, degrees=(180, 180)))
     np.testing.assert_allclose(half, plain[:, ::-1, ::-1], atol=0.02)
-    none, plain, _ = pictures_of(dataset, lambda picture, draw: augment.random_rotation(picture, draw, degrees=0))
+    none, plain, _ = frames_of(dataset, lambda frame, draw: augment.random_rotation(frame, draw, degrees=0))
     np.testing.assert_allclose(none, plain, atol=1e-5)
 
 
 def test_blur_and_erasing_happen_as_often_as_asked_for(dataset: Dataset) -> None:
-    def blur(picture: Any, draw: augment.Draw) -> Any:
-        return augment.gaussian_blur(picture, draw, sigma=(1.0, 3.0), probability=0.4)
+    def blur(frame: Any, draw: augment.Draw) -> Any:
+        return augment.gaussian_blur(frame, draw, sigma=(1.0, 3.0), probability=0.4)
 
-    def erase(picture: Any, draw: augment.Draw) -> Any:
-        return augment.random_erasing(picture, draw, probability=0.4, scale=(0.1, 0.1), ratio=(1, 1), value=0.25)
+    def erase(frame: Any, draw: augment.Draw) -> Any:
+        return augment.random_erasing(frame, draw, probability=0.4, scale=(0.1, 0.1), ratio=(1, 1), value=0.25)
 
-    blurred, plain, numbers = pictures_of(dataset, blur, batch_size=64)
+    blurred, plain, numbers = frames_of(dataset, blur, batch_size=64)
     changed = np.array([not np.array_equal(a, b) for a, b in zip(blurred, plain, strict=True)])
     np.testing.assert_array_equal(changed, numbers[:, 1] < 0.4)
-    erased, plain, numbers = pictures_of(dataset, erase, batch_size=64)
-    for picture, original, number in zip(erased, plain, numbers, strict=True):
-        gone = (picture != original).any(-1)
+    erased, plain, numbers = frames_of(dataset, erase, batch_size=64)
+    for frame, original, number in zip(erased, plain, numbers, strict=True):
+        gone = (frame != original).any(-1)
         if number[4] >= 0.4:
             assert not gone.any()
             continue
-        assert (picture[gone] == 0.25).all()
+        assert (frame[gone] == 0.25).all()
         rows, columns = np.flatnonzero(gone.any(1)), np.flatnonzero(gone.any(0))
         side = np.sqrt(0.1)
         assert abs(np.ptp(rows) + 1 - side * 128) <= 2
@@ -282,7 +282,7 @@ def test_blur_and_erasing_happen_as_often_as_asked_for(dataset: Dataset) -> None
 )
 def test_bad_arguments(change: Callable[[Any, augment.Draw], Any], message: str, dataset: Dataset) -> None:
     with pytest.raises(ValueError, match=message):
-        pictures_of(dataset, change)
+        frames_of(dataset, change)
 
 
 def test_the_numbers_may_be_used_for_anything(dataset: Dataset) -> None:
@@ -291,5 +291,5 @@ def test_the_numbers_may_be_used_for_anything(dataset: Dataset) -> None:
         return nodes | {TOP: flipped, "first": nodes["sample"][0] * 1.0}
 
     for batch, plain in zip(batches(dataset, graph), batches(dataset, None), strict=True):
-        for picture, original, first in zip(batch[TOP], plain[TOP], batch["first"], strict=True):
-            assert torch.equal(picture, original.flip(-1) if first < 0.5 else original)
+        for frame, original, first in zip(batch[TOP], plain[TOP], batch["first"], strict=True):
+            assert torch.equal(frame, original.flip(-1) if first < 0.5 else original)

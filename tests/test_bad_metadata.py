@@ -60,13 +60,15 @@ def test_no_such_dataset(tmp_path: Path) -> None:
         Dataset(tmp_path)
 
 
-def test_a_dataset_of_version_2(root: Path) -> None:
-    edit_info(root, codebase_version="v2.1")
-    with pytest.raises(dali_stream.DatasetError, match=r"'v2\.1', and v3\.0 is read.*convert_dataset_v21_to_v30 --repo-id"):
+def test_a_dataset_of_version_1(root: Path) -> None:
+    edit_info(root, codebase_version="v1.6")
+    with pytest.raises(dali_stream.DatasetError, match=r"codebase_version is 'v1\.6'; v2\.0, v2\.1 and v3\.0 are read"):
         Dataset(root)
-    (root / INFO).unlink()
-    (root / "meta/episodes.jsonl").write_text("{}\n")
-    with pytest.raises(dali_stream.DatasetError, match=r"episodes\.jsonl, so it is v2\.x.*convert_dataset_v21_to_v30"):
+
+
+def test_v3_that_says_it_is_v2(root: Path) -> None:
+    edit_info(root, codebase_version="v2.1")
+    with pytest.raises(dali_stream.DatasetError, match=r"data_path is not a path template.*allowed are .*{episode_index:06d}"):
         Dataset(root)
 
 
@@ -94,7 +96,7 @@ def test_no_or_an_empty_info_json(text: str | None, root: Path) -> None:
     shutil.rmtree(root / "meta/episodes")
     assert "neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x)" in message()
     (root / "meta/episodes.jsonl").write_text("{}\n")
-    assert "It has meta/episodes.jsonl, so it is v2.x." in message()
+    assert "It has meta/episodes.jsonl, so it looks like v2.x: copy" in message()
 
 
 def test_a_lance_dataset(root: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_file_that_is_no_whole_mp4(name: str, videos: Callable[[str], Path], t
     with data.loader(root, on_error="substitute", batch_size=48) as loader:
         shown = list(data.samples(loader))
         assert loader.stats()["substituted"] == data.FRAMES
-    assert data.identities(torch.stack([picture for *_, picture in shown])) == [(e, f) for e, f, _ in shown]
+    assert data.identities(torch.stack([frame for *_, frame in shown])) == [(e, f) for e, f, _ in shown]
 
 
 def test_a_first_file_that_is_no_mp4(broken: Callable[..., Path]) -> None:
@@ -127,7 +127,7 @@ def test_metadata_that_promises_frames_the_video_lacks(videos: Callable[[str], P
     first = data.FRAMES - 40
     assert int(re.search(rf"{data.CAMERA}: episode 1, frame (\d+): .*{FILE}.*shorter than its episode", message)[1]) >= first
     with data.loader(root, on_error="substitute") as loader:
-        shown = [(e, f, data.identities(picture[None])[0]) for e, f, picture in data.samples(loader)]
+        shown = [(e, f, data.identities(frame[None])[0]) for e, f, frame in data.samples(loader)]
         assert loader.stats()["substituted"] == 80 - data.FRAMES
     assert len(shown) == 80
     real = {(e, f) for e, length in enumerate((40, first)) for f in range(length)}
@@ -175,15 +175,15 @@ def test_a_coarse_clock_is_no_fault(videos: Callable[[str], Path], tmp_path: Pat
     with data.loader(root) as loader:
         shown = list(data.samples(loader))
     assert len(shown) == data.FRAMES
-    assert data.identities(torch.stack([picture for *_, picture in shown])) == [(e, f) for e, f, _ in shown]
+    assert data.identities(torch.stack([frame for *_, frame in shown])) == [(e, f) for e, f, _ in shown]
 
 
-def test_pictures_of_another_size_than_promised(broken: Callable[..., Path]) -> None:
+def test_frames_of_another_size_than_promised(broken: Callable[..., Path]) -> None:
     message = error_of(broken(lambda video: video, size=(96, 160)))
     assert re.search(rf"{data.CAMERA}: episode \d.*{FILE}.*128×160.*promises 96×160", message)
 
 
-def test_a_picture_size_that_the_bitstream_contradicts(broken: Callable[..., Path]) -> None:
+def test_a_frame_size_that_the_bitstream_contradicts(broken: Callable[..., Path]) -> None:
     """The sample description and info.json agree, and the encoded frames are larger."""
 
     message = error_of(broken(other_size, size=(96, 96)))
@@ -217,7 +217,7 @@ def test_a_fragmented_file(videos: Callable[[str], Path], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("codec", ["av1", "h264", "hevc", "vp9"])
-def test_an_index_that_calls_another_picture_a_key_frame(codec: str, broken: Callable[..., Path]) -> None:
+def test_an_index_that_calls_another_frame_a_key_frame(codec: str, broken: Callable[..., Path]) -> None:
     """Behind the frames of another run in its clip, it would be decoded against those."""
 
     assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*no keyframe", error_of(broken(other_keyframe, codec)))
@@ -284,7 +284,7 @@ def check_substitutes(root: Path, gop: set[tuple[int, int]]) -> None:
         substituted = loader.stats()["substituted"]
     assert len(shown) == data.FRAMES
     assert 0 < substituted <= len(gop)
-    assert data.identities(torch.stack([picture for *_, picture in shown])) == [(e, f) for e, f, _ in shown]
+    assert data.identities(torch.stack([frame for *_, frame in shown])) == [(e, f) for e, f, _ in shown]
     lost = {(e, f) for e, length in enumerate(data.EPISODES) for f in range(length)} - {(e, f) for e, f, _ in shown}
     assert lost <= gop
 

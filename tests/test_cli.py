@@ -128,7 +128,7 @@ def test_demo_leaves_alone_what_is_not_its_own(made: Path, tmp_path: Path, capsy
     assert (tmp_path / "notes/a.txt").read_text() == "mine"
 
 
-def test_demo_fails_where_a_picture_is_of_another_frame(
+def test_demo_fails_where_a_frame_is_of_another_frame(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dali_stream.tools.epoch.read_identities", lambda batch: np.add(read_identities(batch), (0, 1, 0)))
@@ -412,8 +412,8 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(
 
 
 def test_a_failed_run_is_one_line_and_exit_code_1(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = copied(made, tmp_path, codebase_version="v2.1")
-    assert "Convert it" in failed(capsys, ["info", old], 1)
+    old = copied(made, tmp_path, codebase_version="v1.6")
+    assert "v2.0, v2.1 and v3.0 are read" in failed(capsys, ["info", old], 1)
     assert "/nowhere" in failed(capsys, ["info", "/nowhere"], 1)
     assert "s3://" in failed(capsys, ["preview", "s3://bucket/data"], 1)
     shutil.rmtree(old)

@@ -71,7 +71,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, data.FRAMES - 1)
 @pytest.mark.parametrize("name", FILES)
 @PROPERTY
 @given(requests=REQUESTS)
-def test_each_request_is_answered_with_its_own_picture(
+def test_each_request_is_answered_with_its_own_frame(
     videos: Callable[[str], Videos], name: str, requests: list[tuple[int, int]]
 ) -> None:
     v = videos(name)
@@ -118,7 +118,7 @@ def test_a_file_that_became_shorter_is_an_error(videos: Callable[[str], Videos],
         pack(LocalStore(str(tmp_path)), v.tables[:1], [60])
 
 
-def test_pictures_before_a_file_that_was_cut_in_an_open_gop(tmp_path: Path) -> None:
+def test_frames_before_a_file_that_was_cut_in_an_open_gop(tmp_path: Path) -> None:
     """They refer to what is not in the file any more; those after its first keyframe do not."""
     data.encode(data.draw(), tmp_path / "whole.mp4", data.hevc(12, open_gop=True))
     start = f"{18 / data.FPS}"  # FFmpeg goes back to the keyframe before it, whose leading frames stay

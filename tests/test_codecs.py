@@ -101,9 +101,9 @@ def test_a_file_with_two_sample_descriptions_in_the_middle_of_an_episode(codec: 
         "hevc": (data.hevc(12), (*data.hevc(12), "-x265-params", "keyint=12:open-gop=0:ctu=16:sao=0:log-level=none")),
         "av1": (data.av1(2), data.av1(12)),
     }[codec]
-    pictures = data.draw()
-    a = data.encode(pictures[:36], tmp_path / "a.mp4", first)
-    b = data.encode(pictures[36:], tmp_path / "b.mp4", second)
+    frames = data.draw()
+    a = data.encode(frames[:36], tmp_path / "a.mp4", first)
+    b = data.encode(frames[36:], tmp_path / "b.mp4", second)
     video = tmp_path / "video.mp4"
     video.write_bytes(data.joined(a, b))
     table = read_index(LocalStore(str(tmp_path)), "video.mp4")
@@ -112,7 +112,7 @@ def test_a_file_with_two_sample_descriptions_in_the_middle_of_an_episode(codec: 
     check_identity(data.write_dataset(tmp_path / "set", [video], delay=delay), [video])
 
 
-def test_gops_that_begin_with_no_idr_picture_and_have_no_b_frames(tmp_path: Path) -> None:
+def test_gops_that_begin_with_no_idr_frame_and_have_no_b_frames(tmp_path: Path) -> None:
     """x265 for low delay: CRA frames whose order counts are not reset, with no leading frames to tell them by."""
     video = data.encode(data.draw(), tmp_path / "video.mp4", (*data.X265, "-g", "6", "-tune", "zerolatency"))
     check_identity(data.write_dataset(tmp_path / "set", [video]), [video])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from nvidia.dali.pipeline import Pipeline, StreamPolicy
-from support.batches import check_identities, equal, pictures, samples
+from support.batches import as_bytes, check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths
 from support.servers import Server
 from torchcodec.decoders import VideoDecoder
@@ -46,7 +46,7 @@ def test_dali_delivers_the_frames_that_torchcodec_delivers(vp9_demo: Path) -> No
         for camera in CAMERAS:
             check_identities(first, camera, STEPS[camera], lengths)
             check_identities(second, camera, STEPS[camera], lengths)
-            difference = pictures(first.pop(camera)).astype(int) - pictures(second.pop(camera))
+            difference = as_bytes(first.pop(camera)).astype(int) - as_bytes(second.pop(camera))
             assert 0 < np.abs(difference).mean() < COLOUR_TOLERANCE
         assert equal(first, second)
 

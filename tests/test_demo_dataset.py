@@ -135,11 +135,11 @@ def test_statistics_are_those_of_the_rows(demo: Path) -> None:
     np.testing.assert_allclose(episodes[0]["stats/observation.state/mean"], state.mean(0), atol=1e-6)
 
 
-def test_picture_statistics_are_those_of_the_video(demo: Path) -> None:
+def test_frame_statistics_are_those_of_the_video(demo: Path) -> None:
     stats, episode = json.loads((demo / "meta/stats.json").read_text()), read_episodes(demo)[0]
     assert all(np.shape(value) == (3, 1, 1) for name, value in stats[TOP].items() if name != "count")
-    pictures = decode(demo, episode, TOP) / 255
-    for name, value in (("mean", pictures.mean((0, 1, 2))), ("std", pictures.std((0, 1, 2)))):
+    frames = decode(demo, episode, TOP) / 255
+    for name, value in (("mean", frames.mean((0, 1, 2))), ("std", frames.std((0, 1, 2)))):
         np.testing.assert_allclose(np.ravel(episode[f"stats/{TOP}/{name}"]), value, atol=0.02)
 
 
@@ -170,17 +170,17 @@ def test_every_codec_keeps_identities_and_gops(tmp_path: Path, codec: str, gop: 
         assert [key for _, key in packets] == [frame % gop == 0 for frame in range(len(packets))]
 
 
-def test_pictures_show_the_rows(demo: Path) -> None:
+def test_frames_show_the_rows(demo: Path) -> None:
     """The middle of each coloured top face lies where the recorded position, projected by the camera, says."""
     rows, seen = read_rows(demo), 0
     for episode in read_episodes(demo):
-        pictures = decode(demo, episode, TOP)[:, : int(SMALL[0] * (1 - STRIP))].astype(int)
+        frames = decode(demo, episode, TOP)[:, : int(SMALL[0] * (1 - STRIP))].astype(int)
         part = rows[episode["dataset_from_index"] : episode["dataset_to_index"]]
-        for picture, row in list(zip(pictures, part, strict=True))[::5]:
+        for frame, row in list(zip(frames, part, strict=True))[::5]:
             for channel, place in enumerate(row["observation.object_positions"]):
                 if np.hypot(*np.subtract(place, row["observation.state"][:2])) < 0.16:
                     continue  # the gripper may hide the block
-                ys, xs = np.nonzero(picture[..., channel] > np.delete(picture, channel, axis=2).max(axis=2) + 45)
+                ys, xs = np.nonzero(frame[..., channel] > np.delete(frame, channel, axis=2).max(axis=2) + 45)
                 expected = render.CAMERAS[TOP].project(np.array([*place, 2 * scene.BLOCK_HALF]), SMALL)
                 near = np.hypot(xs + 0.5 - expected[0], ys + 0.5 - expected[1]) < 20
                 middle = np.array([xs[near].mean(), ys[near].mean()]) + 0.5
@@ -190,7 +190,7 @@ def test_pictures_show_the_rows(demo: Path) -> None:
 
 
 @pytest.mark.parametrize("camera", [TOP, SIDE])
-def test_pictures_are_of_their_own_moment(demo: Path, camera: str) -> None:
+def test_frames_are_of_their_own_moment(demo: Path, camera: str) -> None:
     """The orange wrist is nearer to where the same row says than to where the rows before and after say."""
     rows, errors = read_rows(demo), []
     for episode in read_episodes(demo):
@@ -246,12 +246,12 @@ def test_checksum_finds_up_to_three_flipped_cells(identity: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("value", [0, 128, 255])
-def test_a_blank_picture_has_no_identity(value: int) -> None:
+def test_a_blank_frame_has_no_identity(value: int) -> None:
     with pytest.raises(ValueError, match="1 of 2 frames, the first at position 1"):
         read_identities(np.stack([stamped((1, 2, 3)), np.full((240, 320, 3), value, dtype=np.uint8)]))
 
 
-def test_wrong_pictures_are_refused() -> None:
+def test_wrong_frames_are_refused() -> None:
     image = stamped((1, 2, 3))
     for wrong in (image.transpose(2, 0, 1), image.astype(np.float32), image[:100], image[None]):
         with pytest.raises(ValueError, match="Invalid frame"):

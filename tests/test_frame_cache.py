@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from support.batches import equal, pictures, samples
+from support.batches import as_bytes, equal, samples
 
 from dali_stream import Loader, MemoryBudgetError
 from dali_stream.cli import main
@@ -53,10 +53,10 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
     assert later["decoded_frames"] == stats["decoded_frames"]
     assert later["frame_cache_hits"] >= 2 * len(samples(second))
     assert later["frames_evicted_before_use"] == 0
-    by_index = {i: picture for batch in first for i, picture in zip(batch["index"].tolist(), batch[TOP], strict=True)}
+    by_index = {i: frame for batch in first for i, frame in zip(batch["index"].tolist(), batch[TOP], strict=True)}
     for batch in second:
-        for i, picture in zip(batch["index"].tolist(), batch[TOP], strict=True):
-            assert picture.equal(by_index[i])
+        for i, frame in zip(batch["index"].tolist(), batch[TOP], strict=True):
+            assert frame.equal(by_index[i])
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_images_in_rows_are_kept_too(odd: Path) -> None:
         second = read(loader)
         assert loader.stats()["decoded_frames"] == cameras * loader.dataset.num_frames
     key = loader.dataset.cameras[0]
-    by_index = {i: picture for batch in first for i, picture in zip(batch["index"].tolist(), batch[key], strict=True)}
+    by_index = {i: frame for batch in first for i, frame in zip(batch["index"].tolist(), batch[key], strict=True)}
     assert all(p.equal(by_index[i]) for batch in second for i, p in zip(batch["index"].tolist(), batch[key], strict=True))
 
 
@@ -155,9 +155,9 @@ def test_images_in_rows_are_kept_too(odd: Path) -> None:
 @pytest.mark.parametrize("size", [(64, 80), (224, 224), (33, 17), (300, 400)])
 def test_frames_are_resized_as_pillow_does_it(size: tuple[int, int], demo: Path) -> None:
     with Loader(demo, batch_size=16, image_dtype="uint8", shuffle=False, device="cpu") as loader:
-        recorded = pictures(next(iter(loader))[TOP])
+        recorded = as_bytes(next(iter(loader))[TOP])
     with Loader(demo, batch_size=16, image_dtype="uint8", image_size=size, shuffle=False, device="cpu") as loader:
-        resized = pictures(next(iter(loader))[TOP])
+        resized = as_bytes(next(iter(loader))[TOP])
     assert resized.shape == (16, *size, 3)
     for mine, frame in zip(resized, recorded, strict=True):
         other = np.array(Image.fromarray(frame).resize(size[::-1], Image.Resampling.BILINEAR))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import videos as data
+from support.datasets import Column, build
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
@@ -43,6 +44,9 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, arguments in VIDEOS.items():
         data.encode(data.draw(), folder / f"{name}.mp4", arguments)
     data.write_dataset(folder / "set", [folder / "av1.mp4"])
+    actions = Column("float32", [2], np.arange(30).reshape(-1, 2))
+    cameras = data.one_file_each(folder / "v2 videos", [data.CAMERA], (7, 8), fps=10)
+    build(folder / "v2", (7, 8), {"action": actions}, cameras=cameras, version="v2.1", stats=True)
     return folder
 
 
@@ -51,61 +55,67 @@ CASES = {
     "frames": (200, 8200),  # headers of videos, frames decoded
     "parquet": (300, 8700),
     "json": (300, 10500),
+    "lines": (300, 10500),  # all metadata of v2.1
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_broken_headers(kind: str, healthy: Path) -> None:
-    run_child(kind, healthy, range(CASES[kind][0]))
+def test_broken_headers(healthy: Path) -> None:
+    run_child(healthy, {kind: (0, few) for kind, (few, _) in CASES.items()})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_many_more_broken_headers(kind: str, healthy: Path) -> None:
-    run_child(kind, healthy, range(100_000, 100_000 + CASES[kind][1]))
+    run_child(healthy, {kind: (100_000, 100_000 + CASES[kind][1])})
 
 
-def run_child(kind: str, healthy: Path, seeds: range) -> None:
+def run_child(healthy: Path, seeds: dict[str, tuple[int, int]]) -> None:
     """Fails where the child ends before its last case, says that a case went wrong, or takes far longer than it should."""
-    command = [sys.executable, __file__, kind, str(healthy), str(seeds.start), str(seeds.stop)]
+    command = [sys.executable, __file__, str(healthy), json.dumps(seeds)]
+    cases = {kind: stop - start for kind, (start, stop) in seeds.items()}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + len(seeds) * 0.2, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + sum(cases.values()) * 0.2, check=False)
     except subprocess.TimeoutExpired as error:
-        pytest.fail(f"{kind}: hangs at case {(error.stdout or b'')[-200:]!r}")
+        pytest.fail(f"hangs at case {(error.stdout or b'')[-200:]!r}")
     lines = done.stdout.splitlines()
-    assert done.returncode == 0, f"{kind}: exit code {done.returncode} after {lines[-1:]}: {done.stderr[-3000:]}"
-    outcomes = json.loads(lines[-1])
-    assert sum(outcomes.values()) == len(seeds)
-    # Mutations that all pass, or of which none does, test nothing.
-    assert outcomes.get("right", 0) > 0
-    assert sum(outcomes.values()) - outcomes.get("right", 0) > len(seeds) // 20
+    assert done.returncode == 0, f"exit code {done.returncode} after {lines[-1:]}: {done.stderr[-3000:]}"
+    for kind, outcomes in json.loads(lines[-1]).items():
+        assert sum(outcomes.values()) == cases.pop(kind)
+        # Mutations that all pass, or of which none does, test nothing.
+        assert outcomes.get("right", 0) > 0, kind
+        assert sum(outcomes.values()) - outcomes.get("right", 0) > sum(outcomes.values()) // 20, kind
+    assert not cases
 
 
 # ------------------------------------------------------------------------------------------------- in the child
 
 
-def child(kind: str, healthy: Path, first: int, last: int) -> None:
-    """Works through the cases [first, last)."""
+def child(healthy: Path, seeds: dict[str, list[int]]) -> None:
+    """Works through the cases [first, last) of each kind."""
+    kinds = {"index": IndexCase, "frames": FramesCase, "parquet": ParquetCase, "json": JsonCase, "lines": LinesCase}
+    outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in seeds}
     with tempfile.TemporaryDirectory() as folder:
-        case = {"index": IndexCase, "frames": FramesCase, "parquet": ParquetCase, "json": JsonCase}[kind](healthy, Path(folder))
-        case.run(random.Random(0), lambda value: value)  # imports and caches, before memory is measured
+        cases: dict[str, Any] = {}
+        for kind in seeds:
+            (own := Path(folder, kind)).mkdir()
+            cases[kind] = kinds[kind](healthy, own)
+            cases[kind].run(random.Random(0), lambda value: value)  # imports and caches, before memory is measured
         limit = _status("VmSize") + 4096 * MB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        outcomes: Counter[str] = Counter()
-        for seed in range(first, last):
-            sys.stdout.write(f"{seed}\n")
+        for kind, seed in ((kind, seed) for kind, ends in seeds.items() for seed in range(*ends)):
+            sys.stdout.write(f"{kind} {seed}\n")
             sys.stdout.flush()
             Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
             before, started = _status("VmRSS"), time.perf_counter()
             rng = random.Random(seed)
             try:
-                case.run(rng, lambda value, rng=rng: mutated(value, rng))
-                outcomes["right"] += 1
+                cases[kind].run(rng, lambda value, rng=rng: mutated(value, rng))
+                outcomes[kind]["right"] += 1
             except dali_stream.DaliStreamError as error:
-                outcomes[type(error).__name__] += 1
+                outcomes[kind][type(error).__name__] += 1
             grown, took = _status("VmHWM") - before, time.perf_counter() - started
-            assert grown < MOST_MEMORY, f"case {seed} took {grown / MB:.0f} MB"
-            assert took < 30, f"case {seed} took {took:.0f} s"
+            assert grown < MOST_MEMORY, f"{kind} {seed} took {grown / MB:.0f} MB"
+            assert took < 30, f"{kind} {seed} took {took:.0f} s"
     sys.stdout.write(json.dumps(outcomes) + "\n")
 
 
@@ -201,23 +211,40 @@ class ParquetCase:
 class JsonCase:
     """All metadata and all rows of a dataset are read, info.json being broken."""
 
+    name = "set"
+    files: tuple[str, ...] = ("info.json",)
+
     def __init__(self, healthy: Path, folder: Path) -> None:
-        self.root = folder / "set"
-        shutil.copytree(healthy / "set", self.root)
-        self.path = self.root / "meta/info.json"
-        self.good = self.path.read_text()
+        self.root = folder / self.name
+        shutil.copytree(healthy / self.name, self.root)
+        self.good = {self.root / "meta" / name: (self.root / "meta" / name).read_text() for name in self.files}
 
     def run(self, rng: random.Random, change: Callable[[bytes], bytes]) -> None:
-        text = self.good.encode()
+        path = rng.choice(list(self.good))
+        good = self.good[path]
+        text = good.encode()
         if rng.random() < 0.3:
             text = change(text)
         elif change(b"healthy?") != b"healthy?":  # not for the run that only warms up
-            tree = json.loads(self.good)
+            lines = good.splitlines() if path.suffix == ".jsonl" else [good]
+            place = rng.randrange(len(lines))
+            tree = json.loads(lines[place])
             for _ in range(rng.randint(1, 3)):
                 replace_somewhere(tree, rng)
-            text = json.dumps(tree).encode()
-        self.path.write_bytes(text)
-        read_all(self.root)
+            lines[place] = json.dumps(tree)
+            text = "\n".join(lines).encode()
+        try:
+            path.write_bytes(text)
+            read_all(self.root)
+        finally:
+            path.write_text(good)
+
+
+class LinesCase(JsonCase):
+    """The same for v2.1, whose other metadata are JSON Lines."""
+
+    name = "v2"
+    files = ("info.json", "episodes.jsonl", "tasks.jsonl", "episodes_stats.jsonl")
 
 
 def read_all(root: Path) -> None:
@@ -338,4 +365,4 @@ def replace_somewhere(tree: Any, rng: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    child(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    child(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.batches import check_identities, equal, pictures, samples
+from support.batches import as_bytes, check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths
 
 import dali_stream
@@ -47,11 +47,11 @@ def test_image_size_resizes(demo: Path, size: tuple[int, int]) -> None:
             check_identities(batch, TOP, None, lengths)
             check_identities(batch, SIDE, [0, 1], lengths)
             assert batch[TOP].is_floating_point() == (image_dtype == "float32")
-            change = pictures(batch[TOP]).mean((1, 2, 3)) - pictures(plain[TOP]).mean((1, 2, 3))
+            change = as_bytes(batch[TOP]).mean((1, 2, 3)) - as_bytes(plain[TOP]).mean((1, 2, 3))
             assert np.abs(change).max() < 2, "a resize keeps the brightness"
 
 
-def test_image_dtypes_are_the_same_pictures(demo: Path) -> None:
+def test_image_dtypes_are_the_same_frames(demo: Path) -> None:
     dataset = Dataset(demo, episodes=[0])
     for as_float, as_uint8 in zip(batches_of(dataset), batches_of(dataset, image_dtype="uint8"), strict=True):
         for camera in CAMERAS:
@@ -60,7 +60,7 @@ def test_image_dtypes_are_the_same_pictures(demo: Path) -> None:
             assert torch.equal(as_float[camera], as_uint8[camera] / 255)
 
 
-def test_pictures_are_channels_last_in_memory(demo: Path) -> None:
+def test_frames_are_channels_last_in_memory(demo: Path) -> None:
     batch = batches_of(Dataset(demo, episodes=[0]), batch_size=8)[0]
     assert batch[TOP].is_contiguous(memory_format=torch.channels_last)
 

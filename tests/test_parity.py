@@ -7,6 +7,7 @@ The reference knows nothing of this package: pyarrow for rows, torchcodec on who
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import io
 import json
 import subprocess
@@ -19,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows
+from support.datasets import ODD_CAMERA, SIDE, TOP, Column, build, read_rows
+from support.videos import one_file_each
 from torch.utils.data import default_collate
 from torchcodec.decoders import VideoDecoder
 
@@ -54,8 +56,8 @@ class Reference:
         for key, values in self.rows.items():
             value = values[index]
             if isinstance(value, dict):  # torchvision's ToTensor
-                picture = np.array(Image.open(io.BytesIO(value["bytes"])))
-                item[key] = torch.from_numpy(picture).permute(2, 0, 1).contiguous().float().div(255)
+                frame = np.array(Image.open(io.BytesIO(value["bytes"])))
+                item[key] = torch.from_numpy(frame).permute(2, 0, 1).contiguous().float().div(255)
             else:
                 item[key] = value if isinstance(value, str) else torch.tensor(value.tolist())
         return item
@@ -160,10 +162,15 @@ def test_a_selection_of_episodes(demo: Path) -> None:
     compare(Dataset(demo, episodes=[1, 4]), demo, {"action": [-0.1, 0.0]}, batches=3)
 
 
-def test_lerobot_itself(demo: Path, odd: Path) -> None:
+def test_lerobot_itself(demo: Path, odd: Path, tmp_path: Path) -> None:
     pytest.importorskip("lerobot", reason="LeRobot is not installed")
+    roots = [demo, odd]
+    if importlib.metadata.version("lerobot").startswith("0.3."):  # it reads v2.1, and later ones v3.0
+        lengths, actions = (9, 6, 11), Column("float32", [2], np.random.default_rng(0).random((26, 2)))
+        cameras = one_file_each(tmp_path / "videos", (TOP, SIDE), lengths, fps=10)
+        roots = [build(tmp_path / "v2", lengths, {"action": actions}, cameras=cameras, version="v2.1", stats=True)]
     script = Path(__file__).with_name("support") / "parity_with_lerobot.py"
-    done = subprocess.run([sys.executable, script, demo, odd], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, script, *roots], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
     assert all(min(count) > 0 for count in counts.values())

@@ -97,7 +97,7 @@ def test_this_loader_and_the_plain_loop_deliver_the_same_frames(run: Any) -> Non
 
 
 @pytest.mark.slow
-def test_a_picture_of_a_neighbour_is_found(run: Any) -> None:
+def test_a_frame_of_a_neighbour_is_found(run: Any) -> None:
     side = run[0]["lerobot, 0 workers"]
     assert side["error"] is None
     assert side["frames"]["equal"] is False
@@ -150,6 +150,7 @@ def test_what_is_wrong_with_this_loader_is_the_exit_code(
         (tmp_path / path.name).write_text(path.read_text().replace(own, "") if path.name == "ours.py" else path.read_text())
     monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
     arguments = ["--only", "lerobot,", "--workers", "0", "--lerobot-python", str(tmp_path / "none"), "--seed", "1"]
+    arguments += ["--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["peers.py", str(demo), *SHORT, *arguments])
     assert peers.main() == 1
     out = capsys.readouterr().out
@@ -189,7 +190,7 @@ def test_a_peer_that_does_not_answer_is_given_up(peers: Any, tmp_path: Path) -> 
 
 # Begins a line that it does not end, and does not stop.
 STUCK = ECHO.replace(
-    'print(line, end="", flush=True)', 'print("Loading... ", end="", flush=True)\n    while True:\n        pass'
+    'print(line, end="", flush=True)', 'print("Loading... ", end="", flush=True)\n    __import__("signal").pause()'
 )
 
 

@@ -175,7 +175,7 @@ def test_every_batch_of_every_epoch_goes_through_the_function(demo: Path) -> Non
     assert len(calls) == 1, "it describes the graph; it is not called per batch"
 
 
-def test_pictures_of_the_dali_route_go_through_the_function(vp9_demo: Path) -> None:
+def test_frames_of_the_dali_route_go_through_the_function(vp9_demo: Path) -> None:
     dataset = Dataset(vp9_demo, episodes=[0])
     arguments: dict[str, Any] = {"decode": "dali", "device": "cpu", "delta_timestamps": {SIDE: [0.0, 0.05]}}
 

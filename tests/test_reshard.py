@@ -135,7 +135,7 @@ def test_an_edit_list_and_a_late_start_go(tmp_path: Path) -> None:
     assert_same_stream(root, tmp_path / "out")
 
 
-def test_whole_files_decode_to_the_same_pictures(h264_demo: Path, tmp_path: Path) -> None:
+def test_whole_files_decode_to_the_same_frames(h264_demo: Path, tmp_path: Path) -> None:
     written(h264_demo, tmp_path / "out")
     for camera in (TOP, SIDE):
         old = [video_data.whole_file(path) for path in sorted((h264_demo / "videos" / camera).rglob("*.mp4"))]

@@ -194,7 +194,7 @@ def damaged_run(source: Path, out: Path, damage: Any) -> str:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.999])
-def test_a_damaged_picture_is_found_and_written_anew(demo: Path, tmp_path: Path, whole: dict[str, bytes], share: float) -> None:
+def test_a_damaged_frame_is_found_and_written_anew(demo: Path, tmp_path: Path, whole: dict[str, bytes], share: float) -> None:
     out = tmp_path / "out"
     path = out / f"videos/{SIDE}/chunk-000/file-001.mp4"
     said = damaged_run(demo, out, lambda: flip(path, int(path.stat().st_size * share)))

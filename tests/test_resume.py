@@ -256,7 +256,7 @@ def test_fewer_frames_left_than_ranks_are_left_out_with_a_warning(rows: Dataset,
     assert "1 frames of epoch 0 are left out" in caplog.text
 
 
-def test_pictures_of_a_run_resumed_on_two_ranks_are_the_right_ones(demo: Path) -> None:
+def test_frames_of_a_run_resumed_on_two_ranks_are_the_right_ones(demo: Path) -> None:
     lengths = read_lengths(demo)
     arguments: dict[str, Any] = {"batch_size": 16, "last_batch": "partial"}
     served = []

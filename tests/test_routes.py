@@ -17,11 +17,10 @@ from support.batches import check_identities
 from support.datasets import TOP, copied, read_lengths
 
 import dali_stream
-from dali_stream import loader as loader_module
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
-from dali_stream.decode import dali, route
+from dali_stream.decode import choice, dali, route
 from dali_stream.decode.capability import Capability
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.trial import trial
@@ -182,7 +181,7 @@ def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
     mixed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # On a CPU "auto" never takes DALI. Told that it may, the loader meets the H.264 file in the middle of the epoch.
-    monkeypatch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
+    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
     lengths, seen = read_lengths(mixed), []
     with dali_stream.Loader(mixed, batch_size=8, shuffle=False, last_batch="partial", image_dtype="uint8") as loader:
         before = loader.routes
@@ -204,21 +203,21 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
 ) -> None:
     decode = dali.decode
     wrong = {
-        "differ from FFmpeg's by up to": lambda *given: [np.flip(pictures, -1) for pictures in decode(*given)],
-        "frames of shape": lambda *given: [pictures[:, 1:] for pictures in decode(*given)],
+        "differ from FFmpeg's by up to": lambda *given: [np.flip(frames, -1) for frames in decode(*given)],
+        "frames of shape": lambda *given: [frames[:, 1:] for frames in decode(*given)],
     }
     for said, delivers in wrong.items():
         monkeypatch.setattr(dali, "decode", delivers)
         with pytest.raises(ValueError, match=f'decode="dali": .*{said}.*Use decode="auto"'):
             dali_stream.Loader(vp9_demo, batch_size=8, decode="dali")
         with monkeypatch.context() as patch:
-            patch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
+            patch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
             with dali_stream.Loader(vp9_demo, batch_size=8) as loader:
                 assert {found.decoder for found in loader.routes.values()} == {"torchcodec"}
                 assert all(said in found.reason for found in loader.routes.values())
 
 
-def test_colours_that_only_the_pictures_name_are_kept_from_nvdec(tmp_path: Path) -> None:
+def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -> None:
     marked = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box: the index says nothing of it
     video_data.encode(video_data.draw(), tmp_path / "video.mp4", (*video_data.h264(12), *marked))
     store = open_store(str(tmp_path))
@@ -234,7 +233,7 @@ def test_a_decoder_that_breaks_costs_its_camera_dali_and_no_sample(
     vp9_copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One keyframe that looks whole and that DALI's decoder fails at. Its error names no camera, and breaks the pipeline."""
-    monkeypatch.setattr(loader_module, "choose", lambda _, *rest: route.choose("dali", *rest))
+    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
     root = vp9_copy
     *_, last = sorted((root / "videos" / TOP).glob("*/*.mp4"))
     table = read_index(dali_stream.storage.open_store(str(root)), str(last.relative_to(root)))

@@ -57,7 +57,7 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     asked = ["GOP 2", "GOP 12", "GOP 30", "GOP 1", "sizes", "padded sizes"]
     assert [(row["videos"], row["shape"]) for row in report["identity"]] == [(v, s) for v in asked for s in videos.SHAPES]
     for row in report["identity"]:
-        assert row["pictures"] >= 24
+        assert row["frames"] >= 24
         assert row["wrong"] == 0
         assert 0 < row["mean_error"] < dali.COLOUR_TOLERANCE
     assert {row["decoder"] for row in report["speed"]} == {"dali", "torchcodec"}
@@ -66,26 +66,26 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     assert [row["loader"] for row in report["lockstep"]] == ["vp9, recorded size", "vp9, resized"]
     for row in [*report["lockstep"], report["soak"]]:
         assert row["wrong"] == 0
-        assert row["pictures"] > 500
+        assert row["frames"] > 500
         assert row["wait_s"] < row["seconds"]
     assert "av1 was not tested: DALI decodes vp8, vp9, mjpeg on a CPU" in said
     assert "passed on the CPU" in said
 
 
-def test_pictures_of_another_frame_or_colour_are_seen(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_of_another_frame_or_colour_are_seen(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["wrong"] for row in identity.measure([str(vp9_demo)], None)["shapes"].values()] == [0, 0, 0, 0]
     decode = dali.decode
 
     def neighbours(clips: Any, *rest: Any) -> Any:
-        return [np.roll(pictures, 1, axis=0) for pictures in decode(clips, *rest)]
+        return [np.roll(frames, 1, axis=0) for frames in decode(clips, *rest)]
 
     monkeypatch.setattr(dali, "decode", neighbours)
     shapes = identity.measure([str(vp9_demo)], None)["shapes"]
     assert shapes["one frame"]["wrong"] == 0
     for shape in videos.SHAPES[1:]:
-        assert shapes[shape]["wrong"] > 0.9 * shapes[shape]["pictures"]
+        assert shapes[shape]["wrong"] > 0.9 * shapes[shape]["frames"]
 
-    monkeypatch.setattr(dali, "decode", lambda *given: [np.flip(pictures, -1) for pictures in decode(*given)])
+    monkeypatch.setattr(dali, "decode", lambda *given: [np.flip(frames, -1) for frames in decode(*given)])
     shapes = identity.measure([str(vp9_demo)], None)["shapes"]
     assert all(row["wrong"] == 0 and row["mean_error"] > dali.COLOUR_TOLERANCE for row in shapes.values())
 
@@ -95,12 +95,12 @@ def test_what_dali_cannot_decode_is_a_result(tmp_path: Path) -> None:
     found = identity.measure([str(folder)], None)
     assert found["refused"] == "DALI decodes vp8, vp9, mjpeg on a CPU, and this is h264"
     for row in found["shapes"].values():
-        assert row["wrong"] == row["pictures"]
+        assert row["wrong"] == row["frames"]
         assert "Failed to create video decoder" in row["failed"]
 
 
 @pytest.mark.slow
-def test_epochs_through_the_loader_are_checked_picture_by_picture(vp9_demo: Path, tmp_path: Path) -> None:
+def test_epochs_through_the_loader_are_checked_frame_by_frame(vp9_demo: Path, tmp_path: Path) -> None:
     found = soak.measure(str(vp9_demo), "cpu", "dali", 0)
     assert (found["epochs"], found["wrong"], set(found["routes"].values())) == (2, 0, {"dali"})
     mixed = tmp_path / "mixed"
@@ -167,7 +167,7 @@ def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeyp
 
     monkeypatch.setattr(dali_stream.Loader, "__iter__", overwritten)
     found = lockstep.measure(str(vp9_demo), "cpu", 0, (144, 224))
-    assert found["pictures"] == 7 * 16 * 2 * 3
+    assert found["frames"] == 7 * 16 * 2 * 3
     assert found["wrong"] == 16  # of one camera and one step of its window; all others are right
     assert (found["route_changes"], set(found["routes"].values())) == (0, {"dali"})
 
@@ -223,22 +223,22 @@ def test_whatever_is_wrong_fails_the_test(
     what: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change = WRONG[what][0] if what else {}
-    picture = {"pictures": 24, "wrong": 0, "mean_error": 1.0, "failed": ""}
+    frame = {"frames": 24, "wrong": 0, "mean_error": 1.0, "failed": ""}
     epochs = {
         "routes": {"top": "dali", "side": "dali"},
         "route_changes": 0,
         "epochs": 9,
-        "pictures": 90,
+        "frames": 90,
         "wrong": 0,
         "frames_per_s": 1.0,
     }
     epochs |= {"memory": {"first": 1 << 30, "last": 1 << 30}, "gpu_memory": None}
     rows = [{"per_clip": 1, "threads": 2, "prefetch": 1, "frames_per_s": 1.0}]
-    frames = {"refused": "", "shapes": {"one frame": picture}}
+    frames = {"refused": "", "shapes": {"one frame": frame}}
     if what == "exit":
         frames |= change
     elif what in ("identity", "colour", "crash"):
-        picture |= change
+        frame |= change
     elif what == "speed":
         rows = [change]
     elif what != "write":

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import videos as video_data
-from support.batches import assert_same_but_for_pictures
+from support.batches import assert_same_but_for_frames
 from support.datasets import DEPTH, SIDE, TOP, change_info, copied, enrich, tree, video, videos
 from support.servers import Server
 from support.tools import assert_rest_is_the_same, table_of, transcoded
@@ -61,7 +61,7 @@ def hevc(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_frame_in_every_codec(h264: Path, tmp_path: Path, codec: str, gop: int) -> None:
     out = tmp_path / "out"
     report = transcoded(h264, out, codec=codec, gop=gop)
-    assert assert_same_but_for_pictures(h264, out) == report.frames == Dataset(h264).num_frames
+    assert assert_same_but_for_frames(h264, out) == report.frames == Dataset(h264).num_frames
     assert_rest_is_the_same(h264, out)
     assert len(videos(out)) == len(videos(h264)) > 2
     for path in videos(out):
@@ -78,7 +78,7 @@ def test_every_frame_in_every_codec(h264: Path, tmp_path: Path, codec: str, gop:
 
 
 def test_the_default_encoding_of_lerobot(small: Path, hevc: Path) -> None:
-    assert assert_same_but_for_pictures(small, hevc) == Dataset(small).num_frames
+    assert assert_same_but_for_frames(small, hevc) == Dataset(small).num_frames
     assert_rest_is_the_same(small, hevc)
     info = [json.loads((root / "meta/info.json").read_text()) for root in (small, hevc)]
     for camera in (TOP, SIDE):
@@ -94,7 +94,7 @@ def test_the_report(h264: Path, tmp_path: Path) -> None:
     for name, camera in report.cameras.items():
         before, after = (sorted((root / "videos" / name).rglob("*.mp4")) for root in (h264, tmp_path / "out"))
         assert camera.files == len(before)
-        assert camera.pictures == Dataset(h264).num_frames
+        assert camera.frames == Dataset(h264).num_frames
         assert camera.bytes_before == sum(path.stat().st_size for path in before)
         assert camera.bytes_after == sum(path.stat().st_size for path in after)
         assert (camera.codec_before, camera.codec_after, camera.encoder, camera.copied) == ("h264", "h264", "libx264", 0)
@@ -122,7 +122,7 @@ def test_files_that_differ_get_what_each_needs(small: Path, hevc: Path, tmp_path
     assert {name: camera.files - camera.copied for name, camera in report.cameras.items()} == {TOP: 0, SIDE: 1}
     assert report.cameras[SIDE].codec_before == "av1, hevc"
     assert len(report.cameras[SIDE].episodes) == 1
-    assert_same_but_for_pictures(small, tmp_path / "new")
+    assert_same_but_for_frames(small, tmp_path / "new")
 
 
 # ---- sources of all kinds
@@ -145,7 +145,7 @@ _SLOW = ("4:4:4", "MPEG-4", "hidden frames")
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in _SLOW else k for k in _SOURCES])
 def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: Path) -> None:
-    root = recorded(tmp_path, _SOURCES[kind], pictures=colourful())
+    root = recorded(tmp_path, _SOURCES[kind], frames=colourful())
     report = transcoded(root, tmp_path / "out", codec="h264", crf=8)
     new = video(tmp_path / "out")
     assert report.cameras[video_data.CAMERA].copied == 0
@@ -161,11 +161,11 @@ def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: P
             assert video_data.identities(batch[video_data.CAMERA]) == expected
 
 
-def test_pictures_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> None:
+def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> None:
     """As in recordings of a camera at half the rate, or of a robot that stands still."""
     noise = np.random.default_rng(0).normal(0, 2, (video_data.FRAMES, *video_data.SIZE, 3))
     still = (video_data.draw()[:1] + noise).clip(0, 255).astype(np.uint8)
-    root = recorded(tmp_path, video_data.h264(2), pictures=still)
+    root = recorded(tmp_path, video_data.h264(2), frames=still)
     assert transcoded(root, tmp_path / "out", codec="hevc", gop=12, crf=32).cameras[video_data.CAMERA].copied == 0
 
 
@@ -234,13 +234,13 @@ def test_info_says_nothing_that_is_no_longer_true() -> None:
 
 @given(st.integers(0, 1 << 40), st.integers(1, 10_000), st.lists(st.floats(0, 1 << 30), max_size=30))
 @settings(deadline=None, max_examples=100, derandomize=True)
-def test_a_file_counts_for_its_share_whatever_its_parts(weight: int, pictures: int, parts: list[float]) -> None:
+def test_a_file_counts_for_its_share_whatever_its_parts(weight: int, frames: int, parts: list[float]) -> None:
     told: list[int] = []
     share = Share(told.append, weight)
     for part in parts:
         share(part)
-    count = share.pictures(pictures)
-    for _ in range(min(pictures, 50)):
+    count = share.frames(frames)
+    for _ in range(min(frames, 50)):
         count(1)
     share.finish()
     assert sum(told) == weight

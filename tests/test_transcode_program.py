@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import videos as video_data
-from support.batches import assert_same_but_for_pictures
+from support.batches import assert_same_but_for_frames
 from support.datasets import videos
 from support.programs import failed
 from support.tools import FAST, LACKS_NVENC, PLAYS_NVENC, runs, stub, transcoded
@@ -27,7 +27,7 @@ def test_nvenc_is_taken_where_it_works(small: Path, tmp_path: Path, monkeypatch:
     log = stub(tmp_path, monkeypatch, PLAYS_NVENC)
     report = transcoded(small, tmp_path / "out", codec="hevc", encoder="auto", crf=19)
     assert {camera.encoder for camera in report.cameras.values()} == {"hevc_nvenc"}
-    assert_same_but_for_pictures(small, tmp_path / "out")
+    assert_same_but_for_frames(small, tmp_path / "out")
     told = "-c:v hevc_nvenc -bf 0 -tag:v hvc1 -g 2 -preset p5 -rc vbr -cq 19 -b:v 0 -no-scenecut 1 -forced-idr 1"
     encoding = [" ".join(run) for run in runs(log) if "hevc_nvenc" in run]
     assert len(encoding) == 1 + len(videos(small))  # tried once, with the size of the cameras

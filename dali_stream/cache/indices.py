@@ -48,7 +48,7 @@ class IndexCache:
             return {key: 0 if isinstance(index, DecodeError) else index.nbytes for key, index in self._indices.items()}
 
     def drop(self, camera: str, file: int) -> None:
-        """Lets one go."""
+        """Evicts one."""
         with self._lock:
             self._indices.pop((camera, file), None)
 

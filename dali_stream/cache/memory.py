@@ -34,7 +34,7 @@ class Pool(Protocol):
     """What reads: fetch threads, or the caller itself."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
-        """Has a call done."""
+        """Schedules a call."""
         ...
 
     def stop(self) -> None:
@@ -47,10 +47,10 @@ class Pool(Protocol):
 
 
 class AtOnce:
-    """A pool without threads: what is read from the disk is read when it is asked for."""
+    """A pool without threads: it runs calls in `submit`, for files on the disk."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
-        """Does a call."""
+        """Runs a call."""
         future: Future[Any] = Future()
         try:
             future.set_result(call(*args))
@@ -66,7 +66,7 @@ class AtOnce:
 
 
 class Memory:
-    """Rows, indices and encoded video. Used by one thread, the planner, but for `video`'s views, which are for all.
+    """Rows, indices and encoded video. Used by the planner thread only, except the views of `video`, which any thread may read.
 
     Args:
         dataset: the selected part of a dataset.
@@ -125,12 +125,12 @@ class Memory:
                 self.finish(read)
 
     def keep(self, found: Found, episodes: Iterable[int]) -> None:
-        """Keeps rows of these episodes that came along."""
+        """Caches rows of these episodes, which came along with others."""
         for episode in episodes:
             self._rows.put(episode, found[episode])
 
     def drop(self, drop: Drop) -> None:
-        """Lets things go."""
+        """Evicts rows, indices and blocks."""
         for episode in drop.rows:
             if self._coming.pop(("", episode), None) is None:
                 self._rows.drop(episode)
@@ -160,7 +160,7 @@ class Memory:
         return find_packets(index, interval, timestamp, self._dataset.fps)
 
     def stop(self) -> None:
-        """Wakes whoever waits for what is read, with an error. Does not wait itself."""
+        """Cancels all reads: waiting threads get an error. Returns at once."""
         self._pool.stop()
         if self._dataset.data_store.remote:
             self._source.close()

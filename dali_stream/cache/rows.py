@@ -27,7 +27,7 @@ def size_of(columns: Columns) -> int:
 
 
 class RowCache:
-    """Used by one thread."""
+    """Rows by episode. Not safe to use from several threads."""
 
     def __init__(self, episodes: int) -> None:
         self._columns: Columns = {}
@@ -63,7 +63,7 @@ class RowCache:
         self._live += length
 
     def drop(self, episode: int) -> None:
-        """Lets an episode's rows go."""
+        """Evicts an episode's rows."""
         start, length = self._spans.pop(episode)
         self._start[episode] = -1
         self._live -= length
@@ -78,7 +78,7 @@ class RowCache:
         return len(next(iter(self._columns.values())))
 
     def _move(self, capacity: int) -> None:
-        """Moves what is there to new arrays, without the holes that others have left."""
+        """Copies all rows to new arrays, without the gaps of evicted ones."""
         spans = list(self._spans.items())
         starts = np.cumsum([0, *(span.length for _, span in spans)]).tolist()
         for key, values in self._columns.items():

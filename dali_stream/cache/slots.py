@@ -44,7 +44,7 @@ class Slots:
         self._errors[slot] = error
 
     def free(self) -> None:
-        """Gives the memory back; there is nothing to put in or copy out afterwards."""
+        """Frees the memory. The slots cannot be used afterwards."""
         self._frames = self._frames[:0].copy()
 
     @property

@@ -84,7 +84,7 @@ class BlockCache:
             del self._blocks[name]
 
     def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
-        """As of `Video`. What could not be fetched ahead of time gets another chance."""
+        """As of `Video`. Fetches blocks again that could not be fetched ahead of time."""
         views = {}
         for camera, names in needed.items():
             found = [self._block(batch, (camera, *name)) for name in names]
@@ -154,4 +154,4 @@ class _View(Store):
         return self._store.files(folder)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Holds nothing."""

@@ -16,6 +16,7 @@ import typer
 
 import dali_stream
 from dali_stream.cli.bench import bench
+from dali_stream.cli.convert import convert
 from dali_stream.cli.demo import demo
 from dali_stream.cli.doctor import doctor
 from dali_stream.cli.index import index
@@ -40,6 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(short_help="Measure data loading alone.")(bench)
+app.command(short_help="Convert a dataset of v2.0 or v2.1 to v3.0.")(convert)
 app.command(short_help="Make a small dataset, stream and measure it.")(demo)
 app.command(short_help="Diagnose this machine and a dataset.")(doctor)
 app.command(short_help="Read a remote dataset's index into a cache.")(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,21 +15,25 @@ from dali_stream.errors import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dali_stream import Dataset
     from dali_stream.tools.reshard import Report
 
 _FILES = ("footers", "indices")  # stages that count files; the others count bytes
 
 
+Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset, whole.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or new.")]
+DataFileSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest Parquet file, unless one episode is larger.")]
+VideoFileSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest MP4 file, unless one episode is larger.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
 def reshard(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset, whole.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or new.")],
-    data_file_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest Parquet file, unless one episode is larger.")
-    ] = "100MiB",
-    video_file_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest MP4 file, unless one episode is larger.")
-    ] = "200MiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    uri: Uri,
+    out: Out,
+    data_file_size: DataFileSize = "100MiB",
+    video_file_size: VideoFileSize = "200MiB",
+    as_json: Json = False,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
@@ -40,9 +45,15 @@ def reshard(
     interruption, the same command resumes. OUT becomes a dataset only after verification.
     """
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as bar:
-        sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
-        report = dali_stream.reshard(dataset, out, **sizes, progress=console.stages(bar, files=_FILES))
+    sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
+        rewrite(dali_stream.reshard, dataset, out, sizes, as_json)
+
+
+def rewrite(call: Callable[..., Report], dataset: Dataset, out: Path, sizes: dict[str, str], as_json: bool) -> None:
+    """Runs `reshard` or `convert`, with progress, and prints its report."""
+    with console.progress() as bar:
+        report = call(dataset, out, **sizes, progress=console.stages(bar, files=_FILES))
     if as_json:
         console.print_json(report.as_dict())
         return

@@ -77,7 +77,7 @@ def _identity(report: dict[str, Any]) -> Table:
     for row in report["identity"]:
         error = "" if row["mean_error"] is None else f"{row['mean_error']:.2f}"
         note = row["failed"] or (f"informational, since the loader uses torchcodec: {row['refused']}" if row["refused"] else "")
-        made.add_row(row["codec"], row["videos"], row["shape"], str(row["pictures"]), str(row["wrong"]), error, note)
+        made.add_row(row["codec"], row["videos"], row["shape"], str(row["frames"]), str(row["wrong"]), error, note)
     return made
 
 
@@ -101,13 +101,13 @@ def _lockstep(report: dict[str, Any]) -> Table:
             made.add_row(row["loader"], row["failed"], "", "", "", "")
         else:
             routes, worst = ", ".join(row["routes"].values()), (f"{row['worst_mean']:.2f}", f"{row['worst_block']:.1f}")
-            made.add_row(row["loader"], routes, str(row["pictures"]), str(row["wrong"]), *worst)
+            made.add_row(row["loader"], routes, str(row["frames"]), str(row["wrong"]), *worst)
     return made
 
 
 def _soak(report: dict[str, Any]) -> Table:
     made = console.table("soak", "frames", "wrong", "frames/s", right=("frames", "wrong", "frames/s"))
     if row := report["soak"]:
-        numbers = ("", "", "") if row.get("failed") else (str(row["pictures"]), str(row["wrong"]), f"{row['frames_per_s']:.0f}")
+        numbers = ("", "", "") if row.get("failed") else (str(row["frames"]), str(row["wrong"]), f"{row['frames_per_s']:.0f}")
         made.add_row(row.get("failed") or ", ".join(row["routes"].values()), *numbers)
     return made

@@ -65,7 +65,7 @@ def _table(report: Report) -> Table:
         sizes = f"{console.megabytes(camera.bytes_before)} → {console.megabytes(camera.bytes_after)}"
         quality = ["" if value is None else f"{value:.1f} dB" for value in (camera.psnr_min, camera.psnr_mean)]
         codecs = f"{camera.codec_before} → {camera.codec_after}"
-        made.add_row(name, str(camera.files), str(camera.pictures), codecs, sizes, camera.encoder or "copied", *quality)
+        made.add_row(name, str(camera.files), str(camera.frames), codecs, sizes, camera.encoder or "copied", *quality)
     return made
 
 

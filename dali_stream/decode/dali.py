@@ -83,8 +83,8 @@ class _Request(NamedTuple):
     row: int
     episode: int
     frames: Array
-    samples: Array
-    table: VideoIndex
+    packets: Array
+    file: VideoIndex
 
 
 class DaliDecoder(VideoFiles):
@@ -126,33 +126,33 @@ class DaliDecoder(VideoFiles):
     def close(self) -> None:
         """Holds no decoded frames."""
 
-    def _locate(self, memory: Memory, episode: int, frames: Int64, samples: Int64) -> VideoIndex:
+    def _locate(self, memory: Memory, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
         """The index of the episode's file, with all checked that can be before decoding."""
         try:
-            table = memory.index(self.key, episode)
-            absent = samples == LACKING
+            index = memory.index(self.key, episode)
+            absent = packets == LACKING
             if absent.any():
                 frames = frames[absent]
-                raise self.lacking(memory, table, episode, int(frames[0]))
-            self.checked(table, samples)
+                raise self.lacking(memory, index, episode, int(frames[0]))
+            self.checked(index, packets)
         except DecodeError as error:
             raise named(self._dataset, self.key, episode, frames, error) from error
-        if reason := refusal(self._gpu, self.format(table, int(samples[0])), table):
-            raise RouteChange([self.key], f"{self._dataset.data_store.where(table.path)}: {reason}")
-        return table
+        if reason := refusal(self._gpu, self.format(index, int(packets[0])), index):
+            raise RouteChange([self.key], f"{self._dataset.data_store.where(index.path)}: {reason}")
+        return index
 
     def _pack(self, store: Store, request: _Request, clips: Clips) -> None:
         """Decode pool. Each frame of the window is decoded once, in rising order, and then put into place."""
-        unique, steps = np.unique(request.samples, return_inverse=True)
+        unique, steps = np.unique(request.packets, return_inverse=True)
         try:
             with self._counters.timed("pack_s"):
-                tables, shown_only = [request.table] * len(unique), self._gpu is not None
-                clip = pack(store, tables, unique.tolist(), shown_only=shown_only, timed=self._counters.timed)
+                indices, shown_only = [request.file] * len(unique), self._gpu is not None
+                clip = pack(store, indices, unique.tolist(), shown_only=shown_only, timed=self._counters.timed)
         except HiddenFrames as error:
-            where = self._dataset.data_store.where(request.table.path)
+            where = self._dataset.data_store.where(request.file.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
-            clips.failed[request.row] = self.named(request.episode, request.frames, request.table, error)
+            clips.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)

@@ -25,14 +25,14 @@ class Route:
     reason: str
 
 
-def choose(decode: str, gpu: int | None, video: VideoFormat, table: VideoIndex, store: Store) -> Route:
+def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
     """The route of a camera.
 
     Args:
         decode: "auto", "dali" or "torchcodec".
         gpu: index of the CUDA device; None where batches are made on the CPU.
         video: what the camera's file says of its video.
-        table: the sample table of that file.
+        index: the index of that file.
         store: where it is.
 
     Raises:
@@ -40,7 +40,7 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, table: VideoIndex, 
     """
     if decode == "torchcodec":
         return Route("torchcodec", 'decode="torchcodec" asks for it')
-    refused = refusal_of_file(gpu, video, table, store)
+    refused = refusal_of_file(gpu, video, index, store)
     if not refused:
         where = "DALI's CPU decoder" if gpu is None else "NVDEC"
         if decode == "dali" or gpu is not None:
@@ -51,30 +51,30 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, table: VideoIndex, 
     return Route("torchcodec", refused)
 
 
-def refusal_of_file(gpu: int | None, video: VideoFormat, table: VideoIndex, store: Store) -> str:
+def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
     """Why DALI must not decode this video, with a look at its first frames; empty where it may."""
-    if refused := refusal(gpu, video, table):
+    if refused := refusal(gpu, video, index):
         return refused
-    return hidden_frames_refusal(video.codec) if gpu is not None and hidden_frames(store, table, video.codec)[0] else ""
+    return hidden_frames_refusal(video.codec) if gpu is not None and hidden_frames(store, index, video.codec)[0] else ""
 
 
-def refusal(gpu: int | None, video: VideoFormat, table: VideoIndex) -> str:
+def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
     """Why DALI must not decode this video, as far as its index tells; empty where it may."""
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
             return f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU, and this is {video.codec}"
     elif refused := capability(gpu, video.codec, video.chroma, video.depth).refusal(video.height, video.width):
         return refused
-    if len(table.configs) > 1:
-        return f"the file has {len(table.configs)} sample descriptions, and a clip for DALI is made of one"
-    if table.track_header[:36] != UPRIGHT:
+    if len(index.configs) > 1:
+        return f"the file has {len(index.configs)} sample descriptions, and a clip for DALI is made of one"
+    if index.track_header[:36] != UPRIGHT:
         return "the file asks for rotated frames, which DALI does not support"
-    if table.open_gops:
+    if index.open_gops:
         return "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
-    return "" if gpu is None else _unsafe_on_nvdec(video, table)
+    return "" if gpu is None else _unsafe_on_nvdec(video, index)
 
 
-def _unsafe_on_nvdec(video: VideoFormat, table: VideoIndex) -> str:
+def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
     """What DALI decodes wrongly on a GPU according to its sources, or what was never verified there."""
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"

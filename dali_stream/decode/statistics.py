@@ -44,7 +44,7 @@ def compute_stats(
     steps = _Steps(progress, len(from_rows) + len(cameras) * len(chosen))
     store = dataset.data_store.session()
     try:
-        sums = {key: TableStats(dataset.num_frames) for key in tabular}
+        sums = {key: TableStats(int(dataset.lengths.sum())) for key in tabular}
         seconds: dict[int, npt.NDArray[np.float32]] = {}
         for episode, rows in _rows(dataset, store, from_rows, tabular):
             for key, each in sums.items():
@@ -93,8 +93,9 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
 
 def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
     """{episode: frames} to look at, evenly spread: about 100 an episode, and at most 10 000 in all."""
-    count = min(dataset.num_frames, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
-    places = np.linspace(0, dataset.num_frames - 1, count).round().astype(np.int64)
+    total = int(dataset.lengths.sum())
+    count = min(total, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
+    places = np.linspace(0, total - 1, count).round().astype(np.int64)
     stops = np.cumsum(dataset.lengths)
     episodes = np.searchsorted(stops, places, side="right")
     frames = places - (stops - dataset.lengths)[episodes]
@@ -138,22 +139,22 @@ def _of_video(
     files = dataset.table.video[camera]
 
     @functools.lru_cache(_INDICES)
-    def index(path: str) -> VideoIndex:
+    def index_of(path: str) -> VideoIndex:
         return read_index(store, path)
 
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         try:
-            table = index(files.paths[files.index[dataset.rows[episode]]])
+            index = index_of(files.paths[files.index[dataset.rows[episode]]])
             interval, timestamp = dataset.table.interval(camera, dataset.rows[episode]), seconds[episode]
-            samples = find_packets(table, interval, timestamp, dataset.fps)
-            for lacking in timestamp[samples == LACKING]:
-                raise DecodeError(f"{store.where(table.path)}: {explain(table, interval, lacking, dataset.fps)}")
+            packets = find_packets(index, interval, timestamp, dataset.fps)
+            for lacking in timestamp[packets == LACKING]:
+                raise DecodeError(f"{store.where(index.path)}: {explain(index, interval, lacking, dataset.fps)}")
             found = []
-            for description, alike in itertools.groupby(samples.tolist(), key=lambda sample: table.config[sample]):
-                video, same = describe(table.configs[description]), list(alike)
+            for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
+                video, same = describe(index.configs[description]), list(alike)
                 for at in range(0, len(same), _FRAMES_AT_ONCE):
                     part = same[at : at + _FRAMES_AT_ONCE]
-                    found.append(image_histogram(decode.decode(store, [table] * len(part), part, video)[0]))
+                    found.append(image_histogram(decode.decode(store, [index] * len(part), part, video)[0]))
             return found
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None

@@ -53,14 +53,14 @@ class _Gop(NamedTuple):
     """Frames of one GOP that a task decodes.
 
     Attributes:
-        table: the index of their file.
+        file: the index of their file.
         episode: that they belong to.
         frames: of the episode.
         packets: that hold them.
         slots: where they go.
     """
 
-    table: VideoIndex
+    file: VideoIndex
     episode: int
     frames: list[int]
     packets: list[int]
@@ -86,9 +86,9 @@ class TorchcodecDecoder(VideoFiles):
         there = packets != LACKING
         keyframes = np.full(len(packets), LACKING, np.int64)
         try:
-            table = memory.index(self.key, episode)
-            self.checked(table, packets[there])
-            keyframes[there] = table.decode_starts(packets[there])
+            index = memory.index(self.key, episode)
+            self.checked(index, packets[there])
+            keyframes[there] = index.decode_starts(packets[there])
         except DecodeError as error:
             self._broken[episode] = error
             return keyframes, keyframes
@@ -117,18 +117,18 @@ class TorchcodecDecoder(VideoFiles):
     def _gops(self, step: FrameStep, memory: Memory) -> list[_Gop]:
         starts = np.flatnonzero(np.diff(step.gop, prepend=LACKING)).tolist()
         stops = [*starts, len(step.gop)][1:]
-        tables = {episode: memory.index(self.key, episode) for episode in np.unique(step.episode).tolist()}
+        indices = {episode: memory.index(self.key, episode) for episode in np.unique(step.episode).tolist()}
         columns = [values.tolist() for values in (step.frame, step.packet, step.slot)]
         return [
-            _Gop(tables[episode], episode, *(values[start:stop] for values in columns))
+            _Gop(indices[episode], episode, *(values[start:stop] for values in columns))
             for episode, start, stop in zip(step.episode[starts].tolist(), starts, stops, strict=True)
         ]
 
     def _deal(self, gops: list[_Gop]) -> list[list[_Gop]]:
         """Tasks: GOPs of one sample description, since a clip has one; neighbours in a file together."""
         by_config: dict[bytes, list[_Gop]] = {}
-        for gop in sorted(gops, key=lambda gop: (gop.table.path, gop.packets[0])):
-            by_config.setdefault(config(gop.table, gop.packets[0]), []).append(gop)
+        for gop in sorted(gops, key=lambda gop: (gop.file.path, gop.packets[0])):
+            by_config.setdefault(config(gop.file, gop.packets[0]), []).append(gop)
         tasks = []
         for alike in by_config.values():
             ends = np.cumsum([len(gop.packets) for gop in alike])
@@ -138,14 +138,14 @@ class TorchcodecDecoder(VideoFiles):
 
     def _decode(self, store: Store, gops: list[_Gop]) -> None:
         """Decode pool: fills the slots of these frames."""
-        tables = [gop.table for gop in gops for _ in gop.packets]
+        indices = [gop.file for gop in gops for _ in gop.packets]
         packets = [packet for gop in gops for packet in gop.packets]
         slots = [slot for gop in gops for slot in gop.slots]
-        video, decoded = self.format(tables[0], packets[0]), 0
+        video, decoded = self.format(indices[0], packets[0]), 0
         part, timed = frames_at_once((video.height, video.width)), self._counters.timed
         try:
             with timed("decode_s"):
-                for requests, frames, more in decode_in_parts(store, tables, packets, video, part, timed):
+                for requests, frames, more in decode_in_parts(store, indices, packets, video, part, timed):
                     with timed("resize_s"):
                         frames = resize(frames, self._size)
                     self._slots.put([slots[i] for i in requests], frames)
@@ -154,21 +154,21 @@ class TorchcodecDecoder(VideoFiles):
             if len(packets) > 1:
                 for gop in gops:
                     for one in zip(gop.frames, gop.packets, gop.slots, strict=True):
-                        self._decode(store, [_Gop(gop.table, gop.episode, *([value] for value in one))])
+                        self._decode(store, [_Gop(gop.file, gop.episode, *([value] for value in one))])
             else:
-                self._slots.fail(slots[0], self.named(gops[0].episode, np.array(gops[0].frames), gops[0].table, error))
+                self._slots.fail(slots[0], self.named(gops[0].episode, np.array(gops[0].frames), gops[0].file, error))
         self._counters.add(clips=1, decoded_frames=decoded)
 
 
 def decode(
-    store: Store, tables: Sequence[VideoIndex], samples: Sequence[int], expected: VideoFormat, timed: Timed = untimed
+    store: Store, indices: Sequence[VideoIndex], packets: Sequence[int], expected: VideoFormat, timed: Timed = untimed
 ) -> tuple[Frames, int]:
-    """Decodes samples, in the order asked for.
+    """Decodes packets, in the order asked for.
 
     Args:
         store: where the files are.
-        tables: per request, the table of its file; all with the same sample description.
-        samples: per request, the sample in its file.
+        indices: per request, the index of its file; all with the same sample description.
+        packets: per request, the packet in its file.
         expected: what the sample description says, in particular the size of the frames.
         timed: counts the time of reading and packing.
 
@@ -178,8 +178,8 @@ def decode(
     Raises:
         DecodeError: the decoder failed, or delivered another frame than the one asked for.
     """
-    frames, decoded = np.empty((len(samples), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more in decode_in_parts(store, tables, samples, expected, len(samples), timed):
+    frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
+    for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), timed):
         frames[requests] = part
         decoded += more
     return frames, decoded
@@ -187,13 +187,13 @@ def decode(
 
 def decode_in_parts(
     store: Store,
-    tables: Sequence[VideoIndex],
-    samples: Sequence[int],
+    indices: Sequence[VideoIndex],
+    packets: Sequence[int],
     expected: VideoFormat,
     part: int,
     timed: Timed = untimed,
 ) -> Iterator[tuple[list[int], Frames, int]]:
-    """Decodes samples, a few at a time, so that little memory is taken at once. Arguments and errors as of `decode`.
+    """Decodes packets, a few at a time, so that little memory is taken at once. Arguments and errors as of `decode`.
 
     Args:
         part: requests at a time, at most.
@@ -202,8 +202,8 @@ def decode_in_parts(
         The numbers of some requests, their frames, and how many frames were decoded since the part before. Requests may come
         again, with frames that replace those of the first time.
     """
-    for group in _groups(tables, samples):
-        mine, wanted = [tables[i] for i in group], [samples[i] for i in group]
+    for group in _groups(indices, packets):
+        mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
         with timed("pack_s"):
             clip = pack(store, mine, wanted, timed=timed)
         try:
@@ -220,11 +220,11 @@ def decode_in_parts(
             yield [group[i] for i in requests], frames, decoded
 
 
-def _groups(tables: Sequence[VideoIndex], samples: Sequence[int]) -> list[list[int]]:
+def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[int]]:
     """Requests, by number, that may share a clip: those of one description, and in open GOPs those of one run."""
     groups: dict[Hashable, list[int]] = {}
-    for i, (table, sample) in enumerate(zip(tables, samples, strict=True)):
-        key = (id(table), span(table, sample)[0]) if table.open_gops else config(table, sample)
+    for i, (index, packet) in enumerate(zip(indices, packets, strict=True)):
+        key = (id(index), span(index, packet)[0]) if index.open_gops else config(index, packet)
         groups.setdefault(key, []).append(i)
     return list(groups.values())
 

@@ -19,20 +19,20 @@ _SHOWN = (0, 1, 5, 13)  # frames of the first and of later GOPs, with frames lef
 _LIKE_BT601 = (None, "unknown", "unspecified", "reserved", "smpte170m", "bt470bg")  # FFmpeg's names
 
 
-def trial(store: Store, table: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
+def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
     """Why DALI must not decode a file; empty where its first frames come out as FFmpeg's do.
 
     Args:
         store: where the file is.
-        table: its sample table.
+        index: its index.
         video: what its sample description says.
         gpu: the CUDA device; None on a CPU.
 
     Raises:
         DecodeError: FFmpeg cannot decode them either.
     """
-    samples = table.display_order[[place for place in _SHOWN if place < len(table)]].tolist()
-    clip = pack(store, [table] * len(samples), samples)
+    packets = index.display_order[[place for place in _SHOWN if place < len(index)]].tolist()
+    clip = pack(store, [index] * len(packets), packets)
     expected = decode_clip(clip, video)
     if gpu is not None and (named := colour_space(clip)) not in _LIKE_BT601:
         return f"its frames say that their colours are {named}, and DALI converts all as BT.601 on a GPU"

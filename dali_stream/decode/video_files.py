@@ -34,41 +34,41 @@ class VideoFiles:
 
     def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
         """Index and format of the file that holds an episode. Raises DecodeError."""
-        table = indices.of(self.key, episode, self._dataset.data_store)
-        return table, self.format(table, 0)
+        index = indices.of(self.key, episode, self._dataset.data_store)
+        return index, self.format(index, 0)
 
-    def checked(self, table: VideoIndex, packets: Int64) -> None:
+    def checked(self, index: VideoIndex, packets: Int64) -> None:
         """Checks the sample descriptions of these packets against the metadata. Raises DecodeError."""
-        for number in np.unique(table.config[packets]).tolist():
-            self._check_size(table, self.format(table, int(np.argmax(table.config == number))))
+        for number in np.unique(index.config[packets]).tolist():
+            self._check_size(index, self.format(index, int(np.argmax(index.config == number))))
 
-    def lacking(self, memory: Memory, table: VideoIndex, episode: int, frame: int) -> DecodeError:
+    def lacking(self, memory: Memory, index: VideoIndex, episode: int, frame: int) -> DecodeError:
         """The error for a frame that the video lacks."""
         [timestamp] = memory.gather("timestamp", np.array([episode]), np.array([frame]))
         interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
-        why = explain(table, interval, timestamp, self._dataset.fps)
-        return DecodeError(f"{self._dataset.data_store.where(table.path)}: {why}")
+        why = explain(index, interval, timestamp, self._dataset.fps)
+        return DecodeError(f"{self._dataset.data_store.where(index.path)}: {why}")
 
-    def format(self, table: VideoIndex, sample: int) -> VideoFormat:
+    def format(self, index: VideoIndex, packet: int) -> VideoFormat:
         """What a packet's sample description says. Raises DecodeError."""
-        config = table.configs[table.config[sample]]
+        config = index.configs[index.config[packet]]
         if config not in self._formats:
             try:
                 self._formats[config] = describe(config)
             except DecodeError as error:
-                raise DecodeError(f"{self._dataset.data_store.where(table.path)}: {error}") from error
+                raise DecodeError(f"{self._dataset.data_store.where(index.path)}: {error}") from error
         return self._formats[config]
 
-    def _check_size(self, table: VideoIndex, video: VideoFormat) -> None:
+    def _check_size(self, index: VideoIndex, video: VideoFormat) -> None:
         """Batches have one shape, and a corrupt frame size could allocate any amount of memory."""
         size = self._dataset.picture_size(self.key)
         if (video.height, video.width) != size:
             raise DecodeError(
-                f"{self._dataset.data_store.where(table.path)}: has frames of {video.height}×{video.width}, and "
+                f"{self._dataset.data_store.where(index.path)}: has frames of {video.height}×{video.width}, and "
                 f"meta/info.json promises {size[0]}×{size[1]}"
             )
 
-    def named(self, episode: int, frames: Array, table: VideoIndex, error: DecodeError) -> DecodeError:
+    def named(self, episode: int, frames: Array, index: VideoIndex, error: DecodeError) -> DecodeError:
         """The error with camera, episode, frames and file in front."""
-        where = self._dataset.data_store.where(table.path)
+        where = self._dataset.data_store.where(index.path)
         return named(self._dataset, self.key, episode, frames, DecodeError(f"{where}: {error}"))

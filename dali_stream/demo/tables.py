@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.demo import render, scene
-from dali_stream.lerobot import stats
+from dali_stream.lerobot import metadata, stats
 
 CHUNKS_SIZE = 1000
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -55,9 +55,9 @@ def write_tables(
     starts = np.cumsum([0, *map(len, recorded)]).tolist()
     rows = [_rows(episode, i, starts[i], tasks.index(episode.task), fps) for i, episode in enumerate(recorded)]
     _write_data(root, rows)
-    _write_tasks(root / "meta/tasks.parquet", tasks)
     path = root / EPISODES_PATH
     path.parent.mkdir(parents=True)
+    pq.write_table(metadata.tasks_table(dict(enumerate(tasks)), name=None), root / "meta/tasks.parquet")
     entries = _episode_entries(recorded, starts, fps)
     for i, entry in enumerate(entries):
         found = {key: stats.table_stats(values) for key, values in rows[i].items()}
@@ -111,24 +111,6 @@ def _arrow_type(values: np.ndarray) -> pa.DataType:
     for _ in values.shape[1:]:
         kind = pa.list_(kind)
     return kind
-
-
-def _write_tasks(path: Path, tasks: list[str]) -> None:
-    """tasks.parquet as pandas writes it: the task is the index, which has no name, and metadata says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    index = "__index_level_0__"
-    column = {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
-    level = {"name": None, "field_name": index, "pandas_type": "unicode", "numpy_type": "object"}
-    label = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}
-    metadata = {
-        "index_columns": [index],
-        "column_indexes": [{**label, "metadata": {"encoding": "UTF-8"}}],
-        "columns": [{**column, "metadata": None}, {**level, "metadata": None}],
-        "creator": {"library": "pyarrow", "version": pa.__version__},
-        "pandas_version": "2.3.0",
-    }
-    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), index: pa.array(tasks, pa.string())})
-    pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(metadata)}), path)
 
 
 def _episode_entries(recorded: list[scene.Episode], starts: list[int], fps: int) -> list[dict[str, Any]]:

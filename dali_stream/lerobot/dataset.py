@@ -1,4 +1,4 @@
-"""A LeRobot v3.0 dataset as its metadata describes it: what there is, and where. Nothing is decoded here."""
+"""A LeRobot dataset as its metadata describes it: what there is, and where. Nothing is decoded here."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from dali_stream.arguments import byte_count, known_arguments
+from dali_stream.arguments import byte_count, from_zero, known_arguments
 from dali_stream.errors import DatasetError, StorageError, counted
-from dali_stream.lerobot import metadata
+from dali_stream.lerobot import frame_ranges, metadata, v2
 from dali_stream.lerobot.features import ENCODING
+from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.storage import Store, open_store
 
 Self = TypeVar("Self", bound="DatasetFiles")
+EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
 _log = logging.getLogger("dali_stream")
 
 
@@ -43,6 +47,10 @@ class DatasetFiles:
         cache_bytes: int | str | None = None,
         give_up_after_s: float | None = None,
         stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
+        filter: EpisodeFilter | None = None,
+        frames: Frames | str | os.PathLike[str] | None = None,
+        drop_first: int = 0,
+        drop_last: int = 0,
     ) -> None:
         self.uri, self.cache_dir = os.fspath(uri), cache_dir
         self._own_stats = None if stats is None else _own_stats(stats)
@@ -59,15 +67,16 @@ class DatasetFiles:
             if data_files_root is not None:
                 self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
             self.revision = self.store.revision
-            self._read(cameras, episodes)
+            self._read(cameras, episodes, filter)
+            self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
         except BaseException:
             self.close()
             raise
 
-    def _read(self, cameras: Sequence[str] | None, episodes: Sequence[int] | None) -> None:
+    def _read(self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, filter: EpisodeFilter | None) -> None:
         """Reads the metadata, all but tasks and statistics."""
-        info = metadata.read_info(self.store)
-        self.fps = info.fps
+        self._info = info = metadata.read_info(self.store)
+        self.version, self.fps = info.version, info.fps
         self.cameras = _selected_cameras(info, cameras)
         self.features = {key: feature for key, feature in info.features.items() if not feature.is_camera or key in self.cameras}
         for key in self.cameras:
@@ -75,20 +84,80 @@ class DatasetFiles:
                 raise DatasetError(f"{self.store.where(metadata.INFO)}: camera {key!r} has shape {shape}; it is (H, W, C)")
         for key in ("timestamp", "frame_index", "episode_index", "index", "task_index"):
             if key not in info.features:
-                raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which v3.0 always has")
+                raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which every dataset has")
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
-        self.table = metadata.read_episodes(self.store, info, self.videos)
-        self.rows = _selected_rows(self.table.index, episodes)
-        self.episodes, self.lengths = self.table.index[self.rows], self.table.length[self.rows]
-        self.num_episodes, self.num_frames = len(self.rows), int(self.lengths.sum())
-        meant = {key: {k: v for k, v in f.items() if k not in ENCODING} for key, f in info.features.items()}
-        self._fingerprint_head = json.dumps([info.fps, meant], sort_keys=True)
+        self.table = self.read_table(self.videos)
+        rows = _selected_rows(self.table.index, episodes)
+        if filter is not None:
+            matching = np.intersect1d(rows, np.searchsorted(self.table.index, self._matching(filter)))
+            if not len(matching):
+                raise ValueError(f"filter leaves none of {len(rows)} episodes; `dali-stream info` lists what there is")
+            rows = matching
+        self._take(rows, None)
+
+    def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
+        """Selects the episodes in these rows of the table, and these frames of them."""
+        self.rows, self.frame_ranges = rows, ranges
+        self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
+        self.num_episodes = len(rows)
+        self.num_frames = int(self.sampled_lengths.sum())
+
+    def _sample(self, frames: Frames | str | os.PathLike[str] | None, drop_first: int, drop_last: int) -> None:
+        """Restricts the frames that are sampled."""
+        if frames is None and not drop_first and not drop_last:
+            return
+        ranges = frame_ranges.dropped(self.lengths, drop_first, drop_last)
+        if frames is not None:
+            given = frame_ranges.given(frames, self.table.index, self.table.length).of(self.rows)
+            ranges = given.within(np.full(len(self.rows), drop_first), self.lengths - drop_last)
+        if not ranges.counts.any():
+            raise ValueError(
+                f"frames, drop_first={drop_first} and drop_last={drop_last} leave none of the {int(self.lengths.sum())} frames "
+                f"of {self.num_episodes} episodes; give wider ranges, or drop fewer frames"
+            )
+        self._take(self.rows, ranges)
+
+    def _matching(self, filter: EpisodeFilter) -> npt.NDArray[np.int64]:
+        """Indices of the episodes that a filter takes."""
+        table = self.episode_columns()
+        if isinstance(filter, pc.Expression):
+            try:
+                kept = table.filter(filter)
+            except pa.ArrowInvalid:  # perhaps a column of statistics
+                table = self.episode_columns(stats=True)
+                try:
+                    kept = table.filter(filter)
+                except (pa.ArrowException, TypeError) as error:
+                    raise ValueError(
+                        f"filter is {filter}, which does not fit the episode table: {error}; its columns are "
+                        f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
+                    ) from error
+            return kept["episode_index"].to_numpy()
+        if not callable(filter):
+            raise ValueError(f"filter is {filter!r}; it is a function of an episode's columns, or a pyarrow.compute expression")
+        return np.array([row["episode_index"] for row in table.to_pylist() if filter(row)], np.int64)
+
+    def episode_columns(self, *, stats: bool = False) -> pa.Table:
+        """The episode table of the whole dataset as its files have it, with columns of statistics or without."""
+        return (
+            v2.read_episode_columns(self.store) if self._info.is_v2 else metadata.read_episode_columns(self.store, stats=stats)
+        )
+
+    @property
+    def sampled_lengths(self) -> npt.NDArray[np.int64]:
+        """(E,) frames of each selected episode that an epoch shows."""
+        return self.lengths if self.frame_ranges is None else self.frame_ranges.counts
+
+    def read_table(self, cameras: Iterable[str]) -> metadata.Episodes:
+        """The episodes of the whole dataset, with these cameras. Raises DatasetError where the metadata is broken."""
+        read = v2.read_episodes if self._info.is_v2 else metadata.read_episodes
+        return read(self.store, self._info, cameras)
 
     @functools.cached_property
     def tasks(self) -> dict[int, str]:
-        """{task_index: task}, out of `meta/tasks.parquet`."""
-        return metadata.read_names(self.store, "meta/tasks.parquet", "task_index")
+        """{task_index: task}, out of `meta/tasks.parquet` or `meta/tasks.jsonl`."""
+        return v2.read_tasks(self.store) if self._info.is_v2 else metadata.read_names(self.store, metadata.TASKS, "task_index")
 
     @functools.cached_property
     def subtasks(self) -> dict[int, str]:
@@ -99,26 +168,66 @@ class DatasetFiles:
     def stats(self) -> metadata.Stats:
         """Statistics per key (`mean`, `std`, `min`, `max`, quantiles): those that were given, or else of `meta/stats.json`.
 
-        The latter are of all episodes of the dataset, whichever are selected.
+        The latter are of all episodes of the dataset, whichever are selected. In v2.1 they are aggregated from those of
+        `meta/episodes_stats.jsonl`, as LeRobot's converter to v3.0 does.
         """
-        return metadata.read_stats(self.store) if self._own_stats is None else self._own_stats
+        return self.stored_stats if self._own_stats is None else self._own_stats
+
+    @functools.cached_property
+    def stored_stats(self) -> metadata.Stats:
+        """Those of the dataset's own files, whether others were given or not."""
+        return v2.read_stats(self.store, self._info) if self._info.is_v2 else metadata.read_stats(self.store)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the metadata and the selected episodes. Cameras, place, files and codecs do not count."""
+        """32 hexadecimal digits over the metadata and the selected episodes. Cameras, place, files, codecs and the version of
+        the format do not count."""
+        features = {key: _without(feature, *ENCODING, "fps") for key, feature in self._info.features.items()}
+        # Of statistics, what remains exact when those of episodes are aggregated: min, max and count.
+        stats = {
+            key: {name: _numbers(found[name]) for name in ("min", "max", "count") if name in found}
+            for key, found in self.stored_stats.items()
+        }
+        return self._digest([float(self.fps), features], json.dumps(stats, sort_keys=True).encode())
+
+    def has_fingerprint(self, found: object) -> bool:
+        """Whether a saved state is of this dataset: it has this fingerprint, or the one that v3.0 had before v2.x was read."""
+        if found == self.fingerprint or self._info.is_v2:
+            return found == self.fingerprint
+        features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
+        stats = self.store.read_all(metadata.STATS) if self.store.exists(metadata.STATS) else b""
+        return found == self._digest([self.fps, features], stats)
+
+    def _digest(self, head: list[Any], stats: bytes) -> str:
         table = self.table
-        digest = hashlib.blake2b((self._fingerprint_head + (self.revision or "")).encode(), digest_size=16)
+        digest = hashlib.blake2b((json.dumps(head, sort_keys=True) + (self.revision or "")).encode(), digest_size=16)
         for values in (table.index, table.length, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
-        if self.store.exists(metadata.STATS):  # episodes of equal lengths are common, equal statistics are not
-            digest.update(self.store.read_all(metadata.STATS))
+        if self.frame_ranges is not None:
+            digest.update(b"frames" + self.frame_ranges.to_bytes())
+        digest.update(stats)  # episodes of equal lengths are common, equal statistics are not
         return digest.hexdigest()
+
+    @property
+    def stored_splits(self) -> dict[str, Any]:
+        """`splits` of `meta/info.json`, as it stands there."""
+        return self._info.splits
+
+    @property
+    def tasks_place(self) -> str:
+        """The file that `tasks` are read from."""
+        return v2.TASKS if self._info.is_v2 else metadata.TASKS
 
     @property
     def stats_place(self) -> str:
         """Where `stats` are from, for messages."""
-        return metadata.STATS if self._own_stats is None else "stats="
+        return self.stored_stats_place if self._own_stats is None else "stats="
+
+    @functools.cached_property
+    def stored_stats_place(self) -> str:
+        """The file that `stored_stats` are from."""
+        return v2.stats_place(self.store, self._info) if self._info.is_v2 else metadata.STATS
 
     @property
     def stores(self) -> list[Store]:
@@ -147,6 +256,14 @@ class DatasetFiles:
         rest.cameras, rest.videos = (tuple(key for key in of if key not in keys) for of in (self.cameras, self.videos))
         rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
         return rest
+
+    def part(self: Self, rows: npt.NDArray[np.int64]) -> Self:
+        """The selected episodes in these rows of the table, rising, over the same open files."""
+        part = object.__new__(type(self))
+        vars(part).update({name: value for name, value in vars(self).items() if name != "fingerprint"})
+        ranges = self.frame_ranges
+        part._take(rows, None if ranges is None else ranges.of(np.searchsorted(self.rows, rows)))
+        return part
 
     def __getstate__(self) -> dict[str, Any]:
         store, data_store = copy.deepcopy((self.store, self.data_store))  # one object, where they are one
@@ -178,6 +295,16 @@ def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Sta
         return metadata.stats_of(stats)
     except ValueError as error:
         raise ValueError(f"stats is {str(stats)[:80]}; {error}") from error
+
+
+def _without(feature: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in feature.items() if key not in keys}
+
+
+def _numbers(values: npt.NDArray[Any]) -> list[Any]:
+    """Values of a statistic, whatever types and nesting a version writes them in."""
+    flat = values.ravel()
+    return [str(v) for v in flat] if flat.dtype.kind not in "biuf" else (flat.astype(np.float64) + 0.0).tolist()  # no -0.0
 
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

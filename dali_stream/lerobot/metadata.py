@@ -1,6 +1,6 @@
-"""The files below `meta/` of a LeRobot v3.0 dataset, read and checked against the format.
+"""The files below `meta/` of a LeRobot dataset, read and checked against the format: info.json of all versions, else v3.0.
 
-Format: https://huggingface.co/docs/lerobot/lerobot-dataset-v3 and LeRobot's `datasets/utils.py`.
+Format: https://huggingface.co/docs/lerobot/lerobot-dataset-v3 and LeRobot's `datasets/utils.py`. `v2` has the rest of v2.x.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,26 +22,40 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.features import Feature
 from dali_stream.storage import Store, lfs
+from dali_stream.storage.store import Ranges
 
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
+TASKS = "meta/tasks.parquet"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
+_SMALL_TABLE = 1 << 20
 Stats = dict[str, dict[str, npt.NDArray[Any]]]  # {key: {"mean": (*shape), …}}; a camera's are (3, 1, 1), of values in [0, 1]
 _log = logging.getLogger("dali_stream")
 
 
 @dataclass(frozen=True)
 class Info:
-    """What `meta/info.json` says, checked. `features` are the entries as they stand, of the dtypes that can be read."""
+    """What `meta/info.json` says, checked. `features` are the entries as they stand, of the dtypes that can be read.
 
+    `chunk` is the number of episodes in a chunk of v2.x; 0 where the paths do not need it.
+    """
+
+    version: str
     fps: float
     features: dict[str, Feature]
     data_path: str
     video_path: str | None
     episodes: int | None
     frames: int | None
+    chunk: int = 0
+    splits: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_v2(self) -> bool:
+        """Whether the dataset is of v2.0 or v2.1."""
+        return self.version.startswith("v2.")
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class Episodes:
         data: its Parquet file.
         video: per camera, its MP4.
         start: per camera, (E,) seconds at which the episode begins in its MP4.
-        stop: per camera, (E,) seconds at which it ends there; the frame at that time is not of it.
+        stop: per camera, (E,) seconds at which it ends there; the frame at that time is not of it. Infinite in v2.x.
     """
 
     index: npt.NDArray[np.int64]
@@ -95,15 +109,19 @@ def read_info(store: Store) -> Info:
     Raises:
         DatasetError: it is missing, of another version or storage format, or of the wrong shape.
     """
-    if not store.exists(INFO):
-        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist. {_looks(store)}")
-    info = _object(read_json(store, INFO), store, "it")
+    try:
+        info = _object(read_json(store, INFO), store, "it")
+    except DatasetError:
+        if store.exists(INFO):
+            raise
+        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist. {_looks(store)}") from None
     if "codebase_version" not in info:
         what = "lacks codebase_version" if info else "it is an empty object"
         raise DatasetError(f"{store.where(INFO)}: {what}. {_looks(store)}")
     version = str(info["codebase_version"])
-    if not version.startswith("v3."):
-        raise DatasetError(f"{store.where(INFO)}: codebase_version is {version[:40]!r}, and v3.0 is read.{_CONVERT}")
+    if not version.startswith(("v2.", "v3.")):
+        raise DatasetError(f"{store.where(INFO)}: codebase_version is {version[:40]!r}; v2.0, v2.1 and v3.0 are read")
+    fields = _V2_FIELDS if version.startswith("v2.") else _V3_FIELDS
     if info.get("storage_format") == "lance":
         raise DatasetError(
             f'{store.where(INFO)}: storage_format is "lance", and Parquet with MP4 is read; export it to that with LeRobot'
@@ -112,13 +130,18 @@ def read_info(store: Store) -> Info:
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 100_000:
         raise DatasetError(f"{store.where(INFO)}: fps is {str(fps)[:40]}; it is a number above 0")
     features = _object(info.get("features"), store, "features")
+    data_path = _template(info.get("data_path"), "data_path", fields, store)
+    video_path = _template(info["video_path"], "video_path", fields, store) if info.get("video_path") else None
     return Info(
+        version=version,
         fps=fps,
         features={key: Feature(feature) for key, feature in features.items() if _readable(key, feature, store)},
-        data_path=_template(info.get("data_path"), "data_path", store),
-        video_path=_template(info["video_path"], "video_path", store) if info.get("video_path") else None,
+        data_path=data_path,
+        video_path=video_path,
         episodes=_count(info.get("total_episodes"), "total_episodes", store),
         frames=_count(info.get("total_frames"), "total_frames", store),
+        splits=splits if isinstance(splits := info.get("splits"), dict) else {},
+        chunk=_chunk(info.get("chunks_size"), store) if "{episode_chunk" in f"{data_path}{video_path}" else 0,
     )
 
 
@@ -131,9 +154,8 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     names = [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
     if not names:
         raise DatasetError(f"{store.where('meta/episodes')}: no Parquet file in there, so there are no episodes")
-    cameras, video_path = list(cameras), info.video_path or ""
-    if cameras and not video_path:
-        raise DatasetError(f"{store.where(INFO)}: has video features, and video_path is null")
+    cameras = list(cameras)
+    video_path = video_template(store, info) if cameras else ""
     fields = ["chunk_index", "file_index", "from_timestamp", "to_timestamp"]
     wanted = ["episode_index", "length", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index"]
     wanted += [f"videos/{camera}/{name}" for camera in cameras for name in fields]
@@ -141,7 +163,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     table = {key: np.concatenate([part[key] for part in parts]) for key in wanted}
     by_index = np.argsort(table["episode_index"], kind="stable")
     table = {key: values[by_index] for key, values in table.items()}
-    _check_episodes(table, store, info)
+    check_episodes(table, store.where("meta/episodes"), store, info)
     video = {}
     for camera in cameras:
         columns = table[f"videos/{camera}/chunk_index"], table[f"videos/{camera}/file_index"]
@@ -155,6 +177,24 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         start={camera: table[f"videos/{camera}/from_timestamp"].astype(np.float64) for camera in cameras},
         stop={camera: table[f"videos/{camera}/to_timestamp"].astype(np.float64) for camera in cameras},
     )
+
+
+def video_template(store: Store, info: Info) -> str:
+    """`video_path`. Raises DatasetError where it is null."""
+    if not info.video_path:
+        raise DatasetError(f"{store.where(INFO)}: has video features, and video_path is null")
+    return info.video_path
+
+
+def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
+    """All columns of the episode table, with those of statistics or without, by rising episode index."""
+    parts = []
+    for name in store.files("meta/episodes"):
+        with parquet_errors(store, name), store.open(name) as file:
+            parquet = pq.ParquetFile(file, pre_buffer=True)
+            columns = [column for column in parquet.schema_arrow.names if stats or not column.startswith("stats/")]
+            parts.append(parquet.read(columns=columns, use_threads=False))
+    return pa.concat_tables(parts, promote_options="default").sort_by("episode_index")
 
 
 def read_names(store: Store, path: str, index: str) -> dict[int, str]:
@@ -178,6 +218,23 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     if not all(isinstance(k, int) and isinstance(v, str) for k, v in pairs.items()):
         raise DatasetError(f"{store.where(path)}: {index} must hold integers and {names[0]} strings")
     return pairs
+
+
+def tasks_table(tasks: Mapping[int, str], name: str | None = "task") -> pa.Table:
+    """`meta/tasks.parquet` as pandas writes it: the task is the index, of this name or of none."""
+    index = name or "__index_level_0__"
+    column = {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
+    level = {"name": name, "field_name": index, "pandas_type": "unicode", "numpy_type": "object"}
+    label = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}
+    described = {
+        "index_columns": [index],
+        "column_indexes": [{**label, "metadata": {"encoding": "UTF-8"}}],
+        "columns": [{**column, "metadata": None}, {**level, "metadata": None}],
+        "creator": {"library": "pyarrow", "version": pa.__version__},
+        "pandas_version": "2.3.0",
+    }
+    table = pa.table({"task_index": pa.array(tasks.keys(), pa.int64()), index: pa.array(tasks.values(), pa.string())})
+    return table.replace_schema_metadata({"pandas": json.dumps(described)})
 
 
 def read_stats(store: Store) -> Stats:
@@ -215,8 +272,13 @@ def read_json(store: Store, path: str) -> Any:
 
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
     """A Parquet file, or the named columns of it. Raises DatasetError where it cannot be read."""
-    with parquet_errors(store, path), store.open(path) if columns else pa.BufferReader(store.read_all(path)) as file:
+    with parquet_errors(store, path), _opened(store, path) as file:
         return pq.ParquetFile(file, pre_buffer=True).read(columns=columns, use_threads=False)
+
+
+def _opened(store: Store, path: str) -> Ranges | pa.BufferReader:
+    """A file, read whole if it is small: fewer round trips."""
+    return pa.BufferReader(store.read_all(path)) if store.size(path) <= _SMALL_TABLE else store.open(path)
 
 
 class parquet_errors:
@@ -238,16 +300,14 @@ class parquet_errors:
             raise DatasetError(f"{where}: not a whole Parquet file: {said}; fetch or record it again") from None
 
 
-_CONVERT = (
-    " Convert it with LeRobot: python -m lerobot.datasets.v30.convert_dataset_v21_to_v30 --repo-id=<owner>/<name>"
-    " (a v2.0 dataset to v2.1 first)"
-)
+_V3_FIELDS = {"video_key": "", "chunk_index": ":03d", "file_index": ":03d"}
+_V2_FIELDS = {"video_key": "", "episode_chunk": ":03d", "episode_index": ":06d"}
 
 
 def _looks(store: Store) -> str:
     """What a dataset whose version is unknown looks like, and what to do."""
     if store.exists("meta/episodes.jsonl"):
-        return f"It has meta/episodes.jsonl, so it is v2.x.{_CONVERT}"
+        return f"It has meta/episodes.jsonl, so it looks like v2.x: copy or fetch {INFO} again"
     if store.files("meta/episodes"):
         return f"It has meta/episodes/, so it looks like v3.0: copy or fetch {INFO} again"
     return "It has neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x): give the folder that holds meta/"
@@ -262,6 +322,12 @@ def _object(value: Any, store: Store, what: str, path: str = INFO) -> dict[str, 
 def _count(value: Any, name: str, store: Store) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise DatasetError(f"{store.where(INFO)}: {name} is {str(value)[:40]}; it is an integer of 0 or more")
+    return value
+
+
+def _chunk(value: Any, store: Store) -> int:
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise DatasetError(f"{store.where(INFO)}: chunks_size is {str(value)[:40]}; it is the number of episodes in a chunk")
     return value
 
 
@@ -281,25 +347,33 @@ def _readable(key: str, feature: Any, store: Store) -> bool:
     return True
 
 
-def _template(value: Any, name: str, store: Store) -> str:
-    """A path template, held to plain integer fields, since a format can also spell gigabytes of padding."""
-    allowed = {"chunk_index", "file_index", "video_key"}
+def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> str:
+    """A path template, held to plain integer fields, since a format can also spell gigabytes of padding.
+
+    That of v2.x names the episode, and the camera of a video: without them, one file would be that of all.
+    """
+    needed = {"episode_index", "video_key"} if name == "video_path" else {"episode_index"}
     try:
         if not isinstance(value, str):
             raise ValueError(f"it is {type(value).__name__}")
-        for _, key, form, conversion in string.Formatter().parse(value):
-            if key is not None and (key not in allowed or conversion or not re.fullmatch(r"(0?\d{1,2}d?)?", form or "")):
+        found = [
+            (key, form or "", conversion) for _, key, form, conversion in string.Formatter().parse(value) if key is not None
+        ]
+        for key, form, conversion in found:
+            plain = re.fullmatch("" if key == "video_key" else r"(0?\d{1,2}d?)?", form)
+            if key not in fields or conversion or not plain:
                 raise ValueError(f"it has the field {{{key}:{form}}}"[:80])
+        lacking = sorted(needed & fields.keys() - {key for key, _, _ in found}) if "episode_index" in fields else []
+        if lacking:
+            raise ValueError(f"it lacks the field {{{lacking[0]}}}")
     except ValueError as error:
-        raise DatasetError(
-            f"{store.where(INFO)}: {name} is not a path template: {error}; allowed are {{video_key}}, {{chunk_index:03d}} and "
-            "{file_index:03d}"
-        ) from error
+        allowed = ", ".join(f"{{{key}{form}}}" for key, form in fields.items())
+        raise DatasetError(f"{store.where(INFO)}: {name} is not a path template: {error}; allowed are {allowed}") from error
     return value
 
 
 def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArray[Any]]:
-    with parquet_errors(store, path), store.open(path) as file:
+    with parquet_errors(store, path), _opened(store, path) as file:
         parquet = pq.ParquetFile(file, pre_buffer=True)
         missing = [name for name in wanted if name not in parquet.schema_arrow.names]
         if missing:
@@ -316,9 +390,19 @@ def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArra
         return columns
 
 
-def _check_episodes(table: dict[str, npt.NDArray[Any]], store: Store, info: Info) -> None:
+def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Store, info: Info) -> None:
+    """Checks the columns of an episode table, sorted by episode index, and the totals of info.json.
+
+    Args:
+        table: columns as v3.0 names them.
+        where: file or folder that has it, for messages.
+        store: of the dataset.
+        info: of the dataset.
+
+    Raises:
+        DatasetError: numbers contradict each other, or the totals.
+    """
     index, length = table["episode_index"], table["length"]
-    where = store.where("meta/episodes")
 
     def refuse(wrong: npt.NDArray[np.bool_], what: str) -> None:
         if wrong.any():
@@ -328,8 +412,9 @@ def _check_episodes(table: dict[str, npt.NDArray[Any]], store: Store, info: Info
         raise DatasetError(f"{where}: no episodes")
     refuse(np.append(False, np.diff(index) == 0) | (index < 0), "its index is negative or stands there twice")
     refuse((length < 1) | (length > 1 << 40), "its length is not a positive number of frames")
-    promised = table["dataset_to_index"] - table["dataset_from_index"]
-    refuse(promised != length, "its length and its dataset_from_index and dataset_to_index differ")
+    if "dataset_to_index" in table:
+        promised = table["dataset_to_index"] - table["dataset_from_index"]
+        refuse(promised != length, "its length and its dataset_from_index and dataset_to_index differ")
     for name, values in table.items():
         if name.endswith(("chunk_index", "file_index")):
             refuse((values < 0) | (values > 1 << 40), f"{name} is not a number of a file")
@@ -341,8 +426,8 @@ def _check_episodes(table: dict[str, npt.NDArray[Any]], store: Store, info: Info
     for what, promise, found in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
         if promise is not None and promise != found:
             raise DatasetError(
-                f"{store.where(INFO)}: it promises {promise} {what}, and the tables in {where} hold {found}; a file is "
-                "missing, or the dataset was edited by hand: copy or edit it again with LeRobot's tools"
+                f"{store.where(INFO)}: it promises {promise} {what}, and {where} holds {found}; a file is missing, or the "
+                "dataset was edited by hand: copy or edit it again with LeRobot's tools"
             )
 
 

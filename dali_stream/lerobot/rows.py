@@ -92,6 +92,7 @@ class RowReader:
         with parquet_errors(self._store, path):
             footer = self._footer(path, number)
             found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
+            footer.whole = b""
             if episode not in found:  # the file does not hold its episodes in their order
                 found = self._read(footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index))
         if episode not in found:
@@ -106,14 +107,18 @@ class RowReader:
         columns = list(dict.fromkeys([*self.features, "episode_index"]))
 
         def read() -> Found:
+            whole = footer.whole
             file = self._store.open(path, footer.size)
-            parquet = _parquet(file, footer)
+            parquet = _parquet(pa.BufferReader(whole) if whole else file, footer)
             runs = footer.runs(columns) if self._dataset.skips_images else [columns]
             parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
             table = pa.table({name: part[name] for part in parts for name in part.column_names})
             found = self._cut(path, table)
             episodes, rows = np.unique(table["episode_index"].to_numpy(), return_counts=True)
-            found.rows, found.bytes_read = dict(zip(episodes.tolist(), rows.tolist(), strict=True)), file.bytes_read
+            found.rows, found.bytes_read = (
+                dict(zip(episodes.tolist(), rows.tolist(), strict=True)),
+                len(whole) or file.bytes_read,
+            )
             return found
 
         def read_in_turn() -> Found:
@@ -163,12 +168,23 @@ class RowReader:
 
     def _read_footer(self, path: str, number: int) -> _Footer:
         table, store = self._dataset.table, self._store
-        first_row, promised = int(table.first_row[table.data.index == number].min()), int(table.length.sum())
-        size = store.size(path)
-        with store.open(path, size) as file:
+        whole = self._small_file(path, number)
+        first_row, promised = int(table.first_row[table.data.rows(number)].min()), int(table.length.sum())
+        size = store.size(path)  # after the read above, which brings that of a remote file
+        whole = whole if len(whole) == size else b""
+        with pa.BufferReader(whole) if whole else store.open(path, size) as file:
             # pyarrow reads 64 KiB from the end, where an image may lie that is not needed.
             parquet = pq.ParquetFile(_footer_alone(file, size) if self._dataset.skips_images else file)
-            return _Footer(parquet, list(self.features), first_row, promised, store.where(path), size)
+            footer = _Footer(parquet, list(self.features), first_row, promised, store.where(path), size)
+        footer.whole = whole
+        return footer
+
+    def _small_file(self, path: str, number: int) -> bytes:
+        """A remote file of one short episode, as v2.x has them: one request instead of three. Empty, or cut, for others."""
+        dataset = self._dataset
+        rows = dataset.table.length[dataset.table.data.rows(number)]
+        small = len(rows) == 1 and rows[0] * dataset.row_bytes <= _SMALL_FILE and not dataset.skips_images
+        return self._store.read(path, 0, _SMALL_FILE) if small and self._store.remote else b""
 
     def _cut(self, path: str, table: pa.Table) -> Found:
         """The selected episodes that are whole in `table`."""
@@ -230,6 +246,7 @@ class _Footer:
 
     def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str, size: int) -> None:
         self.metadata, self.size = parquet.metadata, size
+        self.whole = b""  # the file, where it was read with the footer and its rows were not yet read
         self._names = parquet.schema_arrow.names
         missing = [key for key in [*keys, "episode_index"] if key not in parquet.schema_arrow.names]
         if missing:
@@ -265,6 +282,7 @@ class _Footer:
 
 
 _FEW_ROWS = 1 << 20
+_SMALL_FILE = 1 << 20  # bytes
 
 
 def _range(parquet: pq.ParquetFile, group: int) -> tuple[int, int]:

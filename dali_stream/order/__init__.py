@@ -3,21 +3,15 @@
 from dali_stream.order.order import (
     Order,
     Shuffle,
-    allowed_worlds,
-    check_order_arguments,
     check_world,
     checked_lengths,
     default_pools,
-    uneven,
 )
 
 __all__ = [
     "Order",
     "Shuffle",
-    "allowed_worlds",
-    "check_order_arguments",
     "check_world",
     "checked_lengths",
     "default_pools",
-    "uneven",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dali_stream.errors import counted
+
 LAST_BATCH = ("drop", "partial", "pad")
 
 
@@ -22,6 +24,16 @@ class Batches:
     batch_size: int
     world_size: int
     last_batch: str
+
+    def checked(self) -> Batches:
+        """These batches. Raises ValueError where an epoch has none."""
+        if not self.count(0):
+            raise ValueError(
+                f"batch_size={self.batch_size} on {counted(self.world_size, 'rank')} needs {counted(self.stride, 'frame')}, "
+                f"and the selection has {self.frames}, so an epoch has no batch; give a smaller batch_size, or "
+                'last_batch="pad"'
+            )
+        return self
 
     @property
     def stride(self) -> int:

@@ -1,22 +1,48 @@
-"""What the state of a run says of its order, for the Loader and for FrameSampler."""
+"""The order's arguments in the Loader and in FrameSampler, and in the state of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dali_stream.errors import ResumeError
-from dali_stream.order import Shuffle, allowed_worlds
+from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
 
 
-def order_state(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> dict[str, Any]:
-    """What an order is a function of, beside episodes and epoch, for the state of a run."""
-    state: dict[str, Any] = {"shuffle": shuffle}
-    if shuffle:
-        state["seed"] = seed
-    if shuffle is True:
-        state |= {"consumers": consumers, "episode_pool_size": episode_pool_size}
-    return state
+class OrderArguments(NamedTuple):
+    """What an order is a function of, beside episodes and epoch. As of `Order`."""
+
+    shuffle: Shuffle
+    seed: int
+    consumers: int
+    episode_pool_size: int
+
+    def checked(self, rank: int, world_size: int) -> OrderArguments:
+        """These arguments. Raises ValueError for what no order can be made of, and where these ranks cannot share it."""
+        check_order_arguments(*self)
+        check_world(rank, world_size, self.consumers if self.shuffle is True else None)
+        return self._replace(seed=int(self.seed))
+
+    def check_resumable(self, world_size: int) -> None:
+        """Raises ResumeError where so many ranks cannot share the order of a state."""
+        if self.shuffle is True and self.consumers % world_size:
+            raise ResumeError(
+                f"the state is of a run with consumers={self.consumers}, which world_size={world_size} does not divide; a run "
+                f"keeps its consumers, so resume it on {allowed_worlds(self.consumers)} ranks"
+            )
+
+    def uneven(self, batch_size: int, world_size: int) -> str | None:
+        """What happens where `consumers` does not divide the global batch, for a warning; None where it does."""
+        return uneven(self.consumers, batch_size, world_size) if self.shuffle is True else None
+
+    def state(self) -> dict[str, Any]:
+        """What the state of a run notes of them: those that the order depends on."""
+        state: dict[str, Any] = {"shuffle": self.shuffle}
+        if self.shuffle:
+            state["seed"] = self.seed
+        if self.shuffle is True:
+            state |= {"consumers": self.consumers, "episode_pool_size": self.episode_pool_size}
+        return state
 
 
 def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str, int | None]) -> dict[str, Any]:
@@ -33,15 +59,6 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
         left = {name: order.get(name) for name, given in pools.items() if given is None}
         taken |= {name: value for name, value in left.items() if type(value) is int and value >= 1}
     return taken
-
-
-def check_resumable(world_size: int, consumers: int) -> None:
-    """Raises ResumeError where so many ranks cannot share the order of a state."""
-    if consumers % world_size:
-        raise ResumeError(
-            f"the state is of a run with consumers={consumers}, which world_size={world_size} does not divide; a run keeps its "
-            f"consumers, so resume it on {allowed_worlds(consumers)} ranks"
-        )
 
 
 def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], frames: int) -> tuple[int, int]:

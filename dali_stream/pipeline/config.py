@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,11 +15,15 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.order import Order, Shuffle
+from dali_stream.order import Order
 from dali_stream.order.batches import Batches
+from dali_stream.order.selected import SelectedOrder
+from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
 from dali_stream.schedule.budget import Sizes, batches_in_progress
 
+_D = TypeVar("_D", bound=DatasetFiles)
+_log = logging.getLogger("dali_stream")
 SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
 
 
@@ -28,10 +34,7 @@ class Config:
     dataset: DatasetFiles
     batches: Batches
     windows: Windows
-    shuffle: Shuffle
-    seed: int
-    consumers: int
-    episode_pool_size: int
+    arguments: OrderArguments
     rank: int
     threads: int
     prefetch: int | None
@@ -45,7 +48,15 @@ class Config:
 
     def order(self, epoch: int) -> Order:
         """The order of one epoch."""
-        return Order(self.dataset.lengths, self.shuffle, self.seed, epoch, self.consumers, self.episode_pool_size)
+        shuffle, seed, *pools = self.arguments
+        ranges = self.dataset.frame_ranges
+        if ranges is None:
+            return Order(self.dataset.lengths, shuffle, seed, epoch, *pools)
+        return SelectedOrder(ranges, shuffle, seed, epoch, *pools)
+
+    def order_state(self) -> dict[str, Any]:
+        """What order and augmentation are a function of, beside dataset and epoch."""
+        return self.arguments.state() | ({"seed": self.arguments.seed} if self.augments else {})
 
     def frame_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames when the CPU has decoded and resized them."""
@@ -95,10 +106,11 @@ class Config:
 
     def _episodes(self) -> int:
         """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
-        batches, lengths = self.batches, self.dataset.lengths
-        if self.shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
-            return self.consumers // batches.world_size * (self.episode_pool_size + 1)
-        if self.shuffle is False:
+        batches, lengths = self.batches, self.dataset.sampled_lengths
+        shuffle, _, consumers, episode_pool_size = self.arguments
+        if shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
+            return consumers // batches.world_size * (episode_pool_size + 1)
+        if shuffle is False:
             ends = np.cumsum(lengths)
             return int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
         return batches.batch_size
@@ -108,3 +120,37 @@ class Config:
         features = self.dataset.features.items()
         keys = [key for key, f in features if not (f.is_camera or f.is_text)]
         return keys + [f"{key}_is_pad" for key in self.windows.offsets] + [SAMPLE] * self.augments
+
+
+def delivered(dataset: _D, offsets: Mapping[str, Any], augments: bool) -> _D:
+    """The dataset without the features whose keys batches have for something else. Logs which.
+
+    Args:
+        dataset: the selected part of a dataset.
+        offsets: by the keys with a window.
+        augments: whether samples bring random numbers.
+
+    Raises:
+        ValueError: one of the features has a window itself, or the key of the random numbers.
+    """
+    if augments and SAMPLE in dataset.features:
+        raise ValueError(
+            f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; rename the feature"
+        )
+    added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
+    added["task"] = "the text of task_index"
+    if "subtask" in dataset.features and "subtask_index" in dataset.features and dataset.subtasks:
+        added["subtask"] = "the text of subtask_index"
+    taken = [key for key in dataset.features if key in added]
+    for key in taken:
+        if key in offsets:
+            raise ValueError(
+                f"delta_timestamps has {key!r}, a feature of the dataset, and {added[key]} is delivered under the same key; "
+                "leave one of the two windows out"
+            )
+    if not taken:
+        return dataset
+    _log.warning(
+        "left out of the batches: %s", "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in taken)
+    )
+    return dataset.without(taken)

@@ -48,6 +48,7 @@ from dali_stream.workers import Workers
 Array = npt.NDArray[Any]
 Texts = dict[str, list[str]]  # per key, one of each sample
 _log = logging.getLogger("dali_stream")
+MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
 _TRIM_AFTER = 4096  # decoded frames, after which free memory is given back: it takes some ms
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
@@ -99,7 +100,7 @@ class BatchProducer:
         self._decoders: dict[str, Decoder] = {key: self._decoder(key) for key in dataset.cameras}
         self._advised, self._decodes = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
-        self._before = counters.indices_read_again, counters.evicted_early  # of runs before this one
+        self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
         self._buffers = Buffers()
         self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `frames`
         self._current: tuple[Batch, dict[str, Any]]
@@ -194,17 +195,11 @@ class BatchProducer:
         """Per camera on the DALI route, the clips of the batches that DALI may be at."""
         return {key: [clip for batch in self._clips for clip in batch[key]] for key in self._on_dali}
 
-    def resident_bytes(self) -> int:
-        """Memory of rows, indices, encoded video and decoded frames that are kept."""
-        return self._schedule.reads.cache.taken + self.frame_cache_bytes()
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Of that, the memory of rows, of indices and of encoded video."""
-        return {f"{name}_bytes": self._schedule.reads.bytes_of(name) for name in ("row", "index", "encoded")}
-
-    def frame_cache_bytes(self) -> int:
-        """Memory of decoded frames that are kept for later batches."""
-        return sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
+    def memory(self) -> dict[str, int]:
+        """Bytes of what is kept in memory, by the keys `MEMORY`: all, then rows, indices, encoded video, decoded frames."""
+        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
+        kinds = *self._schedule.reads.bytes_by_kind(), frames
+        return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
     def close(self) -> None:
         """Stops the planner and the pool, and waits for them. In a forked process there is nothing to stop."""
@@ -232,7 +227,7 @@ class BatchProducer:
         self._put(closed())  # for a thread that waits in `source`
 
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
-        kept, frames = self._shares.frames, self._config.dataset.num_frames
+        kept, frames = self._shares.frames, int(self._config.dataset.lengths.sum())
         larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
         return Limits(kept, depth, order_horizon(self._shares, sizes), larger)
 
@@ -285,7 +280,7 @@ class BatchProducer:
             else:
                 others = {episode: size_of(rows) for episode, rows in found.items() if episode != read.number}
                 self._memory.keep(found, reads.arrived(read, size, others))
-        self._count_indices()
+        self._count_again("indices_read_again", self._schedule.reads.indices_read_again, "indices are read")
         episodes, remote = reads.ready(), self._config.dataset.data_store.remote
         for key, decoder in self._decoders.items():
             for episode in self._schedule.unknown(key, episodes):
@@ -309,7 +304,7 @@ class BatchProducer:
                 with self._counters.timed("gather_s"):
                     columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
         if config.augments:
-            columns[SAMPLE] = uniforms(config.seed, batch.epoch, batch.position)
+            columns[SAMPLE] = uniforms(config.arguments.seed, batch.epoch, batch.position)
         strings = self._strings(columns, batch.episode, batch.frame)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
         self._count(step)
@@ -327,7 +322,7 @@ class BatchProducer:
         if not step.samples.number:
             self._first = fetched
         self._counters.add(needed_bytes=reads.needed_bytes)
-        self._count_evicted()
+        self._count_again("evicted_early", self._schedule.reads.cache.evicted_early, "bytes are fetched")
         return video.view(step.samples.number, reads.needed)
 
     def _count(self, step: Step) -> None:
@@ -342,23 +337,14 @@ class BatchProducer:
             self._decodes = 0
             trim_memory()
 
-    def _count_indices(self) -> None:
-        """Counts indices that were dropped and are read again."""
-        if self._schedule.reads.indices_read_again and not self._counters.indices_read_again:
+    def _count_again(self, counter: str, count: int, what: str) -> None:
+        """Counts what is read again, since there was no room to keep it until its next use. Warns the first time."""
+        if count and not getattr(self._counters, counter):
             _log.warning(
                 "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
-                "the episodes in use take: indices are read more than once. %s", self._shares.encoded, _MORE_MEMORY,
+                "the episodes in use take: %s more than once. %s", self._shares.encoded, what, _MORE_MEMORY,
             )  # fmt: skip
-        self._counters.indices_read_again = self._before[0] + self._schedule.reads.indices_read_again
-
-    def _count_evicted(self) -> None:
-        """Counts blocks that there was no room for until their next use."""
-        if self._schedule.reads.cache.evicted_early and not self._counters.evicted_early:
-            _log.warning(
-                "memory_budget leaves %d bytes for encoded video, rows and indices, which is less than those of the episodes "
-                "in use take: bytes are fetched more than once. %s", self._shares.encoded, _MORE_MEMORY,
-            )  # fmt: skip
-        self._counters.evicted_early = self._before[1] + self._schedule.reads.cache.evicted_early
+        setattr(self._counters, counter, self._before[counter] + count)
 
     def _advise(self, advice: Advice) -> None:
         budget = self._config.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes

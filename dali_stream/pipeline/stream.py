@@ -1,23 +1,27 @@
-"""A batch producer and the DALI pipeline over it, from one position of the order until it is closed."""
+"""Batches out of DALI: from one position of the order, and on from there when a decoder changes."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import weakref
 from typing import Any
 
+from dali_stream import process
 from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.pipeline import graph
+from dali_stream.pipeline.bottleneck import Setup
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.iterator import Iterator
-from dali_stream.pipeline.producer import BatchProducer, closed
+from dali_stream.pipeline.producer import MEMORY, BatchProducer, closed
 
 Batch = dict[str, Any]
+_log = logging.getLogger("dali_stream")
 _TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
@@ -91,3 +95,84 @@ class BatchStream:
     def close(self) -> None:
         self._finalizer()
         self._iterator = None
+
+
+class BatchSource:
+    """The batches of a loader from any position. Where DALI cannot continue to decode a camera, torchcodec does.
+
+    Args:
+        routes: the decoder of each camera.
+        user: the user's function for the graph.
+        decode: the argument of the Loader.
+        counters: what to add to.
+
+    Attributes:
+        routes: as they are now.
+    """
+
+    def __init__(self, routes: dict[str, Route], user: graph.Graph | None, decode: str, counters: Counters) -> None:
+        self.routes = routes
+        self._user, self._decode, self._counters = user, decode, counters
+        self._stream: BatchStream | None = None
+        self._closed = False
+
+    def next(self, config: Config, epoch: int, position: int) -> Batch:
+        """The batch after the last one, or, after `stop`, the one at a position."""
+        while True:
+            stream = self._stream  # another thread that closes the loader takes it away from here
+            if stream is None:
+                stream = BatchStream(config, self.routes, self._user, epoch, position, self._counters)
+                self._stream = stream
+                if self._closed:  # by another thread, while the pipeline was built
+                    self.stop()
+                    raise closed()
+            try:
+                return stream.next()
+            except RouteChange as change:
+                if self._decode == "dali":
+                    raise DecodeError(f'decode="dali": {change}; decode="auto" continues with torchcodec') from change
+                # The pipeline is rebuilt at this very position. Where the data is at fault, torchcodec names the sample.
+                self.stop()
+                if all(self.routes[key].decoder == "torchcodec" for key in change.cameras):
+                    raise DecodeError(
+                        f"{change.reason}. torchcodec decodes all cameras already, so this is a video decoder of `pipeline`; "
+                        "check what it is given"
+                    ) from change
+                self._counters.add(route_changes=1)
+                self.routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
+                _log.warning("Falling back to torchcodec: %s", change)
+            except (DatasetError, DecodeError, StorageError) as error:
+                # Its message says all; what DALI and the threads add is for whoever debugs the loader.
+                _log.debug("a batch could not be made", exc_info=error)
+                raise error.with_traceback(None) from None
+
+    def setup(self, config: Config, normalize: bool) -> Setup:
+        """What `bottleneck.find` has to know of the loader."""
+        return Setup(
+            threads=config.threads,
+            cores=process.cores(),
+            gpu=config.gpu is not None,
+            remote=config.dataset.data_store.remote,
+            cached=config.dataset.cache_dir is not None,
+            decode=self._decode,
+            videos={key: self.routes[key].decoder for key in config.dataset.videos},
+            image_size=config.image_size,
+            image_dtype=config.image_dtype,
+            normalize=normalize,
+            pipeline=config.augments,
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of what is kept in memory, as `BatchProducer.memory`."""
+        return self._stream.producer.memory() if self._stream else dict.fromkeys(MEMORY, 0)
+
+    def stop(self) -> None:
+        """Drops the batches in progress."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            stream.close()
+
+    def close(self) -> None:
+        """As `stop`, for good."""
+        self._closed = True
+        self.stop()

@@ -11,11 +11,11 @@ _WORTH = 0.95  # more memory is advised where it leaves so much of the decodes, 
 
 
 class Advice(NamedTuple):
-    """What a larger cache would bring.
+    """The effect of a larger cache.
 
     Attributes:
         kept: frames that it keeps, of each camera.
-        now, then: frames that are decoded per frame that is delivered, without it and with it.
+        now, then: frames decoded per delivered frame, without it and with it.
     """
 
     kept: int
@@ -36,7 +36,7 @@ class Advisor:
         self._compared = self._shown = self._now = self._then = 0
 
     def compare(self, step: FrameStep, larger: FrameStep) -> bool:
-        """Takes what both do for a batch. Returns whether there is an answer."""
+        """Adds a batch, as both caches plan it. Returns whether enough batches were compared."""
         if self._compared or self.larger.full:
             self._compared += 1
             self._shown += step.show.size
@@ -45,7 +45,7 @@ class Advisor:
         return self._compared == _BATCHES
 
     def advice(self) -> Advice | None:
-        """The answer, where more memory is worth it."""
+        """The effect of the larger cache; None if it is not worth the memory."""
         if self._then > _WORTH * self._now:
             return None
         return Advice(self._kept, self._now / self._shown, self._then / self._shown)

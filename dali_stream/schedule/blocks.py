@@ -15,7 +15,7 @@ from dali_stream.schedule.uses import NEVER, Uses
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 BLOCK = 64 << 10  # bytes of a block, or a GOP if that is more: what a round trip of 50 ms carries at some MB/s
-_HELD_BACK = 8  # packets behind one of an open GOP of H.264 that decoding it may take, see `clip.span`
+_HELD_BACK = 8  # packets after one of an open GOP of H.264 that decoding it may need, see `clip.span`
 
 
 class Cut(NamedTuple):
@@ -32,23 +32,23 @@ class Cut(NamedTuple):
     last: Int64
 
 
-def cut(table: VideoIndex, packet: Int64, keyframe: Int64, size: int = BLOCK) -> Cut:
+def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int = BLOCK) -> Cut:
     """Cuts what an episode needs of a file into blocks of about `size` bytes. `packet` and `keyframe` are as in `learn`."""
     first = np.full(len(packet), -1, np.int64)
     last = first.copy()
     there = packet >= 0
     if not there.any():
         return Cut(np.empty(0, np.int64), np.empty(0, np.int64), first, last)
-    reach = _HELD_BACK if table.open_gops and is_avc(table) else 0
-    final = np.minimum(packet[there] + reach, len(table) - 1)
-    begin, group = np.unique(np.searchsorted(table.keyframes, keyframe[there], side="right") - 1, return_inverse=True)
+    reach = _HELD_BACK if index.open_gops and is_avc(index) else 0
+    final = np.minimum(packet[there] + reach, len(index) - 1)
+    begin, group = np.unique(np.searchsorted(index.keyframes, keyframe[there], side="right") - 1, return_inverse=True)
     end = begin.copy()  # per GOP that frames begin with, the last one that decoding them takes
-    np.maximum.at(end, group, np.searchsorted(table.keyframes, final, side="right") - 1)
+    np.maximum.at(end, group, np.searchsorted(index.keyframes, final, side="right") - 1)
     origin, stop = int(begin[0]), int(end.max()) + 1
-    packets = slice(int(table.keyframes[origin]), int(table.keyframes[stop]) if stop < len(table.keyframes) else len(table))
-    heads = table.keyframes[origin:stop] - packets.start
-    offset, sizes = table.offset[packets], table.size[packets]
-    before = np.cumsum(sizes)[heads] - sizes[heads]
+    packets = slice(int(index.keyframes[origin]), int(index.keyframes[stop]) if stop < len(index.keyframes) else len(index))
+    keyframes = index.keyframes[origin:stop] - packets.start
+    offset, sizes = index.offset[packets], index.size[packets]
+    before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
     blocks = begin - origin  # each begins with a GOP that frames begin with: so there are no more blocks than frames
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
@@ -57,8 +57,8 @@ def cut(table: VideoIndex, packet: Int64, keyframe: Int64, size: int = BLOCK) ->
 
     first[there], last[there] = block(begin)[group], block(end)[group]
     return Cut(
-        np.minimum.reduceat(np.minimum.reduceat(offset, heads), blocks),
-        np.maximum.reduceat(np.maximum.reduceat(offset + sizes, heads), blocks),
+        np.minimum.reduceat(np.minimum.reduceat(offset, keyframes), blocks),
+        np.maximum.reduceat(np.maximum.reduceat(offset + sizes, keyframes), blocks),
         first,
         last,
     )
@@ -104,13 +104,14 @@ class BlockTable:
         return np.unique(np.concatenate([first, *(first[more >= i] + i for i in range(1, int(more.max(initial=0)) + 1))]))
 
     def missing(self, frames: Int64) -> Int64:
-        """The blocks that decoding those of these frames takes that are not cached, as far as they are not held."""
+        """Blocks to fetch for these frames: needed by those that are not cached, and not in memory."""
         if self._slot is not None:
             frames = frames[self._table.columns[self._slot][frames] < 0]
         blocks = self.of(np.unique(frames))
         return blocks[~self.held(blocks)]
 
     def held(self, blocks: Int64) -> Mask:
+        """Whether each is in memory, or on its way."""
         return self._table.columns[self._held][blocks]
 
     def sizes(self, blocks: Int64) -> Int64:
@@ -127,14 +128,14 @@ class BlockTable:
         self._table.columns[self._touched][blocks] = batch
 
     def count(self, blocks: Int64, epoch: int) -> int:
-        """Bytes of those of the blocks that are asked for the first time in an epoch."""
+        """Bytes of the blocks that this epoch needs for the first time."""
         counted = self._table.columns[self._counted]
         fresh = blocks[counted[blocks] != epoch]
         counted[fresh] = epoch
         return int(self.sizes(fresh).sum())
 
     def hold(self, blocks: Int64) -> None:
-        """These are fetched."""
+        """Marks blocks as fetched."""
         self._table.columns[self._held][blocks] = True
         self._table.hold(blocks)
 
@@ -144,14 +145,14 @@ class BlockTable:
         return list(zip(episode.tolist(), (blocks - self._table.first_row[episode]).tolist(), strict=True))
 
     def groups(self, blocks: Int64) -> list[Int64]:
-        """Rising blocks, those that lie end to end in a file together."""
+        """Rising blocks, grouped into runs that lie end to end in a file."""
         columns = self._table.columns
         apart = (np.diff(blocks) > 1) | (columns["episode"][blocks[1:]] != columns["episode"][blocks[:-1]])
         apart |= columns[self._start][blocks[1:]] != columns[self._stop][blocks[:-1]]
         return np.split(blocks, np.flatnonzero(apart) + 1) if len(blocks) else []
 
     def behind(self, block: int, before: int) -> Int64:
-        """The blocks behind this one, end to end, that are not held and are needed before a batch."""
+        """The run of blocks directly behind this one that are not in memory and that are needed before batch `before`."""
         columns = self._table.columns
         episode = int(columns["episode"][block])
         frames = slice(int(self._table.first_row[episode]), block + 1)
@@ -162,18 +163,18 @@ class BlockTable:
         return block + 1 + np.arange(len(good) if good.all() else int(np.argmin(good)))
 
     def candidates(self) -> tuple[Int64, Int64, Int64, Int64]:
-        """Of all blocks that are held: rows, bytes, the next batch that needs each, and the last one that did."""
+        """Of all blocks in memory: rows, bytes, the next batch that needs each, and the last one that did."""
         columns = self._table.columns
         held = np.flatnonzero(columns[self._held])
         return held, self.sizes(held), self._next(None)[held], columns[self._touched][held].astype(np.int64)
 
     def drop(self, blocks: Int64) -> None:
-        """These go."""
+        """Evicts blocks."""
         self._table.columns[self._held][blocks] = False
         self._table.release(blocks)
 
     def finished(self, batch: int) -> Int64:
-        """Blocks that are held, all of whose frames are cached, and that a batch does not need."""
+        """Blocks in memory all of whose frames are cached as decoded frames, but for those that this batch needs."""
         columns = self._table.columns
         left = np.zeros(len(columns[self._held]), np.bool_)
         if self._slot is not None:

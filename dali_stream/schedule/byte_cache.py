@@ -1,6 +1,6 @@
-"""What is held in memory of the bytes that were read: rows, indices and blocks of encoded video, within one limit.
+"""The cache of what was read: rows, indices and blocks of encoded video share one limit in bytes.
 
-Where they do not all fit, what is used farthest in the future goes first, of whatever kind it is (Belady 1966).
+Where they do not all fit, the item whose next use is farthest away is evicted, of whatever kind it is (Belady 1966).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SLACK = 32  # a full cache gives up one byte in so many at once, so that the fa
 
 
 class Kind(Protocol):
-    """Things that are held, by number."""
+    """One kind of cached items, by number."""
 
     def candidates(self) -> tuple[Int64, Int64, Int64, Int64]:
         """(numbers, bytes, next use, last use) of all."""
         ...
 
     def drop(self, numbers: Int64) -> None:
-        """Lets some go."""
+        """Evicts items."""
         ...
 
 
@@ -69,7 +69,7 @@ class Items:
 
 @dataclass
 class Drop:
-    """What goes.
+    """What to evict.
 
     Attributes:
         rows: episodes.
@@ -83,16 +83,16 @@ class Drop:
 
 
 class ByteCache:
-    """Accounts for what is held, and makes room.
+    """Counts the bytes of what is cached, and chooses what to evict.
 
     Args:
         room: bytes that all of it may take.
-        rows, indices, blocks: what is held; the last two by camera.
+        rows, indices, blocks: what is cached; the last two by camera.
 
     Attributes:
-        taken: bytes of what is held or on its way.
-        evicted_early: blocks that went although a later batch was known to need them.
-        nearest: the soonest next use, in batches from then on, of what was evicted last.
+        taken: bytes of what is in memory or on its way.
+        evicted_early: blocks that were evicted although a later batch was known to need them.
+        nearest: of what was evicted last, the soonest next use, in batches from that eviction on.
     """
 
     def __init__(self, room: int, rows: Items, indices: Mapping[str, Items], blocks: Mapping[str, BlockTable]) -> None:
@@ -101,12 +101,15 @@ class ByteCache:
         self._dropped = Drop()
 
     def take_dropped(self) -> Drop:
-        """What has gone since the last call."""
+        """What was evicted since the last call."""
         dropped, self._dropped = self._dropped, Drop()
         return dropped
 
     def make_room(self, need: int, batch: int, later_than: int) -> bool:
-        """Whether `need` bytes fit, after evicting what is used after batch `later_than`, and not by batch `batch`."""
+        """Makes `need` bytes fit, by evicting items whose next use is after batch `later_than` and that `batch` does not use.
+
+        Returns False, and evicts nothing, where that does not make enough room.
+        """
         short = self.taken + need - self.room
         if short <= 0:
             return True
@@ -119,24 +122,20 @@ class ByteCache:
         ends = np.cumsum(size[free])
         if not len(ends) or ends[-1] < short:
             return False
-        gone = free[: int(np.searchsorted(ends, short)) + 1]
-        more = free[len(gone) : int(np.searchsorted(ends, short + self.room // _SLACK))]
-        gone = np.concatenate([gone, more])
-        self.nearest = int(after[gone].min()) - batch
-        for number, (name, which) in enumerate(self._named(kinds)):
-            mine = numbers[gone[kind[gone] == number]]
+        least, most = np.searchsorted(ends, [short, short + self.room // _SLACK]).tolist()
+        evicted = free[: max(least + 1, most)]
+        self.nearest = int(after[evicted].min()) - batch
+        for number, (camera, which) in enumerate(zip(["", *self._indices, *self._blocks], kinds, strict=True)):
+            mine = evicted[kind[evicted] == number]
             if len(mine):
-                self._drop(name, which, mine, int((after[gone[kind[gone] == number]] < NEVER).sum()))
-        self.taken -= int(size[gone].sum())
+                self._drop(camera, which, numbers[mine], int((after[mine] < NEVER).sum()))
+        self.taken -= int(size[evicted].sum())
         return True
 
     def drop_blocks(self, camera: str, blocks: Int64) -> None:
         """Evicts blocks that no batch needs any more."""
         self.taken -= int(self._blocks[camera].sizes(blocks).sum())
         self._drop(camera, self._blocks[camera], blocks, 0)
-
-    def _named(self, kinds: list[Kind]) -> list[tuple[str, Kind]]:
-        return list(zip(["", *self._indices, *self._blocks], kinds, strict=True))
 
     def _drop(self, camera: str, kind: Kind, numbers: Int64, early: int) -> None:
         if isinstance(kind, BlockTable):

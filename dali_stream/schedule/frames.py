@@ -32,7 +32,7 @@ class FrameStep:
         gop: (n,) int64, the same number for frames of one GOP.
         hits: how many of the B · T frames an earlier batch has decoded.
         decodes: how many frames are decoded, those that are only on the way to others included.
-        evicted: how many frames went from the cache although a later batch was known to show them.
+        evicted: how many frames were evicted although a later batch was known to show them.
     """
 
     show: Int64
@@ -49,8 +49,8 @@ class FrameStep:
 class FrameCache:
     """The schedule of one camera's decoded frames.
 
-    A slot is a place for one decoded frame. A frame of a batch has one until the batch is delivered. Of the others, those with
-    the nearest next uses stay, `kept` at most.
+    A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. Of all
+    other frames, up to `kept` are cached: those with the nearest next uses.
 
     Args:
         table: the frames; gets the columns of this camera.
@@ -59,10 +59,10 @@ class FrameCache:
         kept: frames that may be kept for later batches.
         batch_frames: frames of a batch at most, B · T.
         in_flight: batch n is planned when batch n - in_flight has been delivered: then its slots may be written again.
-        keep_all: `kept` is enough for every frame of the dataset, so none ever goes.
+        keep_all: `kept` is enough for every frame of the dataset, so none is ever evicted.
 
     Attributes:
-        slots: how many there are: for what is kept, and for the batches in flight.
+        slots: their number: for cached frames, and for the batches in flight.
         cached: frames that are kept.
     """
 
@@ -83,13 +83,13 @@ class FrameCache:
         self._free = np.arange(self.slots, dtype=np.int64)[::-1].copy()  # a stack: memory that was never used is used last
         self._free_count = self.slots
         self._freed: dict[int, list[Int64]] = {}  # slots that are free from a batch on
-        self._evicted: dict[int, int] = {}  # how many of them frames had that were evicted
+        self._evicted: dict[int, int] = {}  # of these, how many belonged to evicted frames
         self._room = kept  # frames that may still be kept
-        self.cached = self._gone = 0  # frames; evicted by the present step before their use
+        self.cached = self._evicted_early = 0  # frames; of these, evicted by the present step before a known use
 
     @property
     def full(self) -> bool:
-        """Whether frames have to go for others to stay."""
+        """Whether frames have to be evicted before others can be cached."""
         return self.cached >= self._kept - self._kept // _SLACK - 1
 
     def clear(self) -> None:
@@ -118,7 +118,7 @@ class FrameCache:
             batch: its number; `uses` has just passed it.
             rows: (B, T) its frames, of episodes that `learn` has been called for.
         """
-        columns, self._gone = self._table.columns, 0
+        columns, self._evicted_early = self._table.columns, 0
         for slots in self._freed.pop(batch, ()):
             self._give_back(slots)
         self._room += self._evicted.pop(batch, 0)
@@ -150,7 +150,7 @@ class FrameCache:
             gop=gop,
             hits=int(hit[place].sum()),
             decodes=self._decodes(packet, gop),
-            evicted=self._gone,
+            evicted=self._evicted_early,
         )
 
     def _beside(self, wanted: Int64) -> Int64:
@@ -188,8 +188,8 @@ class FrameCache:
         keep, stays = np.ones(len(coming), np.bool_), np.ones(len(hits), np.bool_)
         if self._keep_all:
             return keep, stays
-        # What a batch has shown and no later one is known to show goes. What is decoded beside it may stay as long as there is
-        # room: the order has just not been read as far.
+        # A frame that the batch shows, and no later batch is known to show, is not kept. A frame decoded beside it may be kept
+        # as long as there is room: its next use may lie beyond what has been read of the order.
         keep[:wanted], stays = after[:wanted] < NEVER, after_hits < NEVER
         if keep.sum() > self._room + (~stays).sum():
             held = np.flatnonzero((self._row != NONE) & (self._touched != batch))
@@ -227,7 +227,7 @@ class FrameCache:
         self._table.columns[self._slot][frames] = NONE
         self._row[slots] = NONE
         self.cached -= len(frames)
-        self._gone += int((self._uses.next(frames) < NEVER).sum())
+        self._evicted_early += int((self._uses.next(frames) < NEVER).sum())
         self._free_later(batch, slots)
         if shown:  # there are slots for the batches in flight beside those for what is kept
             self._room += len(frames)

@@ -1,4 +1,4 @@
-"""What is read from storage for each batch, when, and until when it is kept: rows, indices and blocks of encoded video.
+"""What is read from storage for each batch, when, and how long it is cached: rows, indices and blocks of encoded video.
 
 request   which rows and indices to begin to read
 due       which of them have to be there before the next batch is planned
@@ -32,7 +32,7 @@ RANGE = 4 << 20  # bytes of a request at most: large for the server, small for r
 
 @dataclass(frozen=True)
 class Storage:
-    """What there is to read.
+    """What storage has to offer, and how much of it may be in memory.
 
     Attributes:
         files: per camera with video files, (E,) the number of each episode's file.
@@ -61,7 +61,7 @@ class Read(NamedTuple):
         step: the batch before whose planning it has to be there.
         camera: of the index; empty for rows.
         number: the episode, or the file.
-        again: it has been read in this epoch, or, of an index, ever.
+        again: whether it was read before: rows in this epoch, an index at any time.
     """
 
     batch: int
@@ -72,7 +72,7 @@ class Read(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Blocks that lie end to end, to get with one request.
+    """Blocks that lie end to end in a file, to fetch with one request.
 
     Attributes:
         batch: that needs the first of them.
@@ -90,11 +90,11 @@ class Fetch(NamedTuple):
 
 @dataclass
 class ReadStep:
-    """What a batch means for storage.
+    """What to fetch and evict for a batch.
 
     Attributes:
         needed: per camera whose video is fetched, (episode, number) of the blocks that the batch decodes.
-        needed_bytes: of those that no other batch of the epoch has needed.
+        needed_bytes: bytes of those that no earlier batch of the epoch has needed.
         fetch: ranges to fetch, those of the soonest need first.
         drop: what to evict.
     """
@@ -156,21 +156,21 @@ class ReadSchedule:
         """Batches behind the next one whose samples have to be known for `request`."""
         return min(2 * _GROWTH * self._now, self._storage.look_ahead * 5 // 4)
 
-    def bytes_of(self, kind: str) -> int:
-        """Bytes of "row", "index" or "encoded" that are held or on their way."""
+    def bytes_by_kind(self) -> tuple[int, int, int]:
+        """Bytes of rows, of indices and of encoded video that are held or on their way."""
         rows = sum(list(self._rows.size.values()))
         indices = sum(sum(list(items.size.values())) for items in self._indices.values())
-        return {"row": rows, "index": indices, "encoded": self.cache.taken - rows - indices}[kind]
+        return rows, indices, self.cache.taken - rows - indices
 
     def add(self, found: Samples) -> None:
-        """Takes the next batch of the order."""
+        """Adds the next batch of the order."""
         episodes = np.unique(found.episode)
         self._uses.add(found.number, episodes)
         files = {camera: np.unique(numbers[episodes]).tolist() for camera, numbers in self._storage.files.items()}
         self._batches.append((found.epoch, episodes.tolist(), files))
 
     def there(self, camera: str, number: int, size: int) -> None:
-        """The index of a file is in memory from before the run."""
+        """Notes that the index of a file is in memory since before the run."""
         self._indices[camera].size[number] = size
         self._seen[camera][number] = True
         self.cache.taken += size
@@ -200,7 +200,7 @@ class ReadSchedule:
         return reads, self.cache.take_dropped()
 
     def due(self) -> list[Read]:
-        """What has to have been `arrived` or `failed` before the next batch is planned, the soonest need first."""
+        """What the caller must report as `arrived` or `failed` before the next batch is planned, the soonest need first."""
         found: dict[tuple[str, int], Read] = {}
         for batch in self._newly_due():
             _, episodes, files = self._batches[batch - self._now]
@@ -222,7 +222,7 @@ class ReadSchedule:
             Which of the others to keep.
         """
         items = self._items(read.camera)
-        if read.number not in items.size:  # what came before it took its room
+        if read.number not in items.size:  # evicted while it was on its way
             return []
         self.cache.taken += size - items.size[read.number]
         items.size[read.number] = size
@@ -233,13 +233,13 @@ class ReadSchedule:
         return self._keep(others) if others else []
 
     def failed(self, read: Read) -> None:
-        """It could not be read ahead of time; `request` names it again for the batch that needs it."""
+        """Notes that it could not be read ahead of time. `request` names it again for the batch that needs it."""
         items = self._items(read.camera)
         self.cache.taken -= items.size.pop(read.number, 0)
         items.coming.discard(read.number)
 
     def ready(self) -> list[int]:
-        """The episodes of the batches that `due` was about whose rows and indices are there."""
+        """Episodes, of the batches that `due` covers, whose rows and indices are in memory."""
         found: dict[int, None] = {}
         for batch in self._newly_due():
             _, episodes, _ = self._batches[batch - self._now]
@@ -257,7 +257,7 @@ class ReadSchedule:
 
         Args:
             frames: per camera whose video is fetched, rows of the frames that the batch decodes.
-            shown: of a camera and a number, rows of the frames that the so many-th batch after this one shows.
+            shown: a function (camera, n) -> rows of the frames that the n-th batch after this one shows.
 
         Raises:
             MemoryBudgetError: the batch alone is too much.
@@ -323,7 +323,7 @@ class ReadSchedule:
         return fetches
 
     def _grown(self, camera: str, group: Int64, wanted: int) -> Int64:
-        """Adds the blocks behind the group that are needed too, before anything that had to go lately."""
+        """The group, and the blocks directly behind it that are needed sooner than what was evicted last."""
         table, cache = self._blocks[camera], self.cache
         room = min(wanted - int(table.sizes(group).sum()), cache.room - cache.taken)
         if room <= 0:
@@ -376,7 +376,7 @@ class ReadSchedule:
             self._epoch_read[read.number] = self._batches[read.batch - self._now][0]
 
     def _keep(self, others: Mapping[int, int]) -> list[int]:
-        """The rows that came along and that are used soonest, as far as there is room."""
+        """Chooses which rows that came along to cache: those with the nearest next uses, as far as there is room."""
         numbers = np.array([e for e in others if e not in self._rows.size], np.int64)
         after = self._uses.next(numbers)
         kept = []

@@ -23,8 +23,8 @@ class Samples(NamedTuple):
         epoch: that it belongs to.
         order: of that epoch.
         position: (B,) places in the epoch's order.
-        episode, frame: (B,) what they show: indices of selected episodes, frames within them.
-        padded: how many samples at the end are there to fill the batch up.
+        episode, frame: (B,) indices of selected episodes, and frames within them.
+        padded: how many samples at the end only fill the batch up.
     """
 
     number: int

@@ -54,7 +54,7 @@ class Step:
         samples: what it shows.
         frames: per camera whose frames are cached, what is decoded and where it goes.
         packets: per other camera, (B, T) int64, the packets of its frames; `NONE` where there is none.
-        reads: what it means for storage.
+        reads: what to fetch and evict for it.
     """
 
     samples: Samples
@@ -72,14 +72,14 @@ class Schedule:
         batch_size: samples of a batch at most.
         windows: per camera whose frames are cached, its frame offsets (T,).
         limits: how far to look, how much to keep.
-        storage: what there is to read; None: all of it is in memory.
+        storage: what there is to read; None: nothing, all of it is in memory.
         uncached: per camera whose frames are not cached, its frame offsets.
 
     Attributes:
         ahead: the batches that have been read and not planned.
         frames: per camera, its cache.
         reads: what is read.
-        advice: what more memory would bring, when that is known and worth it.
+        advice: the effect of more memory, once that is known and worth it.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Schedule:
         return Step(samples, steps, packets, reads)
 
     def _compare(self, steps: dict[str, FrameStep], samples: Samples, rows: dict[str, Int64]) -> None:
-        """Plans a larger cache too, while it is not known whether that would help."""
+        """Plans the batch for a larger cache as well, until it is known whether that would help."""
         if self._advisor:
             larger = self._advisor.larger
             if self._advisor.compare(steps[self._advised], larger.step(samples.number, rows[self._window[self._advised]])):

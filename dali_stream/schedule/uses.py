@@ -13,7 +13,7 @@ NEVER = np.iinfo(np.int64).max  # later than what has been read of the order
 
 
 class Table(Protocol):
-    """Columns with a row for each frame, or whatever else is used."""
+    """Columns with a row for each frame, or for each episode."""
 
     columns: dict[str, npt.NDArray[Any]]
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-_META = ("info.json", "stats.json", "tasks.parquet", "subtasks.parquet")
+_META = (
+    "info.json",
+    "stats.json",
+    "tasks.parquet",
+    "subtasks.parquet",
+    *("episodes.jsonl", "episodes_stats.jsonl", "tasks.jsonl"),  # of v2.x
+)
 
 
 def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
-    """The files below a folder of a dataset, found by checking each name that LeRobot v3.0 writes.
+    """The files below a folder of a dataset, found by checking each name that LeRobot writes.
 
     Args:
         folder: `meta`, or one that holds `chunk-000/file-000.parquet` and so on, as `meta/episodes` and `data` do.

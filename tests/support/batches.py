@@ -22,7 +22,7 @@ def as_lerobot(values: np.ndarray) -> np.ndarray:
     return values.astype(kinds[values.dtype.kind])
 
 
-def pictures(images: torch.Tensor) -> np.ndarray:
+def as_bytes(images: torch.Tensor) -> np.ndarray:
     """Frames (..., C, H, W), uint8 or float in [0, 1], as uint8 (N, H, W, C)."""
     if images.is_floating_point():
         images = (images * 255).round().to(torch.uint8)
@@ -35,7 +35,7 @@ def check_identities(batch: Batch, camera: str, offsets: Sequence[int] | None, l
     for episode, frame in zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), strict=True):
         for offset in (0,) if offsets is None else offsets:
             expected.append((episode, min(max(frame + offset, 0), lengths[episode] - 1), CAMERAS[camera]))
-    np.testing.assert_array_equal(read_identities(pictures(batch[camera])), expected)
+    np.testing.assert_array_equal(read_identities(as_bytes(batch[camera])), expected)
 
 
 def samples(batches: Iterable[Batch]) -> list[int]:
@@ -62,13 +62,13 @@ def assert_same_stream(first: Path | str, second: Path | str) -> int:
     return count
 
 
-def assert_same_but_for_pictures(first: Path | str, second: Path | str) -> int:
+def assert_same_but_for_frames(first: Path | str, second: Path | str) -> int:
     """Every batch of an epoch is the same but for its frames, which carry the same stamps. Returns how many samples."""
     count = 0
     for left, right in _side_by_side(first, second):
         expected = list(zip(left["episode_index"].tolist(), left["frame_index"].tolist(), strict=True))
         for camera in CAMERAS.keys() & left.keys():
-            found = read_identities(pictures(right[camera])).tolist()
+            found = read_identities(as_bytes(right[camera])).tolist()
             assert found == [[episode, frame, CAMERAS[camera]] for episode, frame in expected]
         assert left.keys() == right.keys()
         rest = left.keys() - CAMERAS.keys()

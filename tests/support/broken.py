@@ -83,8 +83,8 @@ INFOS: dict[str, tuple[dict[str, Any], str]] = {
     "a path of gigabytes": ({"data_path": "{file_index:09999999999d}"}, "data_path is not a path template"),
     "a path that looks into objects": ({"video_path": "{video_key.__class__}"}, "video_path is not a path template"),
     "a path with other fields": ({"data_path": "{episode_index}"}, "is not a path template.*allowed are {video_key}"),
-    "episodes that are not there": ({"total_episodes": 3}, r"promises 3 episodes, and the tables in .*meta/episodes hold 2"),
-    "frames that are not there": ({"total_frames": 100}, "promises 100 frames, and the tables .* hold 72"),
+    "episodes that are not there": ({"total_episodes": 3}, r"promises 3 episodes, and .*meta/episodes holds 2"),
+    "frames that are not there": ({"total_frames": 100}, "promises 100 frames, and .*meta/episodes holds 72"),
     "totals of another kind": ({"total_frames": "72"}, "total_frames is 72; it is an integer"),
 }
 

@@ -52,8 +52,10 @@ def build(
     fps: int = 10,
     rows_per_group: int | None = None,
     labels: Mapping[str, Sequence[str]] | None = None,
+    version: str = "v3.0",
+    stats: bool = False,
 ) -> Path:
-    """A LeRobot v3 dataset with one file of rows; videos are copied into it.
+    """A LeRobot dataset; videos are copied into it. Of v3.0, it has one file of rows; of v2.0 or v2.1, one per episode.
 
     Args:
         root: folder to make.
@@ -63,6 +65,8 @@ def build(
         fps: frames per second.
         rows_per_group: rows of a row group. None: one row group per episode.
         labels: texts of the columns `<name>_index`, each in its own file of meta/. Episodes take turns with the tasks.
+        version: "v3.0"; or "v2.0" or "v2.1", with two episodes in a chunk and one in each video file.
+        stats: also write statistics of the columns, as this version does.
     """
     labels = {"task": ["see"]} if labels is None else labels
     cameras = cameras or {}
@@ -78,6 +82,14 @@ def build(
         "task_index": Column("int64", [1], episode % len(labels["task"])),
     }
     rows = pa.table({key: _arrow(column) for key, column in columns.items()})
+    features = _features(columns, cameras)
+    info: dict[str, Any] = {"codebase_version": version, "fps": fps, "total_episodes": len(lengths), "total_frames": count}
+    info["total_tasks"] = len(labels["task"])
+    if version != "v3.0":
+        _write_v2(root, rows, lengths, cameras, labels["task"], info | {"features": features})
+        if stats:
+            _write_v2_stats(root, columns, lengths, version)
+        return root
     (root / ROWS).parent.mkdir(parents=True, exist_ok=True)
     with pq.ParquetWriter(root / ROWS, rows.schema, use_dictionary=False) as writer:
         if rows_per_group is None:
@@ -95,22 +107,92 @@ def build(
             target.parent.mkdir(parents=True, exist_ok=True)
             if path != target:
                 shutil.copy(path, target)
-    names = ["height", "width", "channels"]
-    features: dict[str, Any] = {
-        key: {"dtype": "video", "shape": [*camera.size, 3], "names": names} for key, camera in cameras.items()
-    }
-    features |= {key: {"dtype": c.dtype, "shape": list(c.shape), "names": None} for key, c in columns.items()}
-    info = {
-        "codebase_version": "v3.0",
-        "fps": fps,
-        "total_episodes": len(lengths),
-        "total_frames": count,
+    if stats:
+        (root / "meta/stats.json").write_text(json.dumps(_stats(columns, slice(None))))
+    info |= {
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
         "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4" if cameras else None,
         "features": features,
     }
     (root / "meta/info.json").write_text(json.dumps(info, indent=2))
     return root
+
+
+def _features(columns: Mapping[str, Column], cameras: Mapping[str, Camera]) -> dict[str, Any]:
+    names = ["height", "width", "channels"]
+    videos = {key: {"dtype": "video", "shape": [*camera.size, 3], "names": names} for key, camera in cameras.items()}
+    return videos | {key: {"dtype": c.dtype, "shape": list(c.shape), "names": None} for key, c in columns.items()}
+
+
+V2_CHUNK = 2
+V2_ROWS = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+V2_VIDEO = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+
+
+def v2_path(template: str, episode: int, key: str = "") -> str:
+    """The path of an episode's file in a dataset of v2.x that `build` has written."""
+    return template.format(episode_chunk=episode // V2_CHUNK, episode_index=episode, video_key=key)
+
+
+def _write_v2(
+    root: Path,
+    rows: pa.Table,
+    lengths: Sequence[int],
+    cameras: Mapping[str, Camera],
+    tasks: Sequence[str],
+    info: dict[str, Any],
+) -> None:
+    """Everything but statistics. Each file of rows has the index of pandas in its metadata, as early writers put it there."""
+    for number, (first, n) in enumerate(zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False)):
+        place = root / v2_path(V2_ROWS, number)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        index = {"index_columns": [{"kind": "range", "start": 0, "stop": n, "step": 1}], "columns": []}
+        pq.write_table(rows.slice(first, n).replace_schema_metadata({"pandas": json.dumps(index)}), place)
+        for key, camera in cameras.items():
+            assert [len(held) for held in camera.episodes] == [1] * len(lengths)
+            target = root / v2_path(V2_VIDEO, number, key)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(camera.files[number], target)
+    (root / "meta").mkdir()
+    episodes = [{"episode_index": i, "tasks": [tasks[i % len(tasks)]], "length": length} for i, length in enumerate(lengths)]
+    write_lines(root / "meta/episodes.jsonl", episodes)
+    write_lines(root / "meta/tasks.jsonl", [{"task_index": i, "task": task} for i, task in enumerate(tasks)])
+    paths = {"data_path": V2_ROWS, "video_path": V2_VIDEO if cameras else None}
+    chunks = {
+        "total_chunks": -(-len(lengths) // V2_CHUNK),
+        "chunks_size": V2_CHUNK,
+        "total_videos": len(lengths) * len(cameras),
+    }
+    (root / "meta/info.json").write_text(json.dumps({**info, **paths, **chunks}))
+
+
+def _write_v2_stats(root: Path, columns: Mapping[str, Column], lengths: Sequence[int], version: str) -> None:
+    if version == "v2.0":  # which has no count
+        found = _stats(columns, slice(None))
+        rest = {key: {name: value for name, value in of.items() if name != "count"} for key, of in found.items()}
+        (root / "meta/stats.json").write_text(json.dumps(rest))
+        return
+    ends = np.cumsum([0, *lengths]).tolist()
+    parts = [_stats(columns, slice(*ends[i : i + 2])) for i in range(len(lengths))]
+    write_lines(root / "meta/episodes_stats.jsonl", [{"episode_index": i, "stats": of} for i, of in enumerate(parts)])
+
+
+def _stats(columns: Mapping[str, Column], rows: slice) -> dict[str, Any]:
+    """min, max, mean, std and count of the columns of numbers, over some rows."""
+    found = {}
+    for key, column in columns.items():
+        if column.dtype not in ("image", "string"):
+            values = np.asarray(column.values).astype(column.dtype)[rows]
+            values = values.reshape(len(values), *column.shape)
+            whole = values.astype(np.float64)
+            numbers = {"min": values.min(0), "max": values.max(0), "mean": whole.mean(0), "std": whole.std(0)}
+            found[key] = {name: value.tolist() for name, value in numbers.items()} | {"count": [len(values)]}
+    return found
+
+
+def write_lines(path: Path, entries: Sequence[Any]) -> None:
+    """A JSON Lines file."""
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def _arrow(column: Column) -> pa.Array:
@@ -184,7 +266,9 @@ _ODD: dict[str, tuple[str, list[int]]] = {
 }
 
 
-def write_odd(root: Path, lengths: Sequence[int] = (5, 1, 8, 7), rows_per_group: int = 4, fps: int = 10) -> Path:
+def write_odd(
+    root: Path, lengths: Sequence[int] = (5, 1, 8, 7), rows_per_group: int = 4, fps: int = 10, **options: Any
+) -> Path:
     """A dataset without video: PNGs in rows, text, every dtype, one to four axes. Row groups cut through episodes."""
     rng, count = np.random.default_rng(0), sum(lengths)
     columns = {
@@ -195,7 +279,7 @@ def write_odd(root: Path, lengths: Sequence[int] = (5, 1, 8, 7), rows_per_group:
         values = (count, *shape)
         columns[key] = Column(dtype, shape, rng.normal(0, 100, values) if "float" in dtype else rng.integers(0, 2, values))
     labels = {name: [f"{name} 0", f"{name} 1"] for name in ("task", "subtask")}
-    return build(root, lengths, columns, fps=fps, rows_per_group=rows_per_group, labels=labels)
+    return build(root, lengths, columns, fps=fps, rows_per_group=rows_per_group, labels=labels, **options)
 
 
 def _png(episode: int, frame: int) -> dict[str, Any]:

@@ -22,9 +22,15 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The program as a module of this process, which then forgets Accelerate's state and the handlers of signals."""
+    """The program as a module of this process, which then forgets Accelerate's state and the handlers of signals.
+
+    Its charts are not drawn, which takes longer than the training; `test_train.py` looks at those of a whole run.
+    """
     import torch
     from accelerate.state import AcceleratorState
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
 
     monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
     threads = torch.get_num_threads()

@@ -26,7 +26,7 @@ from dali_stream.demo import read_identities, stamp
 from support.datasets import ROWS, Camera, Column, build
 from support.datasets import VIDEO as VIDEO
 
-Pictures = npt.NDArray[np.uint8]
+Frames = npt.NDArray[np.uint8]
 CAMERA = "observation.images.cam"
 SIZE = (128, 160)
 FPS = 30
@@ -69,33 +69,33 @@ def mpeg4(gop: int, b_frames: int = 0) -> tuple[str, ...]:
     return (*MPEG4, "-pix_fmt", "yuv420p", "-g", str(gop), "-sc_threshold", "1000000000", "-bf", str(b_frames))
 
 
-def draw(episodes: Sequence[int] = EPISODES, first: int = 0, size: tuple[int, int] = SIZE, camera: int = 0) -> Pictures:
+def draw(episodes: Sequence[int] = EPISODES, first: int = 0, size: tuple[int, int] = SIZE, camera: int = 0) -> Frames:
     """Frames (N, H, W, 3) of episodes end to end: textured squares that move, and the stamp of `dali_stream.demo`."""
     height, width = size
     rng = np.random.default_rng([first, camera])
     back = np.kron(rng.integers(40, 200, (height // 16 + 1, width // 16 + 1, 3)), np.ones((16, 16, 1)))[:height, :width]
     square = rng.integers(0, 256, (24, 24, 3))
-    pictures = np.empty((sum(episodes), height, width, 3), np.uint8)
+    frames = np.empty((sum(episodes), height, width, 3), np.uint8)
     at = 0
     for number, length in enumerate(episodes, first):
         for frame in range(length):
-            pictures[at] = back
+            frames[at] = back
             y, x = (7 * frame) % (height - 40), (11 * frame) % (width - 24)
-            pictures[at, y : y + 24, x : x + 24] = square
-            stamp(pictures[at], number, frame, camera)
+            frames[at, y : y + 24, x : x + 24] = square
+            stamp(frames[at], number, frame, camera)
             at += 1
-    return pictures
+    return frames
 
 
-def colourful() -> Pictures:
+def colourful() -> Frames:
     """As `draw`, but in large areas of strong colours, which subsampling leaves alone."""
     height, width = SIZE
     areas = np.random.default_rng(0).integers(20, 236, (height // 32, width // 32, 3))
     back = np.kron(areas, np.ones((32, 32, 1))).astype(np.uint8)
-    pictures = np.stack([np.roll(back, 4 * frame, 1) for n in EPISODES for frame in range(n)])
+    frames = np.stack([np.roll(back, 4 * frame, 1) for n in EPISODES for frame in range(n)])
     for number, (episode, frame) in enumerate((e, f) for e, n in enumerate(EPISODES) for f in range(n)):
-        stamp(pictures[number], episode, frame, 0)
-    return pictures
+        stamp(frames[number], episode, frame, 0)
+    return frames
 
 
 def ffmpeg(*arguments: str | Path, stdin: bytes | None = None) -> None:
@@ -115,16 +115,16 @@ def _encoders() -> str:
     return subprocess.run(["ffmpeg", "-hide_banner", "-encoders"], capture_output=True, text=True, check=True).stdout
 
 
-def encode(pictures: Pictures, path: Path, arguments: Sequence[str], *more_input: str, fps: int = FPS) -> Path:
+def encode(frames: Frames, path: Path, arguments: Sequence[str], *more_input: str, fps: int = FPS) -> Path:
     """Writes frames to a video file; `more_input` stands before the encoder's arguments."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    height, width = pictures.shape[1:3]
+    height, width = frames.shape[1:3]
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-")
     passes: list[tuple[str, ...]] = [()]
     if tuple(arguments[-len(_HIDDEN) :]) == _HIDDEN:
         passes = [("-pass", number, "-passlogfile", str(path.with_suffix(".log"))) for number in ("1", "2")]
     for options in passes:
-        ffmpeg(*raw, *more_input, *arguments, *options, path, stdin=pictures.tobytes())
+        ffmpeg(*raw, *more_input, *arguments, *options, path, stdin=frames.tobytes())
     return path
 
 
@@ -145,9 +145,19 @@ def write_dataset(
     return build(root, lengths, {"action": actions}, cameras={CAMERA: camera}, fps=fps, rows_per_group=max(lengths))
 
 
-def recorded(folder: Path, arguments: tuple[str, ...], *, delay: float = 0.0, pictures: Pictures | None = None) -> Path:
+def one_file_each(folder: Path, keys: Sequence[str], lengths: Sequence[int], fps: int) -> dict[str, Camera]:
+    """Cameras with an AV1 file per episode, as v2.x has them, written below `folder`."""
+    cameras = {}
+    for number, key in enumerate(keys):
+        drawn = [draw([n], first=episode, camera=number) for episode, n in enumerate(lengths)]
+        files = [encode(frames, folder / f"{number}-{e}.mp4", av1(2), fps=fps) for e, frames in enumerate(drawn)]
+        cameras[key] = Camera(files, [[n] for n in lengths], SIZE)
+    return cameras
+
+
+def recorded(folder: Path, arguments: tuple[str, ...], *, delay: float = 0.0, frames: Frames | None = None) -> Path:
     """A dataset of one camera, with two episodes in one file of this encoding."""
-    path = encode(draw() if pictures is None else pictures, folder / "a.mp4", arguments)
+    path = encode(draw() if frames is None else frames, folder / "a.mp4", arguments)
     return write_dataset(folder / "data", [path], delay=delay)
 
 
@@ -163,8 +173,8 @@ def shifted(root: Path, frames: float) -> Path:
 def whole_file(path: Path) -> torch.Tensor:
     """Every frame of a video, (N, 3, H, W) uint8, decoded from the beginning to the end by torchcodec alone."""
     decoder = VideoDecoder(path, num_ffmpeg_threads=1)
-    pictures: torch.Tensor = decoder.get_frames_in_range(0, len(decoder)).data
-    return pictures
+    frames: torch.Tensor = decoder.get_frames_in_range(0, len(decoder)).data
+    return frames
 
 
 def loader(dataset: Path | str | dali_stream.Dataset, **options: object) -> dali_stream.Loader:
@@ -182,9 +192,9 @@ def samples(batches: dali_stream.Loader) -> Iterator[tuple[int, int, torch.Tenso
         yield from zip(batch["episode_index"].tolist(), batch["frame_index"].tolist(), batch[CAMERA], strict=True)
 
 
-def identities(pictures: torch.Tensor) -> list[tuple[int, int]]:
+def identities(frames: torch.Tensor) -> list[tuple[int, int]]:
     """(episode, frame) that each of the frames (N, 3, H, W) carries."""
-    return [(e, f) for e, f, _ in read_identities(pictures.movedim(1, -1).numpy()).tolist()]
+    return [(e, f) for e, f, _ in read_identities(frames.movedim(1, -1).numpy()).tolist()]
 
 
 def difference(first: Path, second: Path) -> float:

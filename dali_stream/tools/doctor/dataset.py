@@ -9,7 +9,6 @@ from typing import Any
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images as image
 from dali_stream.errors import DaliStreamError, StorageError, counted
-from dali_stream.lerobot.metadata import STATS
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools.doctor import files, frames
 from dali_stream.tools.doctor.camera import Camera
@@ -89,14 +88,14 @@ def _facts(dataset: Dataset, cameras: dict[str, Any]) -> dict[str, Any]:
 
 def _statistics(dataset: Dataset) -> Finding:
     try:
-        found = dataset.stats
+        found = dataset.stored_stats
     except DaliStreamError as error:
-        remedy = f"copy or fetch {STATS} again, or write another: `dali-stream stats URI --out FILE`"
+        remedy = f"copy or fetch {dataset.stored_stats_place} again, or write another: `dali-stream stats URI --out FILE`"
         return Finding("dataset", "statistics", PROBLEM, str(error), remedy)
     if not found:
-        text = f"{STATS} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it"
+        text = f"{dataset.stored_stats_place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it"
         return Finding("dataset", "statistics", OK, text)
-    return Finding("dataset", "statistics", OK, f"{STATS} has those of {counted(len(found), 'feature')}")
+    return Finding("dataset", "statistics", OK, f"{dataset.stored_stats_place} has those of {counted(len(found), 'feature')}")
 
 
 def _images(dataset: Dataset, key: str, deep: Deep | None) -> list[Finding]:

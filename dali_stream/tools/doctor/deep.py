@@ -45,7 +45,7 @@ class Deep:
 
     def __init__(self, dataset: Dataset, progress: Progress) -> None:
         self._dataset, self._progress = dataset, progress
-        self._done, self._total = 0, dataset.num_frames * len(dataset.cameras)
+        self._done, self._total = 0, int(dataset.lengths.sum()) * len(dataset.cameras)
         self._lock = threading.Lock()
         self._threads = max(process.cores(), _REMOTE_THREADS if dataset.data_store.remote else 1)
         self.broken: dict[str, dict[int, str]] = {camera: {} for camera in dataset.cameras}

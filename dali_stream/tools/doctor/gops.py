@@ -70,7 +70,7 @@ def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tupl
             kept = divide(budget, sizes).frames
         except MemoryBudgetError:
             continue
-        kept = int(lengths.sum()) if kept >= dataset.num_frames else min(kept, int(lengths.sum()) - 1)
+        kept = int(lengths.sum()) if kept >= dataset.lengths.sum() else min(kept, int(lengths.sum()) - 1)
         first, later = decodes(
             lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables), kept
         )

@@ -14,7 +14,7 @@ from dali_stream.tools.doctor.looks import look
 from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
 
 LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
-_NAMES = {"task_index": "meta/tasks.parquet", "subtask_index": "meta/subtasks.parquet"}
+_NAMES = ("task_index", "subtask_index")
 
 
 class Rows:
@@ -76,7 +76,7 @@ def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Finding:
 
 def examine_names(dataset: Dataset, rows: Rows) -> Finding:
     """Checks that each task of the rows that were read has a name. Without that, a Loader delivers no batch."""
-    for name, path in _NAMES.items():
+    for name, path in zip(_NAMES, (dataset.tasks_place, "meta/subtasks.parquet"), strict=True):
         try:
             names = dataset.tasks if name == "task_index" else dataset.subtasks
         except DaliStreamError as error:
@@ -90,4 +90,6 @@ def examine_names(dataset: Dataset, rows: Rows) -> Finding:
             lacks = f"has no {name} {value}" if dataset.store.exists(path) else f"no such file, which names {name} {value}"
             text = f"{where}: {lacks} of the rows of episode {dataset.episodes[episode]}"
             return Finding("dataset", "tasks", PROBLEM, text, f"copy or fetch {path} again")
-    return Finding("dataset", "tasks", OK, f"{len(dataset.tasks)} named in meta/tasks.parquet, each that the checked rows have")
+    return Finding(
+        "dataset", "tasks", OK, f"{len(dataset.tasks)} named in {dataset.tasks_place}, each that the checked rows have"
+    )

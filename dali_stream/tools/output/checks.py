@@ -36,12 +36,7 @@ def read_source(dataset: Dataset) -> tuple[dict[str, Any], list[str], metadata.E
     }
     if dataset.num_episodes != len(dataset.table.index) or not set(keys["image"]) <= set(dataset.cameras):
         raise ValueError("only a part of the dataset is selected. Only a whole dataset can be rewritten; remove the selection")
-    if keys["video"] and not info.get("video_path"):
-        raise DatasetError(
-            f"{dataset.store.where(metadata.INFO)}: has video features, and video_path is null. Copy the dataset again"
-        )
-    read = metadata.Info(dataset.fps, dataset.features, info["data_path"], info.get("video_path"), None, None)
-    return info, keys["video"], metadata.read_episodes(dataset.store, read, keys["video"])
+    return info, keys["video"], dataset.read_table(keys["video"])
 
 
 def check_outside(dataset: Dataset, out: str | os.PathLike[str]) -> None:

@@ -13,7 +13,6 @@ from dali_stream.tools.output.folder import AGAIN, Folder
 
 RANGE = 8 << 20  # bytes of one request: few requests, and little to fetch again after a failure
 AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
-_ALWAYS = ("meta/stats.json", "meta/tasks.parquet", "meta/subtasks.parquet")  # for sources that cannot list their files
 
 
 def copy(
@@ -39,9 +38,9 @@ def copy(
             raise StorageError(f"{store.where(name)}: got {file.tell()} bytes of {size}; the file has changed, so {AGAIN}")
 
 
-def copy_small_files(dataset: Dataset, folder: Folder) -> None:
-    """Copies `small_files` into the folder's stage, and README and license into its root."""
-    for name in small_files(dataset.store):
+def copy_small_files(dataset: Dataset, folder: Folder, names: list[str]) -> None:
+    """Copies these files below `meta/` into the folder's stage, and README and license into its root."""
+    for name in names:
         copy(dataset.store, name, folder, f"{folder.stage.name}/{name}")
     for name in AT_THE_ROOT:
         if dataset.store.exists(name):
@@ -50,8 +49,7 @@ def copy_small_files(dataset: Dataset, folder: Folder) -> None:
 
 def small_files(store: Store) -> list[str]:
     """Files below `meta/` except info.json and the episode table."""
-    names = {*store.files("meta"), *(name for name in _ALWAYS if store.exists(name))}
-    return sorted(names - {metadata.INFO, *episode_files(store)})
+    return sorted({*store.files("meta")} - {metadata.INFO, *episode_files(store)})
 
 
 def episode_files(store: Store) -> list[str]:

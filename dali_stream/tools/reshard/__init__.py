@@ -1,5 +1,6 @@
-"""Rewrites a dataset for streaming: larger row groups, MP4s with their index in front, files of a chosen size.
+"""Rewrites a dataset for streaming: larger row groups, MP4s with their index in front, files of a chosen size, v3.0.
 
+source   the source's metadata, of v2.x too, as v3.0 has it
 rows     assigns episodes to Parquet files, and writes these
 video    assigns packets to MP4 files
 meta     the files below meta/

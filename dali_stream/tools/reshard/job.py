@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
 from dali_stream.tools.reshard.report import Reads, Report, Side, side
 from dali_stream.tools.reshard.rows import DataFile, SourceRows
+from dali_stream.tools.reshard.source import is_v2
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import Source, VideoFile
 
@@ -85,6 +87,8 @@ class Job:
         """Writes the Parquet files; returns them, and the ranges that a Loader reads of the source's."""
         store, table = self.store, self.table
         sources = self.work.each("footers", table.data.paths, functools.partial(rows.read_footer, store))
+        if is_v2(self.dataset):  # the pandas index in it says which rows a file has, so that no two schemas are equal
+            sources = [replace(each, schema=rows.without_pandas(each.schema)) for each in sources]
         rows.check_columns(store, self.info["features"], self.videos, sources)
         files = rows.plan(table, sources, self.order, self._sizes[0], functools.partial(self.layout.path, DATA_PATH))
         copied = functools.partial(self._write_rows, sources)
@@ -189,13 +193,18 @@ class Job:
         layout.put("data/", number)
         layout.columns |= {"dataset_from_index": first, "dataset_to_index": first + table.length}
         for camera, files in video_files.items():
-            number, clock, shift = np.zeros((3, count), np.int64)
+            number, clock, shift, end = np.zeros((4, count), np.int64)
             for n, of_video in enumerate(files):
                 for episode, run in of_video.episodes.items():
                     at = of_video.runs[run]
                     number[episode], clock[episode], shift[episode] = n, at.source.timescale, at.shift
+                    end[episode] = at.source.times(*at.source.spans[episode])[1] + at.source.frame + at.shift
             layout.put(f"videos/{camera}/", number)
-            layout.moved |= {f"videos/{camera}/{end}_timestamp": (clock, shift) for end in ("from", "to")}
+            layout.moved[f"videos/{camera}/from_timestamp"] = clock, shift
+            if is_v2(self.dataset):  # an episode ends with its file
+                layout.columns[f"videos/{camera}/to_timestamp"] = end / clock
+            else:
+                layout.moved[f"videos/{camera}/to_timestamp"] = clock, shift
         layout.info = {
             "total_episodes": count,
             "total_frames": int(table.length.sum()),

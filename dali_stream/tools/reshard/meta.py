@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from dali_stream.dataset import Dataset
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import Episodes
-from dali_stream.storage import Store
-from dali_stream.tools.output.copy import copy_small_files, episode_files
+from dali_stream.tools.output.copy import copy_small_files
 from dali_stream.tools.output.folder import Folder
+from dali_stream.tools.reshard import source
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
@@ -54,11 +54,12 @@ class Layout:
 def write_meta(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout, file_size: int) -> None:
     """Writes them into the folder's stage."""
     folder.fresh_meta()
-    copy_small_files(dataset, folder)
-    _write_episodes(folder, dataset.store, table, layout, file_size)
-    info = metadata.read_json(dataset.store, metadata.INFO) | layout.info
-    with folder.writing(f"{folder.stage.name}/{metadata.INFO}") as file:
-        file.write(json.dumps(info, indent=4).encode())
+    copy_small_files(dataset, folder, source.copied_files(dataset))
+    _write_episodes(folder, dataset, table, layout, file_size)
+    info = json.dumps(source.info(dataset) | layout.info, indent=4).encode()
+    for name, data in (source.written_files(dataset) | {metadata.INFO: info}).items():
+        with folder.writing(f"{folder.stage.name}/{name}") as file:
+            file.write(data)
 
 
 def renewed(found: pa.Table, table: Episodes, layout: Layout) -> pa.Table:
@@ -81,15 +82,13 @@ def _moved(seconds: npt.NDArray[Any], clock: npt.NDArray[np.int64], shift: npt.N
     return (np.where(np.abs(ticks - whole) < 1e-3, whole, ticks) + shift) / clock
 
 
-def _write_episodes(folder: Folder, store: Store, table: Episodes, layout: Layout, file_size: int) -> None:
-    """The source's files, joined up to a size while their schema stays the same."""
-    names = episode_files(store)
+def _write_episodes(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout, file_size: int) -> None:
+    """The source's parts, joined up to a size while their schema stays the same."""
     numbers, number, in_file = np.zeros(len(table.index), np.int64), -1, 0
     before, open_file = None, ExitStack()
     writer: Any = None
     with open_file:
-        for name in names:
-            found, size = metadata.read_parquet(store, name), store.size(name)
+        for found, size in source.episode_tables(dataset, table):
             if before is None or in_file + size > file_size or not found.schema.equals(before, check_metadata=True):
                 open_file.close()
                 number, in_file, before = number + 1, 0, found.schema

@@ -97,6 +97,11 @@ def read_footer(store: Store, path: str) -> Parquet:
         return Parquet(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, np.cumsum(rows), begin, stop)
 
 
+def without_pandas(schema: pa.Schema) -> pa.Schema:
+    """A schema without the metadata of pandas."""
+    return schema.with_metadata({key: value for key, value in (schema.metadata or {}).items() if key != b"pandas"})
+
+
 def check_columns(store: Store, features: dict[str, Any], videos: list[str], sources: list[Parquet]) -> None:
     """Checks that every feature is a video or a column of every data file."""
     for source in sources:

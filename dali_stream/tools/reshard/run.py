@@ -25,7 +25,7 @@ def reshard(
     progress: Progress | None = None,
 ) -> Report:
     """Rewrites a dataset for streaming into a local folder, and verifies it: large row groups, few files, MP4s with their
-    index in front. Rows and encoded frames stay as they are.
+    index in front. Rows and encoded frames stay as they are. A dataset of v2.x becomes one of v3.0.
 
     An interrupted run resumes when it is started again with the same arguments. The folder becomes a dataset only after
     verification. Up to 4 files are written at a time; each takes the memory of one row group of the source, encoded and

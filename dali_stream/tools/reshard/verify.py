@@ -13,15 +13,16 @@ from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import Episodes
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.output.copy import check_same, episode_files, small_files
+from dali_stream.tools.output.copy import check_same
 from dali_stream.tools.output.folder import AGAIN
 from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.digest import Rows
 from dali_stream.tools.reshard.job import Job
-from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, renewed
+from dali_stream.tools.reshard.meta import renewed
 from dali_stream.tools.reshard.report import Side, side
 from dali_stream.tools.reshard.rows import DataFile, SourceRows
+from dali_stream.tools.reshard.source import copied_files, episode_tables, info, written_files
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import VideoFile
 
@@ -55,31 +56,33 @@ def _call(check: Callable[[], None]) -> None:
 class _Check:
     def __init__(self, job: Job, out: Dataset) -> None:
         self._job, self._out = job, out
-        info = metadata.Info(out.fps, out.features, DATA_PATH, VIDEO_PATH, None, None)
-        self._table: Episodes = metadata.read_episodes(out.store, info, job.videos)
+        self._table: Episodes = out.read_table(job.videos)
         self.indices, self.row_reads = Recorder(out.data_store), Recorder(out.data_store)
         self._reader = RowReader(out, self.row_reads)
 
     def meta(self) -> None:
         """Compares counts, tasks, statistics and the episode table."""
         job, out, source = self._job, self._out, self._job.dataset
+        expected_info = info(source) | job.layout.info
         for what, same in (
             ("the episodes", np.array_equal(self._table.index, job.table.index)),
             ("the lengths", np.array_equal(self._table.length, job.table.length)),
-            ("the features", out.features == source.features and out.fps == source.fps),
+            ("the features", metadata.read_json(out.store, metadata.INFO) == expected_info),
             ("the tasks", out.tasks == source.tasks and out.subtasks == source.subtasks),
         ):
             if not same:
                 raise DaliStreamError(f"{out.store.address}: {what} differ from the source's; {AGAIN}")
-        check_same(source.store, out.store, small_files(source.store))
+        check_same(source.store, out.store, copied_files(source))
+        for name, data in written_files(source).items():
+            if out.store.read_all(name) != data:
+                raise DaliStreamError(f"{out.store.where(name)}: has changed since it was written; {AGAIN}")
         if self._episode_table(source) != self._episode_table(out):
             raise DaliStreamError(f"{out.store.where('meta/episodes')}: a column differs from the source's; {AGAIN}")
 
     def _episode_table(self, dataset: Dataset) -> str:
         """A digest of the episode table; of the source's with the new layout applied."""
         digest, layout = Rows(), self._job.layout
-        for name in episode_files(dataset.store):
-            found = metadata.read_parquet(dataset.store, name)
+        for found, _ in episode_tables(dataset, self._table):
             digest.add(renewed(found, self._table, layout) if dataset is not self._out else found)
         return digest.hexdigest()
 

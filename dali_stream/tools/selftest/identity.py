@@ -29,7 +29,7 @@ def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
 
     Returns:
         `refused`: why the loader would decode one of these videos with torchcodec, empty if it would not. For each of
-        `shapes`: `pictures`, the requested frames; `wrong`, the frames delivered in place of others; `mean_error`, the mean
+        `shapes`: `frames`, the requested ones; `wrong`, the frames delivered in place of others; `mean_error`, the mean
         absolute difference of 8 bit RGB values to FFmpeg's frames; `failed`, DALI's error if it delivered nothing.
     """
     groups = [videos.read(folder) for folder in folders]
@@ -58,9 +58,9 @@ def _measure(batches: list[tuple[list[Video], int]], shape: str, gpu: int | None
                 wrong += len(shown)
                 continue
             errors.append(np.abs(frames.astype(np.int16) - expected).mean())
-            wrong += sum(not _is(picture, video, k) for picture, k in zip(frames, shown, strict=True))
+            wrong += sum(not _is(frame, video, k) for frame, k in zip(frames, shown, strict=True))
     mean_error = float(np.mean(errors)) if errors and not failed else None
-    return {"pictures": count, "wrong": wrong, "mean_error": mean_error, "failed": failed}
+    return {"frames": count, "wrong": wrong, "mean_error": mean_error, "failed": failed}
 
 
 def _request(video: Video, shape: str, rng: np.random.Generator) -> tuple[Video, list[int], Clip]:
@@ -68,8 +68,8 @@ def _request(video: Video, shape: str, rng: np.random.Generator) -> tuple[Video,
     return video, shown, video.clip(shown)
 
 
-def _is(picture: dali.Frames, video: Video, shown: int) -> bool:
+def _is(frame: dali.Frames, video: Video, shown: int) -> bool:
     try:
-        return read_identity(picture) == tuple(video.identity[shown].tolist())
+        return read_identity(frame) == tuple(video.identity[shown].tolist())
     except ValueError:  # not readable
         return False

@@ -33,7 +33,7 @@ def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int
         image_size: (height, width) for both loaders; None for the recorded size.
 
     Returns:
-        `pictures`, the compared frames; `wrong`, those that differ by more than a decoder's rounding; `worst_mean` and
+        `frames`, the compared ones; `wrong`, those that differ by more than a decoder's rounding; `worst_mean` and
         `worst_block`, mean absolute differences of 255, of a frame and of 16 × 16 pixels; `routes` {camera: decoder} and
         `route_changes` of the loader with DALI; `wait_s` in its `next()`, and `seconds` in all.
     """
@@ -64,7 +64,7 @@ def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int
     return {
         "routes": routes,
         "route_changes": stats["route_changes"],
-        "pictures": found.frames,
+        "frames": found.frames,
         "wrong": found.wrong,
         "worst_mean": found.mean,
         "worst_block": found.block,

@@ -142,7 +142,7 @@ class _Run:
             }
             for label, result in self._each("identity", jobs).items():
                 codec, refused = label.partition(",")[0], result.get("refused", "")
-                failed = {"": {"pictures": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed")}}
+                failed = {"": {"frames": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed")}}
                 shapes = result.get("shapes", failed)
                 rows += [{"codec": codec, "videos": name, "shape": s, "refused": refused, **row} for s, row in shapes.items()]
                 if len(videos) == 1 and not refused:
@@ -277,7 +277,7 @@ def _wrong(row: Report) -> str:
     if row["failed"]:
         return str(row["failed"])
     if row["wrong"]:
-        return f"{row['wrong']} of {row['pictures']} frames are of another frame"
+        return f"{row['wrong']} of {row['frames']} frames are of another frame"
     if row["mean_error"] is None or row["mean_error"] > COLOUR_TOLERANCE:
         return f"the frames differ from FFmpeg's by {row['mean_error']} on average, and at most {COLOUR_TOLERANCE} is allowed"
     return ""
@@ -288,7 +288,7 @@ def _wrong_epochs(row: Report, cameras: int) -> str:
     if row.get("failed"):
         return str(row["failed"])
     if row["wrong"]:
-        return f"{row['wrong']} of {row['pictures']} frames are of another frame"
+        return f"{row['wrong']} of {row['frames']} frames are of another frame"
     if row["route_changes"] or set(list(row["routes"].values())[:cameras]) != {"dali"}:
         return f"a camera is not on the DALI route: {row['routes']}"
     return ""

@@ -20,7 +20,7 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
     """Streams whole epochs of a demo dataset, with windows for the first camera, for some seconds.
 
     Returns:
-        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `pictures`, the delivered frames; `wrong`, those that
+        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `frames`, the delivered ones; `wrong`, those that
         do not belong to their row; `frames_per_s`; `memory` {"first", "last"}, bytes of this process after the first and the
         last epoch, and `gpu_memory` of the GPU (None on a CPU); `wait_s` in the loader's `next()`, and `seconds` in all.
     """
@@ -45,7 +45,7 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
         "routes": routes,
         "route_changes": stats["route_changes"],
         "epochs": epochs,
-        "pictures": frames,
+        "frames": frames,
         "wrong": wrong,
         "frames_per_s": frames / (time.perf_counter() - started),
         "wait_s": stats["wait_s"],

@@ -10,7 +10,7 @@ from typing import Any
 from dali_stream.dataset import Dataset
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.features import ENCODING
-from dali_stream.tools.output.copy import copy, copy_small_files, episode_files
+from dali_stream.tools.output.copy import copy, copy_small_files, episode_files, small_files
 from dali_stream.tools.output.folder import Folder
 from dali_stream.tools.transcode.encoders import Encoder
 
@@ -21,7 +21,7 @@ _UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
 def write_meta(folder: Folder, dataset: Dataset, info: dict[str, Any]) -> None:
     """Writes them into the folder's stage."""
     folder.fresh_meta()
-    copy_small_files(dataset, folder)
+    copy_small_files(dataset, folder, small_files(dataset.store))
     for name in episode_files(dataset.store):
         copy(dataset.store, name, folder, f"{folder.stage.name}/{name}")
     with folder.writing(f"{folder.stage.name}/{metadata.INFO}") as file:

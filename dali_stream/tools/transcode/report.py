@@ -14,7 +14,7 @@ class Camera:
 
     Attributes:
         files: number of MP4s, of which `copied` were copied, since they meet the request or are depth maps.
-        pictures: frames of all its files.
+        frames: of all its files.
         bytes_before, bytes_after: of all its files.
         codec_before, codec_after: several are separated by commas.
         encoder: FFmpeg's name; empty if all files were copied.
@@ -24,7 +24,7 @@ class Camera:
 
     files: int
     copied: int
-    pictures: int
+    frames: int
     bytes_before: int
     bytes_after: int
     codec_before: str
@@ -63,7 +63,7 @@ def camera(notes: Sequence[dict[str, Any]]) -> Camera:
     return Camera(
         files=len(notes),
         copied=sum(not note["encoder"] for note in notes),
-        pictures=sum(note["pictures"] for note in notes),
+        frames=sum(note["pictures"] for note in notes),  # the key that notes of unfinished runs have
         bytes_before=sum(note["bytes_before"] for note in notes),
         bytes_after=sum(note["bytes_after"] for note in notes),
         codec_before=names("codec_before"),

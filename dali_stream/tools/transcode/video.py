@@ -63,7 +63,7 @@ class Share:
         before, self._left = int(self._left), self._left - by
         self._advance(before - int(self._left))
 
-    def pictures(self, count: int) -> Callable[[int], None]:
+    def frames(self, count: int) -> Callable[[int], None]:
         """A callback that counts frames, `count` of which make up the rest."""
         each = self._left / count
         return lambda number: self(number * each)
@@ -127,7 +127,7 @@ class Writer:
         incoming = self._folder.incoming(file.path)
         try:
             place = Path(source.store.address) / file.path
-            count = share.pictures(len(source.table))
+            count = share.frames(len(source.table))
             self._program.encode(place, incoming, self._encoder, source.table.timescale, count)
             note["psnr"] = self._check(file, source, incoming, episodes)
             note |= {"bytes_after": incoming.stat().st_size, "codec_after": self._encoder.codec, "encoder": self._encoder.name}

@@ -1,0 +1,207 @@
+"""The files below `meta/` of LeRobot v2.0 and v2.1, read into what `metadata` makes of v3.0.
+
+Each episode has a Parquet file, and an MP4 per camera in which it begins at 0. Format: LeRobot 0.3.3, `datasets/utils.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dali_stream.errors import DatasetError
+from dali_stream.lerobot import metadata
+from dali_stream.lerobot.metadata import STATS, Episodes, Files, Info, Stats
+from dali_stream.storage import Store, lfs
+
+EPISODES, TASKS, EPISODES_STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
+_PART = 8 << 20  # bytes of one read
+_LONGEST_LINE = 64 << 20
+_log = logging.getLogger("dali_stream")
+
+
+def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
+    """Reads `meta/episodes.jsonl`. An episode ends with its MP4, so `stop` is infinite.
+
+    Raises:
+        DatasetError: a line is broken, or the numbers contradict each other or `info.json`.
+    """
+    cameras = list(cameras)
+    video_path = metadata.video_template(store, info) if cameras else ""
+    found = [
+        (_whole(entry, "episode_index", where), _whole(entry, "length", where)) for where, entry in read_lines(store, EPISODES)
+    ]
+    table = np.array(sorted(found), np.int64).reshape(-1, 2)
+    index, length = table[:, 0].copy(), table[:, 1].copy()
+    metadata.check_episodes({"episode_index": index, "length": length}, store.where(EPISODES), store, info)
+    return Episodes(
+        index=index,
+        length=length,
+        first_row=np.cumsum(length) - length,
+        data=_files(info.data_path, index, info.chunk),
+        video={camera: _files(video_path, index, info.chunk, camera) for camera in cameras},
+        start={camera: np.zeros(len(index)) for camera in cameras},
+        stop={camera: np.full(len(index), np.inf) for camera in cameras},
+    )
+
+
+def read_episode_columns(store: Store) -> pa.Table:
+    """`meta/episodes.jsonl` as a table, by rising episode index. Raises DatasetError where a column has several types."""
+    entries = [entry for _, entry in read_lines(store, EPISODES)]
+    try:
+        return pa.Table.from_pylist(entries).sort_by("episode_index")
+    except pa.ArrowException as error:
+        raise DatasetError(
+            f"{store.where(EPISODES)}: is no table: {error}; filter= needs values of one type in a column"
+        ) from error
+
+
+def read_tasks(store: Store) -> dict[int, str]:
+    """`meta/tasks.jsonl`: {task_index: task}; empty where there is no such file.
+
+    Raises:
+        DatasetError: a line is broken, or two are of one index.
+    """
+    tasks: dict[int, str] = {}
+    for where, entry in read_lines(store, TASKS) if store.exists(TASKS) else ():
+        index, task = _whole(entry, "task_index", where), entry.get("task")
+        if not isinstance(task, str) or index in tasks:
+            wrong = f"task is {str(task)[:40]}; it is text" if index not in tasks else f"a second line of task_index {index}"
+            raise DatasetError(f"{where}: {wrong}")
+        tasks[index] = task
+    return tasks
+
+
+def stats_place(store: Store, info: Info) -> str:
+    """The file that statistics are read from: by episode in v2.1, unless it has only those of all episodes, as v2.0."""
+    return EPISODES_STATS if info.version != "v2.0" and store.exists(EPISODES_STATS) else STATS
+
+
+def read_stats(store: Store, info: Info) -> Stats:
+    """Statistics of all episodes, as `metadata.read_stats`; those of v2.1 aggregated as LeRobot's converter does."""
+    if stats_place(store, info) == STATS:
+        return metadata.read_stats(store)
+    found = read_episode_stats(store)
+    if info.episodes is not None and len(found) != info.episodes:
+        _log.warning(
+            "%s has statistics of %d episodes, and the dataset has %d; stats are of the former",
+            store.where(EPISODES_STATS), len(found), info.episodes,
+        )  # fmt: skip
+    try:
+        return aggregate(list(found.values()))
+    except ValueError as error:
+        raise DatasetError(f"{store.where(EPISODES_STATS)}: {error}") from error
+
+
+def read_episode_stats(store: Store) -> dict[int, Stats]:
+    """`meta/episodes_stats.jsonl`: {episode_index: statistics}, by rising index.
+
+    Raises:
+        DatasetError: a line is broken, or two are of one episode.
+    """
+    found: dict[int, Stats] = {}
+    for where, entry in read_lines(store, EPISODES_STATS):
+        index = _whole(entry, "episode_index", where)
+        if index in found:
+            raise DatasetError(f"{where}: a second line of episode {index}")
+        try:
+            found[index] = metadata.stats_of(entry.get("stats"))
+        except ValueError as error:
+            raise DatasetError(f"{where}: episode {index}: {error}") from error
+    return dict(sorted(found.items()))
+
+
+def aggregate(parts: Sequence[Stats]) -> Stats:
+    """Statistics of several episodes as one: `min`, `max`, the sum of `count`, and `mean` and `std` weighted by it.
+
+    The same operations as LeRobot's `aggregate_stats`, so the same numbers. Raises ValueError where shapes differ, or where
+    something else than numbers is there.
+    """
+    keys = dict.fromkeys(key for part in parts for key in part)
+    whole: Stats = {}
+    for key in keys:
+        try:
+            whole[key] = _aggregate([part[key] for part in parts if key in part])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the statistics of {key!r} cannot be aggregated ({error}); each episode has numbers min, max, mean, std and "
+                "count, of one shape"
+            ) from error
+    return whole
+
+
+def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages, object) of each line of a JSON Lines file. Raises DatasetError for a line of another kind."""
+    for number, line in enumerate(_lines(store, path), start=1):
+        where = f"{store.where(path)}, line {number}"
+        if number == 1 and (pointer := lfs.pointer(line)):
+            raise DatasetError(f"{store.where(path)}: {pointer}")
+        if len(line) > _LONGEST_LINE:
+            raise DatasetError(f"{where}: more than {_LONGEST_LINE} bytes; is it a JSON Lines file?")
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(f"{where}: not JSON: {error}; fetch the file again") from error
+        if not isinstance(entry, dict):
+            raise DatasetError(f"{where}: is {type(entry).__name__}; it must be a JSON object")
+        yield where, entry
+
+
+def _lines(store: Store, path: str) -> Iterator[bytes]:
+    rest, at = b"", 0
+    while part := store.read(path, at, at + _PART):
+        at += len(part)
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+        if len(rest) > _LONGEST_LINE:
+            break
+    yield rest
+
+
+def _whole(entry: dict[str, Any], name: str, where: str) -> int:
+    value = entry.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 40:
+        raise DatasetError(f"{where}: {name} is {str(value)[:40]}; it is an integer of 0 or more")
+    return value
+
+
+def _files(template: str, index: npt.NDArray[np.int64], chunk: int, video_key: str = "") -> Files:
+    paths = [
+        template.format(episode_chunk=episode // chunk if chunk else 0, episode_index=episode, video_key=video_key)
+        for episode in index.tolist()
+    ]
+    return Files(paths, np.arange(len(paths)))
+
+
+def _aggregate(parts: Sequence[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
+    stacked = {name: np.stack([part[name] for part in parts]) for name in ("min", "max", "mean", "std", "count")}
+    if not all(np.issubdtype(values.dtype, np.number) or values.dtype == bool for values in stacked.values()):
+        raise ValueError("not all are numbers")
+    counts = stacked["count"]
+    total = counts.sum(axis=0)
+    if total.shape != (1,) or total[0] <= 0 or stacked["mean"].ndim < 2:
+        raise ValueError("count is not a list of one number above 0, or another is not a list")
+    weights = counts.reshape(counts.shape + (1,) * (stacked["mean"].ndim - counts.ndim))
+
+    def weighted(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        result: npt.NDArray[Any] = (values * weights).sum(axis=0) / total
+        return result
+
+    mean = weighted(stacked["mean"])
+    variance = weighted(stacked["std"] ** 2 + (stacked["mean"] - mean) ** 2)
+    quantiles = [name for name in parts[0] if name[:1] == "q" and name[1:].isdigit() and all(name in part for part in parts)]
+    return {
+        "min": stacked["min"].min(axis=0),
+        "max": stacked["max"].max(axis=0),
+        "mean": mean,
+        "std": np.sqrt(variance),
+        "count": total,
+        **{name: weighted(np.stack([part[name] for part in parts])) for name in quantiles},
+    }

@@ -1,0 +1,48 @@
+"""The order of the frames that are sampled, where not all are."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.order.order import Order, Shuffle
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Ranges(Protocol):
+    """Frames of episodes, such as `lerobot.frame_ranges.FrameRanges`."""
+
+    @property
+    def counts(self) -> Int64:
+        """(E,) frames of each episode."""
+        ...
+
+    def frames(self, episode: Int64, number: Int64) -> Int64:
+        """The `number`-th frame of each `episode`."""
+        ...
+
+
+class SelectedOrder(Order):
+    """The order of frames in ranges: that of episodes which are as long as their ranges together.
+
+    Args:
+        ranges: the frames.
+        shuffle, seed, epoch, consumers, episode_pool_size: as of `Order`.
+    """
+
+    def __init__(self, ranges: Ranges, shuffle: Shuffle, seed: int, epoch: int, consumers: int, episode_pool_size: int) -> None:
+        super().__init__(ranges.counts, shuffle, seed, epoch, consumers, episode_pool_size)
+        self._ranges = ranges
+
+    def read(self, start: int, count: int, rank: int = 0, world_size: int = 1) -> tuple[Int64, Int64]:
+        """As of `Order`, with frames counted within the whole episode."""
+        episode, number = super().read(start, count, rank, world_size)
+        return episode, self._ranges.frames(episode, number)
+
+    def served(self, episode: int, rank: int = 0, world_size: int = 1) -> Int64:
+        """As of `Order`, with frames counted within the whole episode."""
+        number = super().served(episode, rank, world_size)
+        return self._ranges.frames(np.full(len(number), episode), number)

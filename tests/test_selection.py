@@ -1,0 +1,268 @@
+"""Which episodes and frames are sampled: filter, frames, drop_first, drop_last and split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batches import check_identities, samples
+from support.datasets import SIDE, TOP, change_info, read_lengths
+from support.servers import Server
+
+from dali_stream import Dataset, DatasetError, FrameSampler, Loader, Order, ResumeError
+from dali_stream.lerobot.frame_ranges import FrameRanges, dropped, whole
+from dali_stream.order.selected import SelectedOrder
+
+ORDER: dict[str, Any] = {"consumers": 4, "episode_pool_size": 2, "seed": 3}
+KEPT = {0: [(0, 4), (10, 11)], 2: [(5, 9)], "5": [[1, 3]]}
+KEPT_FRAMES = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 10), (2, 5), (2, 6), (2, 7), (2, 8), (5, 1), (5, 2)]
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[list[int], FrameRanges, list[tuple[int, int]]]:
+    """Lengths, ranges in them, and (episode, frame) of all that the ranges hold."""
+    lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=8))
+    rows, frames = [], []
+    for episode, length in enumerate(lengths):
+        edges = sorted(draw(st.sets(st.integers(0, length), max_size=6)))
+        for start, stop in zip(edges[::2], edges[1::2], strict=False):
+            rows.append((episode, start, stop))
+            frames += [(episode, frame) for frame in range(start, stop)]
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return lengths, FrameRanges(len(lengths), *table.T), frames
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(ranges(), st.sampled_from((True, "global", False)), st.sampled_from((1, 2, 4)), st.integers(0, 30))
+def test_each_frame_of_the_ranges_once_on_any_ranks(
+    selected: tuple[list[int], FrameRanges, list[tuple[int, int]]], shuffle: bool | str, world: int, start: int
+) -> None:
+    _, kept, frames = selected
+    orders = [SelectedOrder(kept, shuffle, 1, 2, 4, 2) for _ in range(world)]
+    shares = [list(zip(*map(list, order.read(0, 1000, rank, world)), strict=True)) for rank, order in enumerate(orders)]
+    assert sorted(pair for share in shares for pair in share) == frames
+    if shuffle is False:
+        assert shares[0] == frames[::world]
+    [after] = [list(zip(*map(list, orders[0].read(start, 1000, 0, world)), strict=True))]
+    assert after == shares[0][-(-start // world) :]
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(ranges(), st.integers(0, 5), st.integers(0, 5))
+def test_ranges_are_cut_as_sets_of_frames_are(
+    selected: tuple[list[int], FrameRanges, list[tuple[int, int]]], first: int, last: int
+) -> None:
+    lengths, kept, frames = selected
+    inner = kept.within(np.full(len(lengths), first), np.array(lengths) - last)
+    expected = [(episode, frame) for episode, frame in frames if first <= frame < lengths[episode] - last]
+    assert _frames(inner) == expected
+    some = np.arange(0, len(lengths), 2)
+    assert _frames(kept.of(some)) == [(episode // 2, frame) for episode, frame in frames if episode % 2 == 0]
+    assert _frames(whole(np.array(lengths))) == [(e, f) for e, length in enumerate(lengths) for f in range(length)]
+
+
+def _frames(kept: FrameRanges) -> list[tuple[int, int]]:
+    episode = np.repeat(np.arange(kept.episodes), kept.counts)
+    number = np.concatenate([np.arange(count) for count in kept.counts])
+    return list(zip(episode.tolist(), kept.frames(episode, number).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("remote", [False, True])
+def test_an_epoch_shows_the_frames_that_were_given(demo: Path, tmp_path: Path, as_file: bool, remote: bool) -> None:
+    frames: Any = KEPT
+    if as_file:
+        frames = tmp_path / "keep_ranges.json"
+        frames.write_text(json.dumps({str(key): value for key, value in KEPT.items()}))
+    with Server(demo) as server:
+        dataset = Dataset(server.url if remote else demo, frames=frames)
+        assert dataset.num_frames == len(dataset) == len(KEPT_FRAMES)
+        with Loader(dataset, batch_size=4, last_batch="partial", **ORDER) as loader:
+            assert len(loader) == 3
+            batches = list(loader)
+    lengths = read_lengths(demo)
+    for batch in batches:
+        for camera in (TOP, SIDE):
+            check_identities(batch, camera, None, lengths)
+    assert _shown(batches) == KEPT_FRAMES
+
+
+def test_windows_show_the_frames_around_the_ranges(demo: Path) -> None:
+    deltas = [-0.2, 0.0, 0.2]
+    dataset = Dataset(demo, frames=KEPT, drop_first=1)
+    offsets = [round(delta * dataset.fps) for delta in deltas]
+    with Loader(dataset, batch_size=4, last_batch="partial", delta_timestamps={TOP: deltas}, **ORDER) as loader:
+        batches = list(loader)
+    for batch in batches:
+        check_identities(batch, TOP, offsets, read_lengths(demo))
+        expected = [[offset + frame < 0 for offset in offsets] for frame in batch["frame_index"].tolist()]
+        assert batch[f"{TOP}_is_pad"].tolist() == expected
+    assert _shown(batches) == [(episode, frame) for episode, frame in KEPT_FRAMES if frame]
+
+
+def test_a_run_on_ranges_resumes_on_other_ranks(demo: Path) -> None:
+    dataset = Dataset(demo, cameras=[], drop_first=3, drop_last=2)
+    with Loader(dataset, batch_size=8, last_batch="partial", **ORDER) as loader:
+        order = samples(loader)
+    with Loader(dataset, batch_size=8, **ORDER) as loader:
+        begun = samples([next(iter(loader))])
+        state = loader.state_dict()
+    rest = []
+    for rank in range(2):
+        with Loader(dataset, batch_size=4, last_batch="partial", rank=rank, world_size=2, **ORDER) as loader:
+            loader.load_state_dict(state)
+            rest.append(samples(loader))
+    assert begun + [index for pair in zip(*rest, strict=False) for index in pair] == order[: 8 + 2 * len(rest[1])]
+    for other in ({}, {"drop_first": 3}, {"drop_first": 3, "drop_last": 2, "frames": {0: [(0, 40)]}}):
+        with Loader(Dataset(demo, cameras=[], **other), batch_size=8, **ORDER) as loader, pytest.raises(ResumeError):
+            loader.load_state_dict(state)
+
+
+def test_a_sampler_of_the_dataset_has_the_same_frames(demo: Path) -> None:
+    dataset = Dataset(demo, cameras=[], frames=KEPT, drop_last=1)
+    with Loader(dataset, batch_size=2, last_batch="partial", **ORDER) as loader:
+        expected = samples(loader)
+    sampler = FrameSampler(dataset, **ORDER)
+    assert list(sampler) == expected
+    with pytest.raises(ResumeError, match="of other episodes"):
+        FrameSampler(Dataset(demo, cameras=[], frames={0: [(0, 11)]}), **ORDER).load_state_dict(sampler.state_dict())
+    dropping = FrameSampler(Dataset(demo, cameras=[], drop_first=4), drop_last=2, **ORDER)
+    assert list(dropping) == list(FrameSampler(Dataset(demo, cameras=[]), drop_first=4, drop_last=2, **ORDER))
+
+
+def test_without_ranges_the_order_is_that_of_the_lengths(demo: Path) -> None:
+    lengths = np.array([9, 0, 4, 30])
+    expected = Order(lengths - np.minimum(lengths, 3), True, 1, 0, 4, 2).read(0, 100)
+    episode, frame = SelectedOrder(dropped(lengths, 2, 1), True, 1, 0, 4, 2).read(0, 100)
+    assert (episode.tolist(), (frame - 2).tolist()) == (expected[0].tolist(), expected[1].tolist())
+    assert Dataset(demo).fingerprint == Dataset(demo, drop_first=0, filter=lambda episode: True).fingerprint
+
+
+def _shown(batches: list[Any]) -> list[tuple[int, int]]:
+    keys = ("episode_index", "frame_index")
+    return sorted(pair for batch in batches for pair in zip(*(batch[key].tolist() for key in keys), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- filter
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        lambda episode: episode["length"] > 60,
+        pc.field("length") > 60,
+        lambda episode: np.bool_(episode["length"] > 60),
+    ],
+)
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_filter_takes_what_listing_the_episodes_would(demo: Path, filter: Any, remote: bool) -> None:
+    expected = [episode for episode, length in read_lengths(demo).items() if length > 60]
+    assert 0 < len(expected) < 6
+    with Server(demo) as server:
+        dataset = Dataset(server.url if remote else demo, filter=filter)
+        assert dataset.episodes.tolist() == expected
+        assert dataset.fingerprint == Dataset(demo, episodes=expected).fingerprint
+    both = Dataset(demo, filter=filter, episodes=[0, 1, 2, 3])
+    assert both.episodes.tolist() == [episode for episode in expected if episode < 4]
+
+
+def test_a_filter_sees_tasks_and_statistics(demo: Path) -> None:
+    columns = Dataset(demo).episode_columns(stats=True)
+    task = columns["tasks"].to_pylist()[2][0]
+    expected = [row["episode_index"] for row in columns.to_pylist() if task in row["tasks"]]
+    assert Dataset(demo, filter=lambda episode: task in episode["tasks"]).episodes.tolist() == expected
+    frames = pc.list_element(pc.field("stats/action/count"), 0) > 60
+    assert Dataset(demo, filter=frames).episodes.tolist() == [e for e, n in read_lengths(demo).items() if n > 60]
+
+
+# -------------------------------------------------------------------------------------------------------------- split
+
+
+@pytest.mark.parametrize("shares", [{"train": 0.9, "val": 0.1}, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, {"a": 0.5, "b": 0.25}])
+def test_a_split_has_each_episode_at_most_once(demo: Path, shares: dict[str, float]) -> None:
+    dataset = Dataset(demo, cameras=[], episodes=[0, 1, 2, 4, 5], drop_first=2)
+    parts = dataset.split(shares, seed=7)
+    taken = [episode for part in parts.values() for episode in part.episodes.tolist()]
+    assert len(set(taken)) == len(taken) == round(5 * sum(shares.values()))
+    assert list(parts) == list(shares)
+    assert len({part.fingerprint for part in parts.values()} | {dataset.fingerprint}) == len(shares) + 1
+    lengths = read_lengths(demo)
+    for part in parts.values():
+        assert part.num_frames == sum(lengths[episode] - 2 for episode in part.episodes.tolist())
+        same = Dataset(demo, cameras=[], episodes=part.episodes.tolist(), drop_first=2)
+        assert part.fingerprint == same.fingerprint
+        with Loader(part, batch_size=8, last_batch="partial", consumers=1) as loader:
+            assert {int(e) for batch in loader for e in batch["episode_index"]} == set(part.episodes.tolist())
+    again = dataset.split(shares, seed=7)
+    assert [part.episodes.tolist() for part in again.values()] == [part.episodes.tolist() for part in parts.values()]
+    others = [tuple(dataset.split(shares, seed=seed)[next(iter(shares))].episodes.tolist()) for seed in range(9)]
+    assert len(set(others)) > 1
+
+
+def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
+    change_info(demo_copy, splits={"train": "0:4", "test": "4:6"})
+    parts = Dataset(demo_copy, episodes=[1, 2, 5]).split()
+    assert {name: part.episodes.tolist() for name, part in parts.items()} == {"train": [1, 2], "test": [5]}
+    for splits, message in (
+        ({}, "has no splits"),
+        ({"train": "all"}, "split 'train' is 'all'; it is a range of episodes"),
+        ({"train": [0, 4]}, "it is a range of episodes"),
+    ):
+        change_info(demo_copy, splits=splits)
+        with pytest.raises(DatasetError, match=message):
+            Dataset(demo_copy).split()
+    change_info(demo_copy, splits={"train": "6:9"})
+    with pytest.raises(ValueError, match="split 'train' has none of the 6 selected episodes"):
+        Dataset(demo_copy).split()
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"frames": {9: [(0, 1)]}}, "frames has episode 9; available are 6 episodes, from 0 to 5"),
+        ({"frames": {"gs://bucket--a": [(0, 1)]}}, "frames has the key 'gs://bucket--a'; keys are episode indices"),
+        ({"frames": {0: [(0, 4), (3, 6)]}}, r"range \[3, 6\) after frame 4; ranges rise, do not overlap"),
+        ({"frames": {0: [(4, 4)]}}, "are not empty"),
+        ({"frames": {0: [(0, 10_000)]}}, r"the episode has \d+ frames"),
+        ({"frames": {0: [(-1, 4)]}}, r"range \[-1, 4\)"),
+        ({"frames": {0: [(0.0, 4)]}}, r"range \(0.0, 4\); a range is \(start, stop\), in frames"),
+        ({"frames": {0: [3]}}, "a range is"),
+        ({"frames": {0: "0:4"}}, "it is a list of"),
+        ({"frames": [(0, 4)]}, "it is {episode index"),
+        ({"frames": "no/such.json"}, "no readable JSON file"),
+        ({"frames": {}}, "leave none of the"),
+        ({"drop_first": 10_000}, "leave none of the"),
+        ({"drop_last": -1}, "drop_last is -1; it is an integer of 0 or more"),
+        ({"filter": lambda episode: False}, "filter leaves none of 6 episodes"),
+        ({"filter": "length > 5"}, "it is a function of an episode's columns, or a pyarrow.compute expression"),
+        ({"filter": pc.field("size") > 5}, "its columns are episode_index, "),
+    ],
+)
+def test_a_selection_that_makes_no_sense_is_refused(demo: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Dataset(demo, cameras=[], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (lambda dataset: dataset.split({"train": 0.9, "val": 0.2}), "together at most 1"),
+        (lambda dataset: dataset.split({"train": 0}), "above 0"),
+        (lambda dataset: dataset.split({}), "a number above 0 for each name"),
+        (lambda dataset: dataset.split({"train": 0.99, "val": 0.01}), "split 'val' has none of the 6 selected episodes"),
+        (lambda dataset: dataset.split({"train": 0.5}, seed=-1), "seed is -1"),
+    ],
+)
+def test_shares_that_make_no_sense_are_refused(demo: Path, split: Callable[[Dataset], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split(Dataset(demo, cameras=[]))
