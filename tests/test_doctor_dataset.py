@@ -236,7 +236,17 @@ def test_what_the_loader_refuses_is_a_problem(name: str, sound: Callable[[str], 
     assert problems(root, way.decodes)
 
 
-@pytest.mark.parametrize("codec", ["h264", "image"])
+@pytest.mark.parametrize("name", [name for name in broken.WAYS if name.endswith("LFS pointer")])
+def test_a_git_lfs_pointer_is_named_wherever_it_lies(name: str, sound: Callable[[str], Path], tmp_path: Path) -> None:
+    """JSON, JSON Lines, Parquet and MP4."""
+    root = copied(sound(broken.WAYS[name].codec), tmp_path)
+    broken.WAYS[name].apply(root)
+    said = refused(root)
+    assert "it is a Git LFS pointer and not the file itself: run `git lfs pull`" in said
+    assert "hf://datasets/OWNER/NAME" in said
+
+
+@pytest.mark.parametrize("codec", ["h264", "image", "v2.1"])
 def test_a_sound_dataset_has_no_problem(codec: str, sound: Callable[[str], Path]) -> None:
     assert refused(sound(codec)) == ""
     assert problems(sound(codec), deep=False) == problems(sound(codec), deep=True) == []

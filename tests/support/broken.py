@@ -21,7 +21,7 @@ from dali_stream.mp4.index import read_index
 from dali_stream.storage import LocalStore
 from support import videos as data
 from support.datasets import EPISODE_TABLE as EPISODES
-from support.datasets import ODD_CAMERA, ROWS, VIDEO, write_odd
+from support.datasets import ODD_CAMERA, ROWS, VIDEO, build, write_odd
 
 TASKS = "meta/tasks.parquet"
 INFO = "meta/info.json"
@@ -248,12 +248,16 @@ class Way(NamedTuple):
 
 
 def healthy(folder: Path, codec: str) -> Path:
-    """The dataset that is broken: two episodes in one file of h264, or "image", pictures in rows."""
+    """The dataset that is broken: two episodes in one file of h264; "image", pictures in rows; or "v2.1", a file each."""
     if codec == "image":
         return write_odd(folder / "image")
+    if codec == "v2.1":
+        cameras = data.one_file_each(folder, [data.CAMERA], _V2_LENGTHS, data.FPS)
+        return build(folder / "v2.1", _V2_LENGTHS, {}, cameras=cameras, fps=data.FPS, version="v2.1", stats=True)
     return data.write_dataset(folder / codec, [data.encode(data.draw(), folder / "video.mp4", data.h264(12))])
 
 
+_V2_LENGTHS = (9, 6)
 VIDEO_FILE = VIDEO.format(data.CAMERA, 0)
 WAYS: dict[str, Way] = {}
 
@@ -283,7 +287,18 @@ for _begin in (0.0, 0.3, 0.6):
     WAYS[f"packet: a hole from {_begin}"] = Way(
         lambda root, begin=_begin: damage(root, VIDEO_FILE, 24, lambda payload: hole(payload, begin)), decodes=True
     )
+for _end in ("episodes.jsonl", "tasks.jsonl", "episode_000001.parquet", "episode_000001.mp4"):
+    WAYS[f"v2.1: {_end}: missing"] = Way(lambda root, end=_end: _only(root, end).unlink(), "v2.1")
+    for _kind in GARBAGE:
+        WAYS[f"v2.1: {_end}: {_kind}"] = Way(
+            lambda root, end=_end, kind=_kind: _rewrite(_only(root, end), GARBAGE[kind]), "v2.1"
+        )
 WAYS |= {
+    "v2.1: an episode twice": Way(lambda root: _rewrite(_only(root, "episodes.jsonl"), lambda lines: lines + lines), "v2.1"),
+    "v2.1: another length": Way(
+        lambda root: _rewrite(_only(root, "episodes.jsonl"), lambda lines: lines.replace(b'"length": 6', b'"length": 5')),
+        "v2.1",
+    ),
     f"{TASKS}: other tasks": Way(lambda root: edit_table(root, TASKS, lambda t: put(t, "task_index", pa.array([7])))),
     f"{ROWS}: a task without a name": Way(
         lambda root: edit_table(root, ROWS, lambda t: put(t, "task_index", pa.array(np.r_[np.zeros(71, np.int64), 9])))
@@ -308,6 +323,11 @@ WAYS |= {
     "image: missing": Way(lambda root: _image(root, 9, lambda _: None), "image", True),
     "image: no row": Way(lambda root: edit_table(root, ROWS, lambda t: t.slice(0, 20)), "image"),
 }
+
+
+def _only(root: Path, end: str) -> Path:
+    [path] = root.rglob(end)
+    return path
 
 
 def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
