@@ -54,6 +54,12 @@ def from_zero(name: str, value: int) -> int:
     return int(value)
 
 
+def share(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(f"{name} is {value!r}; it is a share, above 0 and up to 1")
+    return float(value)
+
+
 def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
     if image_size is None:
         return None

@@ -45,6 +45,11 @@ class Dataset(DatasetFiles):
             frames of the episode, without `stop`; an episode that is not in it gives no sample. Windows still show the frames
             around them, up to the ends of the episode. None: all.
         drop_first, drop_last: frames at the beginning and the end of each episode that are not sampled.
+        clock: which frame of a video a row has: "timestamp", the nearest to the row's `timestamp`, as LeRobot does; or
+            "frame_index", the nearest to `frame_index` / fps, for datasets whose timestamps are those of a wall clock. Rows are
+            delivered as they are.
+        tolerance_s: how far that frame may be from that time, in seconds: up to half a frame. None: a quarter of a frame.
+            LeRobot's default is 1e-4.
 
     Attributes:
         uri: as given, but for credentials in it.
@@ -57,15 +62,18 @@ class Dataset(DatasetFiles):
         episodes: (E,) int64, the selected episode indices, rising.
         lengths: (E,) int64, their frames, sampled or not.
         fingerprint: a hash of what is read, equal wherever, in whatever version and files and however encoded the same
-            dataset lies; of a Hub repository also of its commit.
+            dataset lies; of a Hub repository also of its commit. Another `clock` or `tolerance_s` has another one.
         skips_images: whether the rows have images that are not selected.
         revision: the commit that is read, of a Hub repository; else None.
         cache_dir: as given.
+        clock: as given.
+        tolerance_s: in seconds.
 
     Raises:
         DatasetError: it does not exist, has another format, or its metadata is broken.
         StorageError: it cannot be reached.
-        ValueError: an unknown camera or episode, a filter or frames that leave nothing, or a revision of what has none.
+        ValueError: an unknown camera or episode, a depth camera, a filter or frames that leave nothing, a revision of what has
+            none, or another bad argument.
     """
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:

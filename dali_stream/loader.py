@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn, SupportsIndex
 
 from dali_stream import process
-from dali_stream.arguments import byte_count, known_arguments, one_of, picture_size, positive
+from dali_stream.arguments import byte_count, known_arguments, one_of, picture_size, positive, share
 from dali_stream.cache.indices import IndexCache
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
@@ -39,8 +39,8 @@ class Loader:
     A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
     `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
     where the feature's shape is (1,); `<key>_is_pad` bool `(B, T)` for each key with a window; `task`, a list of str.
-    Frames lie in memory with their channels last. A feature of the dataset that has the key of a mask or of `task` is left
-    out, which is logged.
+    Frames lie in memory with their channels last. C is 3, or 1 or 4 for grey and RGBA images. A feature of the dataset that
+    has the key of a mask or of `task` is left out, which is logged.
 
     Iterate a Loader itself, in the process that trains: it takes the place of PyTorch's DataLoader, and cannot be copied.
 
@@ -48,7 +48,8 @@ class Loader:
         dataset: a `Dataset`, or anything that it takes.
         batch_size: samples per batch and rank.
         delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
-            `{"action": [i / dataset.fps for i in range(16)]}`.
+            `{"action": [i / dataset.fps for i in range(16)]}`. A step shows the row that is round(seconds * fps) rows away in
+            the episode, as in LeRobot, whatever the rows' timestamps are.
         pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Frames come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
@@ -75,7 +76,10 @@ class Loader:
         last_batch: what becomes of the samples at the end of an epoch that fill no whole batch. "drop" leaves them out;
             "partial" delivers a smaller batch; "pad" fills the batch up with the first samples of the epoch.
         on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a
-            warning, and counted in `stats()`.
+            warning, and counted in `stats()`. `is_substitute`, bool (B,), says where. Which one depends on the batch alone, so
+            a run that is resumed with the same ranks and batch size has the same.
+        max_substitutes: share of a batch that may be replaced, above 0 and up to 1. Where more samples cannot be decoded, the
+            first of their errors is raised.
         rank, world_size: None: from Accelerate or torch.distributed if initialised, else RANK and WORLD_SIZE, else 0 of 1.
 
     Raises:
@@ -107,6 +111,7 @@ class Loader:
         memory_budget: int | str = "4GiB",
         last_batch: str = "drop",
         on_error: str = "raise",
+        max_substitutes: float = 1.0,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -115,6 +120,7 @@ class Loader:
         one_of("decode", decode, DECODE)
         one_of("last_batch", last_batch, LAST_BATCH)
         one_of("on_error", on_error, ("raise", "substitute"))
+        max_substitutes = share("max_substitutes", max_substitutes)
         batch_size = positive("batch_size", batch_size)
         rank, world_size = process.rank_and_world(rank, world_size)
         check_world(rank, world_size, None)
@@ -126,7 +132,7 @@ class Loader:
         batches = Batches(self.dataset.num_frames, batch_size, world_size, last_batch).checked()
         keys = [key for key, feature in self.dataset.features.items() if not feature.is_text]
         offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, keys)
-        streamed = delivered(self.dataset, offsets, pipeline is not None)
+        streamed = delivered(self.dataset, offsets, pipeline is not None, on_error == "substitute")
         self.normalizer = Normalizer(streamed, normalize)
         if image_dtype != "float32" and (frames := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
             raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
@@ -142,7 +148,7 @@ class Loader:
             image_size=picture_size(image_size),
             image_dtype=image_dtype,
             indices=IndexCache(streamed),
-            substitute=on_error == "substitute",
+            max_substitutes=max_substitutes if on_error == "substitute" else None,
             gpu=process.gpu(device),
             augments=pipeline is not None,
         )

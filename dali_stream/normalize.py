@@ -137,7 +137,8 @@ def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]
             wrong = f"{dataset.stats_place} has {has or 'nothing'} of it"
         what = "Take another mode, or compute" if has else "Compute"
         raise ValueError(f"normalize needs {name} of {key}, and {wrong}. {what} it: {_COMPUTE}")
-    shape = (3, 1, 1) if key in dataset.cameras else dataset.features[key].shape
+    feature = dataset.features[key]
+    shape = (feature.channels, 1, 1) if feature.is_camera else feature.shape or (1,)
     if found.shape != shape or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
         said = f"{name} of {key} is {str(found.tolist())[:80]}, of shape {found.shape}"
         wrong = f"{said}; expected finite numbers of shape {shape}"

@@ -7,14 +7,29 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.batches import as_lerobot, equal, samples
-from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, copied, read_lengths, read_rows, write_odd
+from support.batches import as_lerobot, check_identities, equal, samples
+from support.datasets import (
+    ODD_CAMERA,
+    ODD_SIZE,
+    ROWS,
+    SIDE,
+    TOP,
+    Column,
+    build,
+    change_info,
+    copied,
+    read_lengths,
+    read_rows,
+    write_odd,
+)  # fmt: skip
 
-from dali_stream import Dataset, Loader
+from dali_stream import Dataset, DatasetError, Loader
 from dali_stream.demo import read_identities
+from dali_stream.lerobot.dataset import NEEDED
 
 TABULAR = [
     "observation.state", "scalar", "half", "matrix", "cube", "tesseract", "one", "flag", "flags", "small", "bytes",
@@ -108,6 +123,229 @@ def test_a_window_over_the_task_index_keeps_the_task_of_the_current_frame(odd: P
             assert batch["task"] == [f"task {n}" for n in batch["task_index"][:, -1].tolist()]
 
 
+# ------------------------------------------------------------------------ how values are stored
+
+LENGTHS = (3, 2)
+COUNT = sum(LENGTHS)
+
+
+def one_column(root: Path, dtype: str, shape: list[int], values: object) -> Path:
+    """A dataset with the column `x`."""
+    return build(root, LENGTHS, {"x": Column(dtype, shape, values)})
+
+
+def delivered(dataset: Path | Dataset, key: str = "x") -> object:
+    """All values of a feature, in recorded order."""
+    with Loader(dataset, batch_size=COUNT, shuffle=False, last_batch="partial") as loader:
+        return next(iter(loader))[key]
+
+
+NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+SHAPES: list[list[int]] = [[], [1], [3], [2, 3], [2, 1, 2], [1, 2, 1, 2], [2, 1, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_numbers_of_every_dtype_and_shape(tmp_path: Path, dtype: str) -> None:
+    rng, columns = np.random.default_rng(0), {}
+    for shape in SHAPES:
+        size = (COUNT, *shape)
+        values = rng.normal(0, 100, size) if "float" in dtype else rng.integers(0, 2 if dtype == "bool" else 100, size)
+        columns[f"x{shape}"] = Column(dtype, shape, values.astype(dtype))
+    root = build(tmp_path, LENGTHS, columns)
+    with Loader(root, batch_size=COUNT, shuffle=False) as loader:
+        batch = next(iter(loader))
+    for key, column in columns.items():
+        expected = as_lerobot(column.values.reshape(COUNT, *(column.shape if column.shape != [1] else [])))
+        assert batch[key].numpy().dtype == expected.dtype
+        np.testing.assert_array_equal(batch[key].numpy(), expected, err_msg=key)
+
+
+ARROW: dict[str, tuple[str, list[int], pa.Array]] = {
+    "a list of one": ("float64", [1], pa.array([[float(i)] for i in range(COUNT)])),
+    "a fixed-size list of one": ("float32", [1], pa.array([[float(i)] for i in range(COUNT)], pa.list_(pa.float32(), 1))),
+    "a list of one for a scalar": ("int64", [], pa.array([[i] for i in range(COUNT)])),
+    "lists": ("float32", [2], pa.array([[i, i + 0.5] for i in range(COUNT)], pa.list_(pa.float32()))),
+    "large lists": ("float64", [2], pa.array([[i, i + 0.5] for i in range(COUNT)], pa.large_list(pa.float64()))),
+    "fixed-size lists": ("int16", [2], pa.array([[i, -i] for i in range(COUNT)], pa.list_(pa.int16(), 2))),
+    "lists of fixed-size lists": (
+        "int8",
+        [2, 1],
+        pa.array([[[i], [-i]] for i in range(COUNT)], pa.list_(pa.list_(pa.int8(), 1))),
+    ),
+    "whole numbers as floats": ("int64", [1], pa.array([float(i) for i in range(COUNT)])),
+    "numbers of 0 and 1 for bool": ("bool", [2], pa.array([[i % 2, 1] for i in range(COUNT)])),
+    "bool for numbers": ("float32", [1], pa.array([i % 2 == 0 for i in range(COUNT)])),
+    "NaN and infinity": ("float32", [1], pa.array([0.0, np.nan, np.inf, -np.inf, 1.0], pa.float32())),
+    "the largest of int64": ("uint64", [1], pa.array([2**63 - 1] * COUNT, pa.uint64())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", ARROW)
+def test_numbers_are_read_however_they_are_stored(tmp_path: Path, stored: str) -> None:
+    dtype, shape, values = ARROW[stored]
+    found = delivered(one_column(tmp_path, dtype, shape, values))
+    expected = np.array(values.to_pylist()).reshape(COUNT, *(shape if shape != [1] else []))
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype == {"f": torch.float32, "b": torch.bool}.get(np.dtype(dtype).kind, torch.int64)
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+class Matrix(pa.ExtensionType):  # type: ignore[misc]
+    """As the library `datasets` registers one when it is imported."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.list_(pa.list_(pa.float32())), "datasets.features.features.Array2DExtensionType")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: pa.DataType, serialized: bytes) -> Matrix:
+        return cls()
+
+
+def test_matrices_are_read_where_the_library_datasets_is_imported(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).random((COUNT, 2, 3), np.float32)
+    values = pa.ExtensionArray.from_storage(Matrix(), pa.array(numbers.tolist(), Matrix().storage_type))
+    root = one_column(tmp_path, "float32", [2, 3], values)
+    pa.register_extension_type(Matrix())
+    try:
+        assert isinstance(pq.read_table(root / ROWS)["x"].type, Matrix)
+        np.testing.assert_array_equal(delivered(root), numbers)
+    finally:
+        pa.unregister_extension_type("datasets.features.features.Array2DExtensionType")
+
+
+@pytest.mark.parametrize("shape", [[], [1], [2]])
+def test_numbers_of_every_shape_are_normalized(tmp_path: Path, shape: list[int]) -> None:
+    root = one_column(tmp_path, "float32", shape, np.arange(COUNT * (shape or [1])[0]).reshape(COUNT, *shape))
+    dataset = Dataset(root, stats=Dataset(root).compute_stats(["x"]))
+    with Loader(dataset, batch_size=COUNT, normalize={"x": "min_max"}) as loader:
+        batch = next(iter(loader))
+    assert batch["x"].shape == (COUNT, *(shape if shape != [1] else []))
+    torch.testing.assert_close(batch["x"].sort(0).values.reshape(COUNT, -1)[:, 0], torch.linspace(-1, 1, COUNT))
+
+
+def test_columns_that_every_dataset_has_may_be_lists_of_one(tmp_path: Path) -> None:
+    root = one_column(tmp_path, "float32", [1], np.arange(COUNT))
+    expected = [delivered(root, key) for key in NEEDED]
+    table = pq.read_table(root / ROWS)
+    for key in NEEDED:
+        table = table.set_column(table.column_names.index(key), key, pa.array([[value] for value in table[key].to_pylist()]))
+    pq.write_table(table, root / ROWS)
+    for key, values in zip(NEEDED, expected, strict=True):
+        np.testing.assert_array_equal(delivered(root, key), values)
+
+
+TEXTS: dict[str, tuple[list[int], pa.Array]] = {
+    "texts": ([1], pa.array(["a", "", "ö", "d", "e"])),
+    "large texts": ([1], pa.array(list("abcde"), pa.large_string())),
+    "categories": ([1], pa.array(list("abaab")).dictionary_encode()),
+    "lists of one": ([1], pa.array([[text] for text in "abcde"])),
+    "lists": ([2], pa.array([[text, text.upper()] for text in "abcde"])),
+    "nested lists": ([1, 2], pa.array([[[text, text.upper()]] for text in "abcde"])),
+}
+
+
+@pytest.mark.parametrize("stored", TEXTS)
+def test_text_is_delivered_as_lists_of_str(tmp_path: Path, stored: str) -> None:
+    shape, values = TEXTS[stored]
+    expected = values.to_pylist() if stored != "lists of one" else list("abcde")
+    assert delivered(one_column(tmp_path, "string", shape, values)) == expected
+
+
+IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
+    "uint64 above int64": (
+        "uint64", [1], pa.array([0, 0, 0, 2**63, 0], pa.uint64()), r"has the value 9223372036854775808 \(uint64\).*is int64",
+    ),
+    "a fraction for an integer": ("int64", [1], pa.array([0, 0, 0, 0.5, 0]), r"value 0.5 \(double\), and .* says int64"),
+    "NaN for an integer": ("int64", [1], pa.array([0, 0, 0, np.nan, 0]), r"value nan \(double\), and .* says int64"),
+    "2 for bool": ("bool", [1], pa.array([0, 0, 0, 2, 0]), r"value 2 \(int64\), and .* says bool"),
+    "a list of two for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[0.0, 1.0]] * 2), r"another shape than \[1\]"),
+    "a list of none for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[], [0.0]]), r"another shape than \[1\]"),
+    "a number for a list": ("float32", [2], pa.array([0.0] * 5), r"holds double, and meta/info.json says shape \[2\]"),
+    "a missing number": ("float32", [1], pa.array([0.0, 0.0, 0.0, None, 0.0]), "1 of 2 values are missing"),
+    "text for numbers": ("float32", [1], pa.array(list("abcde")), "holds string, and .* says float32"),
+    "a missing text": ("string", [1], pa.array(["", "", "", None, ""]), "1 of 2 values are missing"),
+    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "holds binary, and str is needed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", IMPOSSIBLE)
+def test_a_value_that_its_feature_cannot_have_is_an_error_with_a_remedy(tmp_path: Path, stored: str) -> None:
+    dtype, shape, values, said = IMPOSSIBLE[stored]
+    dataset = Dataset(one_column(tmp_path, dtype, shape, values), episodes=[1])
+    with pytest.raises(DatasetError, match=rf"file-000.parquet: episode 1: x: .*{said}"):
+        delivered(dataset)
+    assert delivered(dataset.without(["x"]), "index").tolist() == [3, 4]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", ["binary", "bytes", "language", "timestamp[s]", None, ["float32"], {}])
+def test_a_column_of_another_dtype_is_passed_over_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: object
+) -> None:
+    plain, root = (one_column(tmp_path / name, "float32", [1], np.arange(COUNT)) for name in ("plain", "more"))
+    info = json.loads((root / "meta/info.json").read_text())
+    change_info(root, features={"y": {"dtype": dtype}} | info["features"])
+    table = pq.read_table(root / ROWS)
+    pq.write_table(table.append_column("y", pa.array([b"\xff"] * COUNT)), root / ROWS)
+    with Loader(plain, batch_size=2) as expected, Loader(root, batch_size=2) as found:
+        assert all(equal(*pair) for pair in zip(expected, found, strict=True))
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"feature 'y' has dtype {str(dtype)!r}, which is not read; batches will lack it" in said
+
+
+def test_features_can_be_left_out(odd: Path) -> None:
+    rest = Dataset(odd).without(["matrix", "note", ODD_CAMERA])
+    assert rest.cameras == ()
+    assert rest.fingerprint == Dataset(odd).fingerprint
+    with Loader(odd, batch_size=4) as whole, Loader(rest, batch_size=4) as part:
+        for expected, batch in zip(whole, part, strict=True):
+            assert expected.keys() - batch.keys() == {"matrix", "note", ODD_CAMERA}
+            assert equal({key: expected[key] for key in batch}, batch)
+
+
+@pytest.mark.parametrize("key", ["nothing", "timestamp", "index"])
+def test_what_every_dataset_has_cannot_be_left_out(odd: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{key}' cannot be left out. Allowed: observation.image, note, "):
+        Dataset(odd).without([key])
+
+
+# ------------------------------------------------------------------------ video: depth maps, and shapes of channels first
+
+
+@pytest.mark.parametrize("mark", [{"video.is_depth_map": True}, {"is_depth_map": True}, {"video.pix_fmt": "gray12le"}])
+def test_depth_video_is_passed_over_with_one_line_and_refused_where_it_is_selected(
+    demo_copy: Path, caplog: pytest.LogCaptureFixture, mark: dict[str, object]
+) -> None:
+    features = json.loads((demo_copy / "meta/info.json").read_text())["features"]
+    features[SIDE]["info"] |= mark
+    change_info(demo_copy, features=features)
+    shutil.rmtree(demo_copy / "videos" / SIDE)  # so no byte of it is read
+    with Loader(demo_copy, batch_size=4) as loader:
+        assert SIDE not in next(iter(loader))
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"feature '{SIDE}' is a depth map of more than 8 bits, and cameras are decoded to 8 bits a channel" in said
+    with pytest.raises(ValueError, match=f"Camera '{SIDE}' is a depth map of more than 8 bits.* Available: {TOP}$"):
+        Dataset(demo_copy, cameras=[TOP, SIDE])
+
+
+@pytest.mark.parametrize("image_size", [None, (120, 130)])
+def test_video_whose_shape_is_channels_first(demo_copy: Path, image_size: tuple[int, int] | None) -> None:
+    features = json.loads((demo_copy / "meta/info.json").read_text())["features"]
+    for camera in (TOP, SIDE):
+        height, width, channels = features[camera]["shape"]
+        features[camera] |= {"shape": [channels, height, width], "names": ["channels", "height", "width"]}
+    change_info(demo_copy, features=features)
+    options = {"image_size": image_size, "delta_timestamps": {SIDE: [-0.05, 0.0]}, "image_dtype": "uint8", "device": "cpu"}
+    lengths = read_lengths(demo_copy)
+    with Loader(demo_copy, batch_size=8, **options) as loader:
+        for batch, _ in zip(loader, range(6), strict=False):
+            assert batch[TOP].shape == (8, 3, *(image_size or (128, 160)))
+            check_identities(batch, TOP, None, lengths)
+            check_identities(batch, SIDE, [-1, 0], lengths)
+
+
 # ------------------------------------------------------------------------ keys that the dataset and the Loader both have
 
 
@@ -155,6 +393,14 @@ def test_a_column_named_sample_is_delivered_where_nothing_is_augmented(odd: Path
     with Loader(with_column(copied(odd, tmp_path), "sample", like), batch_size=4) as loader:
         for batch in loader:
             assert batch["sample"].equal(batch[like])
+
+
+def test_a_column_named_sample_is_refused_where_frames_are_augmented(odd: Path, tmp_path: Path) -> None:
+    root = with_column(copied(odd, tmp_path), "sample", "one")
+    with pytest.raises(ValueError, match=r"a feature 'sample'.*leave the feature out with dataset.without\(\['sample'\]\)"):
+        Loader(root, batch_size=4, pipeline=lambda nodes: nodes)
+    with Loader(Dataset(root).without(["sample"]), batch_size=4, pipeline=lambda nodes: nodes) as loader:
+        assert "sample" not in next(iter(loader))
 
 
 def test_a_video_with_the_key_of_a_mask_is_not_read(demo_copy: Path) -> None:

@@ -15,7 +15,7 @@ from dali_stream.cache.rows import RowCache, size_of
 from dali_stream.cache.video import BlockCache, InPlace, Video
 from dali_stream.counters import Counters
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
 from dali_stream.lerobot.rows import Found, RowReader
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import find_packets
@@ -151,13 +151,13 @@ class Memory:
 
     def packets(self, camera: str, episode: int) -> Int64:
         """Per frame of an episode, its packet; `LACKING` where the video has none."""
-        timestamp = self._rows.rows("timestamp", episode)
+        seconds = self._dataset.seconds({key: self._rows.rows(key, episode) for key in CLOCKS})
         interval = self._dataset.table.interval(camera, self._dataset.rows[episode])
         try:
             index = self.index(camera, episode)
         except DecodeError:  # reported when a frame of it is asked for
-            return np.full(len(timestamp), LACKING, np.int64)
-        return find_packets(index, interval, timestamp, self._dataset.fps)
+            return np.full(len(seconds), LACKING, np.int64)
+        return find_packets(index, interval, seconds, self._dataset.fps, self._dataset.tolerance_s)
 
     def stop(self) -> None:
         """Cancels all reads: waiting threads get an error. Returns at once."""

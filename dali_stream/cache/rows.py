@@ -22,7 +22,7 @@ class _Span(NamedTuple):
 def size_of(columns: Columns) -> int:
     """Bytes that an episode's rows may take in `RowCache`."""
     arrays = sum(values.nbytes for values in columns.values())
-    objects = sum(len(value) for values in columns.values() if values.dtype == object for value in values)
+    objects = sum(len(value) for values in columns.values() if values.dtype == object for value in values.flat)
     return arrays * SPARE[0] // SPARE[1] + objects
 
 

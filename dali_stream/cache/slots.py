@@ -24,16 +24,16 @@ class Slots:
 
     Args:
         count: slots. Memory is taken when one is first written.
-        size: (height, width) of each frame.
+        shape: (height, width, channels) of each frame.
     """
 
-    def __init__(self, count: int, size: tuple[int, int]) -> None:
-        self._frames = np.empty((count, *size, 3), np.uint8)
+    def __init__(self, count: int, shape: tuple[int, int, int]) -> None:
+        self._frames = np.empty((count, *shape), np.uint8)
         self._errors: dict[int, DecodeError] = {}
-        self.size = size
+        self.shape = shape
 
     def put(self, slots: Sequence[int], frames: Frames) -> None:
-        """Writes frames, (n, height, width, 3), into slots."""
+        """Writes frames, (n, height, width, channels), into slots."""
         self._frames[np.asarray(slots)] = frames
         if self._errors:
             for slot in slots:
@@ -57,7 +57,7 @@ class Slots:
 
         Args:
             show: (B, T) slots, negative where there is no frame.
-            out: (B, T, height, width, 3), uint8, or float32 for levels divided by 255.
+            out: (B, T, height, width, channels), uint8, or float32 for levels divided by 255.
             helpers: threads that take a share each of the copying; the calling one takes its own.
 
         Returns:

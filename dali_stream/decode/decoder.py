@@ -48,7 +48,7 @@ class Work(Protocol):
         ...
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
-        """The frames, (B, T, H, W, 3) of `dtype`, or per sample a `Packed` clip for DALI. Adds to `failed`.
+        """The frames, (B, T, H, W, C) of `dtype`, or per sample a `Packed` clip for DALI. Adds to `failed`.
 
         Args:
             buffers: where memory for the batch is from.
@@ -92,7 +92,7 @@ class Decoded:
         return not self.failed and not self._slots.broken and all(map(succeeded, self.tasks))
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
-        frames = buffers.take((*self._step.show.shape, *self._slots.size, 3), dtype)
+        frames = buffers.take((*self._step.show.shape, *self._slots.shape), dtype)
         self.failed |= self._slots.gather(self._step.show, frames, copiers)
         return frames
 

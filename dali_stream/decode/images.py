@@ -1,13 +1,17 @@
-"""Frames that are stored as images (PNG, JPEG) in Parquet rows, decoded with Pillow as LeRobot does."""
+"""Frames that are stored as images (PNG, JPEG) in Parquet rows, decoded with Pillow as LeRobot does.
+
+LeRobot delivers every image with the channels that its file has; here, a batch has those that the metadata promise.
+"""
 
 from __future__ import annotations
 
 import io
+import struct
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.slots import Slots
@@ -16,6 +20,7 @@ from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
 
@@ -58,11 +63,11 @@ class ImageDecoder:
         self._slots.free()
 
     def _decode(self, encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
-        timed = self._counters.timed
+        timed, feature = self._counters.timed, self._dataset.features[self.key]
         with timed("decode_s"):
             for i, slot in enumerate(slots):
                 try:
-                    pixels = decode(encoded[i], self._dataset.picture_size(self.key))
+                    pixels = decode(encoded[i], feature)
                     with timed("resize_s"):
                         pixels = resize(pixels[None], self._size)
                     self._slots.put([slot], pixels)
@@ -71,18 +76,48 @@ class ImageDecoder:
         self._counters.add(clips=1, decoded_frames=len(slots))
 
 
-def decode(data: bytes, size: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Decodes one image to (H, W, 3) uint8 RGB. `size` is the promised (height, width).
+def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:
+    """Decodes one image to (H, W, C) uint8, with C channels as `feature` has: grey, RGB or RGBA.
+
+    It is turned as its EXIF orientation says. Grey, palette and RGBA images become RGB where `feature` has 3 channels and
+    nothing is lost by that.
 
     Raises:
-        DecodeError: it is damaged, is not RGB, or has another size than promised.
+        DecodeError: it is damaged, has another size or other channels than promised, or more than 8 bits a channel.
     """
+    (height, width), mode = feature.frame_size, CHANNELS[feature.channels]
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if image.mode != "RGB" or (image.height, image.width) != tuple(size):
+            promised = f"{mode} of {height}×{width} is promised"
+            deep = data[:8] == _PNG and data[24] == 16
+            if deep or image.mode not in _MODES:
                 raise DecodeError(
-                    f"the image is {image.mode} of {image.height}×{image.width}, and RGB of {size[0]}×{size[1]} is promised"
+                    f"the image is {'a PNG of 16 bits a channel' if deep else 'no 8-bit grey or RGB image'} (Pillow's mode "
+                    f"{image.mode}), and {promised}. Leave the camera out with cameras=..., or convert its images to 8 bits"
                 )
-            return np.array(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            found = f"the image is {image.mode} of {image.height}×{image.width}"
+            if sorted(image.size) != sorted((height, width)):  # before memory is taken for it
+                raise DecodeError(f"{found}, and {promised}")
+            if ExifTags.Base.Orientation in image.getexif():
+                image = ImageOps.exif_transpose(image)
+            pixels = _converted(image, mode)
+            if pixels is None or image.size != (width, height):
+                raise DecodeError(f"{found}, and {promised}")
+            return np.array(pixels).reshape(height, width, -1)
+    except (OSError, SyntaxError, ValueError, IndexError, struct.error, Image.DecompressionBombError) as error:
         raise DecodeError(f"the image is damaged: {error}") from error
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"  # the depth of its channels is byte 24: https://www.w3.org/TR/png-3/#11IHDR
+_MODES = ("1", "L", "P", "LA", "RGB", "RGBA")
+
+
+def _converted(image: Image.Image, mode: str) -> Image.Image | None:
+    """The image in another of Pillow's modes; None where that would lose something."""
+    if image.mode == mode:
+        return image
+    if mode == "L":
+        return image.convert(mode) if image.mode == "1" else None
+    full = image.convert("RGBA")
+    transparent = full.getchannel("A").getextrema() != (255, 255)
+    return full if mode == "RGBA" else None if transparent else full.convert(mode)

@@ -16,11 +16,11 @@ def resize(frames: Frames, size: tuple[int, int]) -> Frames:
     It works on one frame after the other in this thread, so a frame comes out the same whatever is resized with it.
 
     Args:
-        frames: (n, H, W, 3) uint8.
+        frames: (n, H, W, C) uint8.
         size: (height, width) to resize to.
 
     Returns:
-        (n, height, width, 3) uint8; `frames` itself where the size is theirs.
+        (n, height, width, C) uint8; `frames` itself where the size is theirs.
     """
     if frames.shape[1:3] == size:
         return frames

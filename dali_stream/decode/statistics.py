@@ -45,11 +45,11 @@ def compute_stats(
     store = dataset.data_store.session()
     try:
         sums = {key: TableStats(int(dataset.lengths.sum())) for key in tabular}
-        seconds: dict[int, npt.NDArray[np.float32]] = {}
+        seconds: dict[int, npt.NDArray[np.float64]] = {}
         for episode, rows in _rows(dataset, store, from_rows, tabular):
             for key, each in sums.items():
                 each.add(rows[key])
-            seconds[episode] = rows["timestamp"][chosen.get(episode, [])]
+            seconds[episode] = dataset.seconds(rows)[chosen.get(episode, [])]
             steps.one_more()
         found: dict[str, dict[str, Any]] = {key: each.result() for key, each in sums.items()}
         for camera in cameras:
@@ -131,7 +131,7 @@ def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Se
 
 
 def _of_video(
-    dataset: DatasetFiles, store: Store, camera: str, seconds: Mapping[int, npt.NDArray[np.float32]]
+    dataset: DatasetFiles, store: Store, camera: str, seconds: Mapping[int, npt.NDArray[np.float64]]
 ) -> Callable[[int, list[int]], list[Histogram]]:
     """A function that decodes frames of an episode, at `seconds`."""
     from dali_stream.decode import torchcodec as decode  # rows and images do without torchcodec
@@ -145,10 +145,11 @@ def _of_video(
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         try:
             index = index_of(files.paths[files.index[dataset.rows[episode]]])
-            interval, timestamp = dataset.table.interval(camera, dataset.rows[episode]), seconds[episode]
-            packets = find_packets(index, interval, timestamp, dataset.fps)
-            for lacking in timestamp[packets == LACKING]:
-                raise DecodeError(f"{store.where(index.path)}: {explain(index, interval, lacking, dataset.fps)}")
+            interval, times = dataset.table.interval(camera, dataset.rows[episode]), seconds[episode]
+            packets = find_packets(index, interval, times, dataset.fps, dataset.tolerance_s)
+            for lacking in times[packets == LACKING]:
+                why = explain(index, interval, lacking, dataset.fps, dataset.tolerance_s)
+                raise DecodeError(f"{store.where(index.path)}: {why}")
             found = []
             for description, alike in itertools.groupby(packets.tolist(), key=lambda packet: index.config[packet]):
                 video, same = describe(index.configs[description]), list(alike)
@@ -169,7 +170,7 @@ def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[in
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         encoded = reader.read(episode)[episode][camera]
         try:
-            return [image_histogram(image.decode(encoded[f], dataset.picture_size(camera))[None]) for f in frames]
+            return [image_histogram(image.decode(encoded[f], dataset.features[camera])[None]) for f in frames]
         except DecodeError as error:
             raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
 

@@ -11,7 +11,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.decode.decoder import named
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import explain
@@ -44,9 +44,9 @@ class VideoFiles:
 
     def lacking(self, memory: Memory, index: VideoIndex, episode: int, frame: int) -> DecodeError:
         """The error for a frame that the video lacks."""
-        [timestamp] = memory.gather("timestamp", np.array([episode]), np.array([frame]))
+        [seconds] = self._dataset.seconds({key: memory.gather(key, np.array([episode]), np.array([frame])) for key in CLOCKS})
         interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
-        why = explain(index, interval, timestamp, self._dataset.fps)
+        why = explain(index, interval, seconds, self._dataset.fps, self._dataset.tolerance_s)
         return DecodeError(f"{self._dataset.data_store.where(index.path)}: {why}")
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:

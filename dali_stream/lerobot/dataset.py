@@ -18,13 +18,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dali_stream.arguments import byte_count, from_zero, known_arguments
+from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
 from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot import frame_ranges, metadata, v2
-from dali_stream.lerobot.features import ENCODING
+from dali_stream.lerobot.features import CHANNELS, ENCODING
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
+from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store, open_store
 
+NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # that every dataset has
+CLOCKS = ("timestamp", "frame_index")
 Self = TypeVar("Self", bound="DatasetFiles")
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
 _log = logging.getLogger("dali_stream")
@@ -51,7 +54,11 @@ class DatasetFiles:
         frames: Frames | str | os.PathLike[str] | None = None,
         drop_first: int = 0,
         drop_last: int = 0,
+        clock: str = "timestamp",
+        tolerance_s: float | None = None,
     ) -> None:
+        one_of("clock", clock, CLOCKS)
+        self.clock = clock
         self.uri, self.cache_dir = os.fspath(uri), cache_dir
         self._own_stats = None if stats is None else _own_stats(stats)
         limits: dict[str, Any] = {
@@ -69,6 +76,7 @@ class DatasetFiles:
             self.revision = self.store.revision
             self._read(cameras, episodes, filter)
             self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
+            self.tolerance_s = _tolerance(tolerance_s, self.fps)
         except BaseException:
             self.close()
             raise
@@ -80,9 +88,13 @@ class DatasetFiles:
         self.cameras = _selected_cameras(info, cameras)
         self.features = {key: feature for key, feature in info.features.items() if not feature.is_camera or key in self.cameras}
         for key in self.cameras:
-            if len(shape := self.features[key]["shape"]) != 3:
-                raise DatasetError(f"{self.store.where(metadata.INFO)}: camera {key!r} has shape {shape}; it is (H, W, C)")
-        for key in ("timestamp", "frame_index", "episode_index", "index", "task_index"):
+            feature = self.features[key]
+            if len(feature.shape) != 3 or feature.channels not in CHANNELS:
+                raise DatasetError(
+                    f"{self.store.where(metadata.INFO)}: camera {key!r} has shape {feature['shape']}; it is (H, W, C) or "
+                    f"(C, H, W), and images have {', '.join(map(str, CHANNELS))} channels"
+                )
+        for key in NEEDED:
             if key not in info.features:
                 raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which every dataset has")
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
@@ -201,6 +213,8 @@ class DatasetFiles:
     def _digest(self, head: list[Any], stats: bytes) -> str:
         table = self.table
         digest = hashlib.blake2b((json.dumps(head, sort_keys=True) + (self.revision or "")).encode(), digest_size=16)
+        if (self.clock, self.tolerance_s) != (CLOCKS[0], TOLERANCE / self.fps):  # frames may be other ones
+            digest.update(json.dumps([self.clock, self.tolerance_s]).encode())
         for values in (table.index, table.length, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
@@ -245,11 +259,25 @@ class DatasetFiles:
         return sum(feature.row_bytes for feature in self.features.values())
 
     def picture_size(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's frames. Its shape is (H, W, C); some datasets have (C, H, W)."""
+        """(height, width) of a camera's frames."""
         return self.features[camera].frame_size
 
+    def seconds(self, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        """(L,) seconds since their episode began of some rows, of which `timestamp` and `frame_index` are given."""
+        if self.clock == "frame_index":
+            return rows["frame_index"] / self.fps
+        return rows["timestamp"].astype(np.float64)
+
     def without(self: Self, keys: Collection[str]) -> Self:
-        """The same dataset over the same open files, without these features and cameras."""
+        """The same dataset over the same open files, without these features and cameras. They are not read.
+
+        Raises:
+            ValueError: an unknown key, or one that every dataset needs.
+        """
+        for key in keys:
+            if key not in self.features or key in NEEDED:
+                can = ", ".join(other for other in self.features if other not in NEEDED)
+                raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
         rest = object.__new__(type(self))
         vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
         rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
@@ -295,6 +323,19 @@ def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Sta
         return metadata.stats_of(stats)
     except ValueError as error:
         raise ValueError(f"stats is {str(stats)[:80]}; {error}") from error
+
+
+def _tolerance(tolerance_s: float | None, fps: float) -> float:
+    """How far a row's frame may be from its time, in seconds."""
+    if tolerance_s is None:
+        return TOLERANCE / fps
+    number = isinstance(tolerance_s, (int, float)) and not isinstance(tolerance_s, bool)
+    if not number or not 0 < tolerance_s <= 0.5 / fps:
+        raise ValueError(
+            f"tolerance_s is {tolerance_s!r}; it is above 0 and up to half a frame, {0.5 / fps:.6g} s at {fps:g} fps, since "
+            "farther away another frame is nearer"
+        )
+    return float(tolerance_s)
 
 
 def _without(feature: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -343,6 +384,8 @@ def _selected_cameras(info: metadata.Info, cameras: Sequence[str] | None) -> tup
     if isinstance(cameras, str):
         raise ValueError(f"cameras is the string {cameras!r}; it is a list of keys")
     for camera in cameras:
+        if camera in info.left_out:
+            raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {', '.join(there) or 'none'}")
         if camera not in there:
             raise ValueError(f"Unknown camera {camera!r}. Available: {', '.join(there) or 'none'}")
     return tuple(key for key in there if key in cameras)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # that images may have, with Pillow's name of such an image
 ENCODING = ("info", "video_info")  # how a video is encoded, which does not identify its frames
 
 
@@ -20,7 +21,7 @@ class Feature(dict[str, Any]):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As stated: (1,) for a scalar, (H, W, C) or (C, H, W) for a camera."""
+        """As stated: (1,) or () for a scalar, (H, W, C) or (C, H, W) for a camera."""
         return tuple(self["shape"])
 
     @property
@@ -63,25 +64,36 @@ class Feature(dict[str, Any]):
         """Memory of its value for one row; of images and text, without what they point to."""
         if self.is_video:
             return 4
-        if self.is_image or self.is_text:
+        if self.is_image:
             return 8
+        if self.is_text:
+            return 8 * math.prod(self.shape)
         return math.prod(self.shape) * (1 if self.dtype == "bool" else 4 if self.is_float else 8)
 
     @property
     def object_bytes(self) -> int:
-        """About how much an image or a text takes beside that: half of an image's pixels, 64 bytes for a text."""
-        return math.prod(self.shape) // 2 if self.is_image else 64 if self.is_text else 0
+        """About how much an image or texts take beside that: half of an image's pixels, 64 bytes for a text."""
+        return math.prod(self.shape) // 2 if self.is_image else 64 * math.prod(self.shape) if self.is_text else 0
 
     @property
     def frame_size(self) -> tuple[int, int]:
-        """(height, width) of a camera's frames. Its shape is (H, W, C); some datasets have (C, H, W)."""
-        shape = self.shape
-        height, width = shape[1:] if shape[0] in (1, 3) and shape[-1] not in (1, 3) else shape[:2]
-        return height, width
+        """(height, width) of a camera's frames."""
+        return self._layout[:2]
+
+    @property
+    def channels(self) -> int:
+        """Channels of a camera's frames in a batch: 3 of video, which is always converted to RGB, and as stated of images."""
+        return 3 if self.is_video else self._layout[2]
+
+    @property
+    def _layout(self) -> tuple[int, int, int]:
+        """A camera's shape as (H, W, C). It is written like that, or as (C, H, W)."""
+        first, second, third = self.shape
+        return (second, third, first) if first in CHANNELS and third not in CHANNELS else (first, second, third)
 
     @property
     def is_depth(self) -> bool:
-        """Whether a video holds distances, which have a meaning to the bit, and no frames."""
+        """Whether a camera holds distances, which have a meaning to the bit, and no frames."""
         said: dict[str, Any] = next((self[place] for place in ENCODING if isinstance(self.get(place), dict)), {})
         deep = str(said.get("video.pix_fmt", "")).startswith("gray1")  # gray10le to gray16le; 8 bit may be a camera's frame
         return bool(deep or said.get("video.is_depth_map") or said.get("is_depth_map"))

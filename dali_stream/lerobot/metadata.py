@@ -37,9 +37,12 @@ _log = logging.getLogger("dali_stream")
 
 @dataclass(frozen=True)
 class Info:
-    """What `meta/info.json` says, checked. `features` are the entries as they stand, of the dtypes that can be read.
+    """What `meta/info.json` says, checked.
 
-    `chunk` is the number of episodes in a chunk of v2.x; 0 where the paths do not need it.
+    Attributes:
+        features: the entries as they stand, of what can be read.
+        chunk: episodes in a chunk of v2.x; 0 where the paths do not need it.
+        left_out: the keys of features that are not read, with the reason.
     """
 
     version: str
@@ -51,6 +54,7 @@ class Info:
     frames: int | None
     chunk: int = 0
     splits: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_v2(self) -> bool:
@@ -132,16 +136,20 @@ def read_info(store: Store) -> Info:
     features = _object(info.get("features"), store, "features")
     data_path = _template(info.get("data_path"), "data_path", fields, store)
     video_path = _template(info["video_path"], "video_path", fields, store) if info.get("video_path") else None
+    left_out = {key: why for key, feature in features.items() if (why := _left_out(key, feature, store))}
+    for key, why in left_out.items():
+        _log.warning("%s: feature %.80r %s; batches will lack it", store.where(INFO), key, why)
     return Info(
         version=version,
         fps=fps,
-        features={key: Feature(feature) for key, feature in features.items() if _readable(key, feature, store)},
+        features={key: Feature(feature) for key, feature in features.items() if key not in left_out},
         data_path=data_path,
         video_path=video_path,
         episodes=_count(info.get("total_episodes"), "total_episodes", store),
         frames=_count(info.get("total_frames"), "total_frames", store),
         splits=splits if isinstance(splits := info.get("splits"), dict) else {},
         chunk=_chunk(info.get("chunks_size"), store) if "{episode_chunk" in f"{data_path}{video_path}" else 0,
+        left_out=left_out,
     )
 
 
@@ -331,20 +339,19 @@ def _chunk(value: Any, store: Store) -> int:
     return value
 
 
-def _readable(key: str, feature: Any, store: Store) -> bool:
-    where = f"{store.where(INFO)}: feature {key[:80]!r}"
+def _left_out(key: str, feature: Any, store: Store) -> str:
+    """Why a feature is not read; empty where it is. Raises DatasetError where its entry is broken."""
     feature = _object(feature, store, f"feature {key[:80]!r}")
     dtype, shape = feature.get("dtype"), feature.get("shape")
     if dtype not in DTYPES:
-        _log.warning("%s has dtype %.40r, which is not read; batches will lack it", where, dtype)
-        return False
+        return f"has dtype {str(dtype)[:40]!r}, which is not read"
     whole = isinstance(shape, (list, tuple)) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
-    if not whole or not 1 <= len(shape) <= 5:
-        raise DatasetError(f"{where} has shape {str(shape)[:80]}; it is a list of one to five positive integers")
-    if dtype == "video" and Feature(feature).is_depth:
-        _log.warning("%s is a depth map, which is not read; batches will lack it", where)
-        return False
-    return True
+    if not whole or len(shape) > 5:
+        where = f"{store.where(INFO)}: feature {key[:80]!r}"
+        raise DatasetError(f"{where} has shape {str(shape)[:80]}; it is a list of up to five positive integers")
+    if Feature(feature).is_camera and Feature(feature).is_depth:
+        return "is a depth map of more than 8 bits, and cameras are decoded to 8 bits a channel, so it is not read"
+    return ""
 
 
 def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> str:

@@ -114,7 +114,7 @@ class RowReader:
             parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
             table = pa.table({name: part[name] for part in parts for name in part.column_names})
             found = self._cut(path, table)
-            episodes, rows = np.unique(table["episode_index"].to_numpy(), return_counts=True)
+            episodes, rows = np.unique(_episode_index(table, path), return_counts=True)
             found.rows, found.bytes_read = (
                 dict(zip(episodes.tolist(), rows.tolist(), strict=True)),
                 len(whole) or file.bytes_read,
@@ -189,7 +189,7 @@ class RowReader:
     def _cut(self, path: str, table: pa.Table) -> Found:
         """The selected episodes that are whole in `table`."""
         dataset = self._dataset
-        index = table["episode_index"].to_numpy()
+        index = _episode_index(table, self._store.where(path))
         found = Found()
         if not len(index):
             return found
@@ -205,7 +205,7 @@ class RowReader:
                 counted = found[episode].get("frame_index")
                 if counted is not None and (np.diff(counted) != 1).any():
                     raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
-                if "timestamp" in found[episode]:
+                if "timestamp" in found[episode] and dataset.clock == "timestamp":
                     check_rising(where, found[episode]["timestamp"])
         return found
 
@@ -283,50 +283,99 @@ class _Footer:
 
 _FEW_ROWS = 1 << 20
 _SMALL_FILE = 1 << 20  # bytes
+_EPISODE_INDEX = Feature(dtype="int64", shape=[1])
 
 
 def _range(parquet: pq.ParquetFile, group: int) -> tuple[int, int]:
     """The lowest and the highest episode index in a row group."""
-    values = parquet.read_row_group(group, columns=["episode_index"], use_threads=False)["episode_index"].to_numpy()
+    values = _episode_index(parquet.read_row_group(group, columns=["episode_index"], use_threads=False), "")
     return (int(values.min()), int(values.max())) if len(values) else (0, -1)
 
 
+def _episode_index(table: pa.Table, where: str) -> npt.NDArray[np.int64]:
+    return to_numpy(table["episode_index"], _EPISODE_INDEX, f"{where}: episode_index")
+
+
 def to_numpy(column: pa.ChunkedArray, feature: Feature, where: str) -> npt.NDArray[Any]:
-    """A column as (L, *shape), or (L,) where the shape is (1,). Images and strings as (L,) objects, bytes and str.
+    """A column as (L, *shape), or (L,) where the shape is (1,) or (). Images and strings as objects, bytes and str.
 
     Raises:
-        DatasetError: a value is missing, or is of another shape or dtype than the feature.
+        DatasetError: a value is missing, is of another shape or dtype than the feature, or has no room in the dtype of a batch.
     """
-    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    array = _storage(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
     if feature.is_image:
-        array = pc.struct_field(array, "bytes") if pa.types.is_struct(array.type) else array
+        return _objects(_encoded(array, where), bytes, where)
     if array.null_count:
-        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing")
-    if feature.is_image or feature.is_text:
-        return _objects(array, bytes if feature.is_image else str, where)
-    for size in feature.row_shape:
-        if not (pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type) or pa.types.is_large_list(array.type)):
+        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{_LEAVE_OUT}")
+    shape, depth = feature.row_shape, 0
+    while depth < len(shape) or _is_list(array.type):  # one number of shape (1,) may be in a list of one
+        size = shape[depth] if depth < len(shape) else 1
+        if not _is_list(array.type):
             raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
         if pc.any(pc.not_equal(pc.list_value_length(array), size)).as_py():
             raise DatasetError(f"{where}: a value has another shape than {feature['shape']}, which meta/info.json says")
-        array = array.flatten()
+        array, depth = array.flatten(), depth + 1
         if array.null_count:
             raise DatasetError(f"{where}: {array.null_count} numbers are missing")
-    numeric = pa.types.is_boolean(array.type) if feature.numpy is np.bool_ else _is_number(array.type)
-    if not numeric:
-        raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says {feature.dtype} of shape {feature['shape']}")
-    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False).astype(feature.numpy, copy=False)
-    return values.reshape(len(column), *feature.row_shape)
+    values = _objects(array, str, where) if feature.is_text else _numbers(array, feature, where)
+    return values.reshape(len(column), *shape)
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+_LEAVE_OUT = ". Record or convert the dataset again, or leave the feature out with Dataset.without"
+
+
+def _storage(array: pa.Array) -> pa.Array:
+    """An array without its extension type: the library `datasets`, where it is imported, has types for matrices."""
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
+
+
+def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
+    """Numbers in the dtype of a batch. Floats are rounded to float32; all others have to fit exactly."""
+    kind = array.type
+    if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise DatasetError(
+            f"{where}: holds {kind}, and meta/info.json says {feature.dtype} of shape {feature['shape']}{_LEAVE_OUT}"
+        )
+    values = array.to_numpy(zero_copy_only=False)
+    with np.errstate(invalid="ignore", over="ignore"):
+        found: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
+    if not feature.is_float and values.dtype != found.dtype and (wrong := found != values).any():
+        raise DatasetError(
+            f"{where}: has the value {values[wrong][0]} ({kind}), and meta/info.json says {feature.dtype}, which is "
+            f"{found.dtype} in batches{_LEAVE_OUT}"
+        )
+    return found
+
+
+def _encoded(array: pa.Array, where: str) -> pa.Array:
+    """The bytes of images, which are binary, or a struct of `bytes` and `path` as the library `datasets` writes them."""
+    named = None
+    if pa.types.is_struct(array.type):
+        columns = {field.name: pc.struct_field(array, field.name) for field in array.type}
+        array, named = columns.get("bytes", pa.nulls(len(array), pa.binary())), columns.get("path")
+    elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        array, named = pa.nulls(len(array), pa.binary()), array
+    if array.null_count:
+        frame = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+        path = None if named is None else named[frame].as_py()
+        if path is None:
+            raise DatasetError(f"{where}: {array.null_count} of {len(array)} images are missing, the first of frame {frame}")
+        raise DatasetError(
+            f"{where}: frame {frame}: its image is in another file, {path[:200]!r}, and images are read from Parquet alone, "
+            "where LeRobot writes them. Embed it on the machine that has the file, for example with "
+            "lerobot.datasets.io_utils.embed_images, or leave the camera out with cameras=..."
+        )
+    return array
 
 
 def _objects(array: pa.Array, kind: type, where: str) -> npt.NDArray[np.object_]:
     values = array.to_pylist()
     if not all(isinstance(value, kind) for value in values):
-        raise DatasetError(f"{where}: holds {array.type}, and {kind.__name__} is needed")
+        raise DatasetError(f"{where}: holds {array.type}, and {kind.__name__} is needed{_LEAVE_OUT}")
     objects = np.empty(len(values), object)
     objects[:] = values
     return objects

@@ -82,7 +82,7 @@ class TableStats:
 
 
 def image_histogram(frames: np.ndarray) -> Histogram:
-    """How often each value occurs per channel, int64 (3, 256), in a sample of frames (N, H, W, 3); and its size.
+    """How often each value occurs per channel, int64 (C, 256), in a sample of frames (N, H, W, C); and its size.
 
     At most 100 frames, evenly spaced. Of sides of 300 pixels and more, LeRobot takes every n-th row and column, so that about
     150 of the longer are left; so does this.
@@ -90,8 +90,8 @@ def image_histogram(frames: np.ndarray) -> Histogram:
     chosen = np.unique(np.linspace(0, len(frames) - 1, min(len(frames), MAX_IMAGES)).round().astype(int))
     longest = max(frames.shape[1:3])
     step = 1 if longest < 300 else longest // 150
-    sample = frames[chosen, ::step, ::step]
-    return np.stack([np.bincount(sample[..., channel].ravel(), minlength=256) for channel in range(3)]), len(chosen)
+    channels = np.moveaxis(frames[chosen, ::step, ::step], -1, 0)
+    return np.stack([np.bincount(channel.ravel(), minlength=256) for channel in channels]), len(chosen)
 
 
 def add_histograms(parts: Sequence[Histogram]) -> Histogram:
@@ -100,7 +100,7 @@ def add_histograms(parts: Sequence[Histogram]) -> Histogram:
 
 
 def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
-    """Statistics of the frames behind some histograms: as `table_stats`, shape (3, 1, 1), values in [0, 1]."""
+    """Statistics of the frames behind some histograms: as `table_stats`, shape (C, 1, 1), values in [0, 1]."""
     counts, size = add_histograms(histograms)
     values = np.arange(256) / 255
     weights = counts / counts.sum(axis=1, keepdims=True)
@@ -113,6 +113,6 @@ def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
         "std": np.sqrt(np.maximum(weights @ values**2 - mean**2, 0)),
         **{name: values[(cumulative >= share).argmax(axis=1)] for name, share in QUANTILES.items()},
     }
-    stats: dict[str, list[Any]] = {name: value.reshape(3, 1, 1).tolist() for name, value in result.items()}
+    stats: dict[str, list[Any]] = {name: value.reshape(-1, 1, 1).tolist() for name, value in result.items()}
     stats["count"] = [size]
     return stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ TOLERANCE = 0.25  # of a frame: no other frame can be meant, and files whose clo
 Interval = tuple[float, float]  # from_timestamp and to_timestamp of an episode: [start, stop) in seconds of the file
 
 
-def find_packets(table: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float) -> Int64:
+def find_packets(
+    table: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float, tolerance_s: float | None = None
+) -> Int64:
     """The packets that hold the frames of an episode's rows.
 
     Args:
@@ -21,17 +24,21 @@ def find_packets(table: VideoIndex, interval: Interval, timestamp: npt.NDArray[A
         interval: the episode's place in the file, [start, stop) in seconds.
         timestamp: (n,) seconds since the episode began, as the rows have them.
         fps: frames per second of the dataset.
+        tolerance_s: how far the frame may be from the row's time, in seconds. None: a quarter of a frame.
 
     Returns:
-        (n,) packets of the file. `LACKING` where the nearest frame is more than a quarter of a frame away from the row's
-        time, or lies outside the interval by as much; `explain` says which it is.
+        (n,) packets of the file. `LACKING` where the nearest frame is farther away from the row's time than that, or lies
+        outside the interval by as much; `explain` says which it is.
     """
+    tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
     samples, away = table.nearest(_seconds(interval, timestamp))
-    return np.where((away <= TOLERANCE / fps) & _inside(table, interval, samples, fps), samples, LACKING)
+    return np.where((away <= tolerance) & _inside(table, interval, samples, tolerance), samples, LACKING)
 
 
-def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float) -> str:
+def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float, tolerance_s: float | None = None) -> str:
     """Why `find_packets` has no packet for this row, and what to do."""
+    tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
+    half = math.floor(0.5e4 / fps) / 1e4  # of a frame, rounded down
     seconds = _seconds(interval, np.array([timestamp]))
     [sample], [away] = table.nearest(seconds)
     number = int(np.flatnonzero(table.display_order == sample)[0])
@@ -39,10 +46,18 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float)
         f"timestamp {timestamp:.4f} s after from_timestamp {interval[0]:.4f} s asks for {seconds[0]:.4f} s of the file; the "
         f"nearest frame, number {number} of {len(table)}, is at {table.pts[sample] / table.timescale:.4f} s, {away:.4f} s away"
     )
-    if not away <= TOLERANCE / fps:
+    if not away <= tolerance:
+        found += f", and at most {tolerance:.4f} s ({_in_frames(tolerance * fps)}) is allowed"
+        if abs(timestamp - round(timestamp * fps) / fps) > tolerance:
+            near = tolerance < half and away <= half
+            accepts = f", and Dataset(tolerance_s={half}) accepts frames up to half a frame away" if near else ""
+            return (
+                f"{found}. The timestamp is no multiple of 1/fps = {1 / fps:.4g} s, so it is likely that of a wall clock. "
+                f'Dataset(clock="frame_index") takes frame_index / fps instead{accepts}'
+            )
         return (
-            f"{found}, and at most {TOLERANCE / fps:.4f} s (a quarter of a frame) is allowed. The video is shorter than its "
-            "episode, or its timestamps drift. Record, convert or copy the dataset again"
+            f"{found}. The video is shorter than its episode, or its timestamps drift. Record, convert or copy the dataset "
+            'again; if each row has its frame all the same, Dataset(clock="frame_index") takes frame_index / fps instead'
         )
     return (
         f"{found}, and lies outside its episode, from_timestamp {interval[0]:.4f} s up to before to_timestamp "
@@ -51,12 +66,16 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float)
     )
 
 
+def _in_frames(tolerance: float) -> str:
+    return {TOLERANCE: "a quarter of a frame", 0.5: "half a frame"}.get(tolerance, f"{tolerance:.2g} frames")
+
+
 def _seconds(interval: Interval, timestamp: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Time in the file, in float64: the rows' float32 is coarser than a frame where a file has hours."""
     return interval[0] + timestamp.astype(np.float64)
 
 
-def _inside(table: VideoIndex, interval: Interval, samples: Int64, fps: float) -> npt.NDArray[np.bool_]:
-    at = table.pts[samples] / table.timescale + TOLERANCE / fps
+def _inside(table: VideoIndex, interval: Interval, samples: Int64, tolerance: float) -> npt.NDArray[np.bool_]:
+    at = table.pts[samples] / table.timescale + tolerance
     inside: npt.NDArray[np.bool_] = (interval[0] <= at) & (at < interval[1])
     return inside

@@ -24,6 +24,7 @@ from dali_stream.schedule.budget import Sizes, batches_in_progress
 
 _D = TypeVar("_D", bound=DatasetFiles)
 _log = logging.getLogger("dali_stream")
+SUBSTITUTE = "is_substitute"  # the key of the mask of samples that could not be decoded
 SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
 
 
@@ -42,7 +43,7 @@ class Config:
     image_size: tuple[int, int] | None
     image_dtype: str
     indices: IndexCache
-    substitute: bool
+    max_substitutes: float | None
     gpu: int | None
     augments: bool
 
@@ -62,9 +63,13 @@ class Config:
         """(height, width) of a camera's frames when the CPU has decoded and resized them."""
         return self.image_size or self.dataset.picture_size(camera)
 
+    def frame_shape(self, camera: str) -> tuple[int, int, int]:
+        """(height, width, channels) of such a frame."""
+        return *self.frame_size(camera), self.dataset.features[camera].channels
+
     def frame_bytes(self, camera: str) -> int:
         """Memory of such a frame."""
-        return math.prod(self.frame_size(camera)) * 3
+        return math.prod(self.frame_shape(camera))
 
     @property
     def past_dali(self) -> bool:
@@ -119,26 +124,31 @@ class Config:
         """Keys that go through DALI as plain arrays."""
         features = self.dataset.features.items()
         keys = [key for key, f in features if not (f.is_camera or f.is_text)]
-        return keys + [f"{key}_is_pad" for key in self.windows.offsets] + [SAMPLE] * self.augments
+        keys += [f"{key}_is_pad" for key in self.windows.offsets]
+        return keys + [SUBSTITUTE] * (self.max_substitutes is not None) + [SAMPLE] * self.augments
 
 
-def delivered(dataset: _D, offsets: Mapping[str, Any], augments: bool) -> _D:
+def delivered(dataset: _D, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> _D:
     """The dataset without the features whose keys batches have for something else. Logs which.
 
     Args:
         dataset: the selected part of a dataset.
         offsets: by the keys with a window.
         augments: whether samples bring random numbers.
+        substitutes: whether samples that cannot be decoded are replaced, and marked.
 
     Raises:
         ValueError: one of the features has a window itself, or the key of the random numbers.
     """
     if augments and SAMPLE in dataset.features:
         raise ValueError(
-            f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; rename the feature"
+            f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; leave "
+            f"the feature out with dataset.without([{SAMPLE!r}])"
         )
     added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
     added["task"] = "the text of task_index"
+    if substitutes:
+        added[SUBSTITUTE] = "the mask of substituted samples"
     if "subtask" in dataset.features and "subtask_index" in dataset.features and dataset.subtasks:
         added["subtask"] = "the text of subtask_index"
     taken = [key for key in dataset.features if key in added]

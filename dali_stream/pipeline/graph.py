@@ -14,7 +14,7 @@ import numpy as np
 
 from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
 from dali_stream.errors import DaliStreamError
-from dali_stream.pipeline.config import SAMPLE
+from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
 
 # isort: split
 from nvidia.dali import fn, types
@@ -145,6 +145,8 @@ def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: A
 def _column(config: Config, key: str) -> tuple[Any, int, str]:
     if key == SAMPLE and config.augments:
         return types.FLOAT, 1, ""
+    if key == SUBSTITUTE and config.max_substitutes is not None:
+        return types.BOOL, 0, ""
     if key not in config.dataset.features:
         return types.BOOL, 1, ""  # a pad mask
     feature = config.dataset.features[key]

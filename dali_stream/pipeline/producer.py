@@ -34,7 +34,7 @@ from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
-from dali_stream.pipeline.config import SAMPLE, Config
+from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE, Config
 from dali_stream.process import trim_memory
 from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon
@@ -121,7 +121,7 @@ class BatchProducer:
         if key in self._on_dali:
             return DaliDecoder(dataset, key, self._counters, config.gpu)
         size = config.frame_size(key)
-        slots = Slots(self._schedule.frames[key].slots, size)
+        slots = Slots(self._schedule.frames[key].slots, config.frame_shape(key))
         if key in dataset.videos:
             return TorchcodecDecoder(dataset, key, self._counters, slots, size)
         return ImageDecoder(dataset, key, self._counters, slots, size)
@@ -141,7 +141,7 @@ class BatchProducer:
         return tuple(arrays)
 
     def frames(self) -> tuple[Array, ...]:
-        """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, 3) or (B, T, H, W, 3) uint8.
+        """The rest of the same batch: per camera that is not on the DALI route, (B, H, W, C) or (B, T, H, W, C) uint8.
 
         Their memory is used again when nothing refers to it. Errors as in `source`.
         """
@@ -305,6 +305,8 @@ class BatchProducer:
                     columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
         if config.augments:
             columns[SAMPLE] = uniforms(config.arguments.seed, batch.epoch, batch.position)
+        if config.max_substitutes is not None:
+            columns[SUBSTITUTE] = np.zeros(len(batch.frame), np.bool_)
         strings = self._strings(columns, batch.episode, batch.frame)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
         self._count(step)
@@ -376,7 +378,7 @@ class BatchProducer:
     # ---- the thread that runs DALI
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
-        """Waits for the frames of a batch: per camera clips, or (B, T, H, W, 3). Replaces samples that failed, if allowed."""
+        """Waits for the frames of a batch: per camera clips, or (B, T, H, W, C). Replaces samples that failed, if allowed."""
         frames: dict[str, Any] = {}
         failed: dict[int, DecodeError] = {}
         with self._counters.timed("starved_s"):
@@ -391,12 +393,19 @@ class BatchProducer:
         self._counters.frames += rows * sum(map(self._config.windows.steps, frames))
         if failed:
             good = [row for row in range(rows) if row not in failed]
-            if not self._config.substitute or not good:
-                raise failed[min(failed)]
+            share, first = self._config.max_substitutes, failed[min(failed)]
+            if share is None or not good:
+                raise first
+            if len(failed) > (most := int(share * rows + 1e-9)):  # 0.29 * 100 is 28.999999999999996
+                raise DecodeError(
+                    f"{len(failed)} of the {rows} samples of a batch cannot be decoded, and max_substitutes={share:g} allows "
+                    f"{most} to be substituted. The first: {first}"
+                ) from first
             for row, error in sorted(failed.items()):
                 _log.warning("a sample was substituted by another of its batch: %s", error)
                 for values in (*batch.columns.values(), *batch.strings.values(), *frames.values()):
                     values[row] = values[good[row % len(good)]]
+                batch.columns[SUBSTITUTE][row] = True
             self._counters.substituted += len(failed)
         return frames
 

@@ -68,7 +68,7 @@ INFOS: dict[str, tuple[dict[str, Any], str]] = {
     "no features": ({"features": None}, "features is NoneType; it must be a JSON object"),
     "a feature that is none": ({"features__action": 3}, "feature 'action' is int; it must be a JSON object"),
     "a shape of text": ({"features__action": {"dtype": "float32", "shape": "2"}}, "'action' has shape 2"),
-    "an empty shape": ({"features__action": {"dtype": "float32", "shape": []}}, r"'action' has shape \[\]"),
+    "a shape of six axes": ({"features__action": {"dtype": "float32", "shape": [1] * 6}}, r"'action' has shape \[1, 1, 1"),
     "a shape of gigabytes": ({"features__action": {"dtype": "float32", "shape": [1 << 40]}}, "positive integers"),
     "a camera without channels": (
         {f"features__{data.CAMERA}": {**VIDEO_FEATURE, "shape": [128, 160]}},

@@ -31,7 +31,8 @@ class Column(NamedTuple):
 
     dtype: str  # NumPy's, or "string" or "image"
     shape: Sequence[int]
-    values: Any  # one per frame
+    values: Any  # one per frame; an Arrow array is stored as it is
+    info: dict[str, Any] | None = None
 
 
 class Camera(NamedTuple):
@@ -121,7 +122,8 @@ def build(
 def _features(columns: Mapping[str, Column], cameras: Mapping[str, Camera]) -> dict[str, Any]:
     names = ["height", "width", "channels"]
     videos = {key: {"dtype": "video", "shape": [*camera.size, 3], "names": names} for key, camera in cameras.items()}
-    return videos | {key: {"dtype": c.dtype, "shape": list(c.shape), "names": None} for key, c in columns.items()}
+    rows = {key: {"dtype": c.dtype, "shape": list(c.shape), "names": None} for key, c in columns.items()}
+    return videos | {key: entry | ({"info": columns[key].info} if columns[key].info else {}) for key, entry in rows.items()}
 
 
 V2_CHUNK = 2
@@ -197,6 +199,8 @@ def write_lines(path: Path, entries: Sequence[Any]) -> None:
 
 def _arrow(column: Column) -> pa.Array:
     """A column as LeRobot stores it: scalars for shape (1,), fixed-size lists for vectors, else nested lists."""
+    if isinstance(column.values, pa.Array):
+        return column.values
     if column.dtype == "image":
         return pa.array(column.values, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
     if column.dtype == "string":
@@ -283,11 +287,21 @@ def write_odd(
 
 
 def _png(episode: int, frame: int) -> dict[str, Any]:
+    return {"bytes": image_file(noise(episode, frame)), "path": f"frame-{frame:06d}.png"}
+
+
+def noise(episode: int, frame: int) -> Image.Image:
+    """An RGB image of `ODD_SIZE`, stamped."""
     picture = np.random.default_rng([episode, frame]).integers(0, 256, (*ODD_SIZE, 3), np.uint8)
     stamp(picture, episode, frame, 0)
+    return Image.fromarray(picture)
+
+
+def image_file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """An image as the bytes of a file."""
     stream = io.BytesIO()
-    Image.fromarray(picture).save(stream, "PNG")
-    return {"bytes": stream.getvalue(), "path": f"frame-{frame:06d}.png"}
+    image.save(stream, kind, **options)
+    return stream.getvalue()
 
 
 def write_wide(root: Path, lengths: Sequence[int], width: int) -> Path:

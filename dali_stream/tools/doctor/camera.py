@@ -181,9 +181,9 @@ class Camera:
         found = self._rows.seconds(episode)
         timestamp = frame / dataset.fps if found is None else float(found[frame])
         interval = dataset.table.interval(self.key, dataset.rows[episode])
-        sample = int(find_packets(table, interval, np.array([timestamp]), dataset.fps)[0])
+        sample = int(find_packets(table, interval, np.array([timestamp]), dataset.fps, dataset.tolerance_s)[0])
         if sample == LACKING:
-            why = explain(table, interval, timestamp, dataset.fps)
+            why = explain(table, interval, timestamp, dataset.fps, dataset.tolerance_s)
             raise DecodeError(f"episode {dataset.episodes[episode]}, frame {frame}: {why}")
         size = dataset.picture_size(self.key)
         if (video.height, video.width) != size:

@@ -103,7 +103,7 @@ def _images(dataset: Dataset, key: str, deep: Deep | None) -> list[Finding]:
     height, width = dataset.picture_size(key)
     try:
         encoded = RowReader(dataset, keys={key}).read(0)[0][key]
-        image.decode(encoded[len(encoded) // 2], (height, width))
+        image.decode(encoded[len(encoded) // 2], dataset.features[key])
         if deep:
             deep.images(key)
     except DaliStreamError as error:

@@ -96,7 +96,7 @@ class Deep:
         def check(episode: int) -> None:
             for frame, encoded in enumerate(reader.read(episode)[episode][camera]):
                 try:
-                    image.decode(encoded, dataset.picture_size(camera))
+                    image.decode(encoded, dataset.features[camera])
                 except DecodeError as error:
                     self._fail(camera, episode, frame, str(error))
             self._count(int(dataset.lengths[episode]))

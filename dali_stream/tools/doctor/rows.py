@@ -26,12 +26,13 @@ class Rows:
     """
 
     def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
         self._reader = RowReader(dataset, keys={key for key, feature in dataset.features.items() if not feature.is_image})
-        self._seconds: dict[int, npt.NDArray[np.float32]] = {}
+        self._seconds: dict[int, npt.NDArray[np.float64]] = {}
         self.errors: dict[int, DatasetError] = {}
         self.named: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
 
-    def seconds(self, episode: int) -> npt.NDArray[np.float32] | None:
+    def seconds(self, episode: int) -> npt.NDArray[np.float64] | None:
         """(L,) timestamps of the `episode`-th selected episode; None if its rows are broken. Raises StorageError."""
         if episode not in self._seconds and episode not in self.errors:
             try:
@@ -42,7 +43,7 @@ class Rows:
         return self._seconds.get(episode)
 
     def _keep(self, episode: int, rows: Columns) -> None:
-        self._seconds[episode] = rows["timestamp"]
+        self._seconds[episode] = self._dataset.seconds(rows)
         for name, found in self.named.items():
             for value in np.unique(rows[name]).tolist():
                 found.setdefault(value, episode)

@@ -47,7 +47,7 @@ class Timing:
             if seconds is None:
                 continue
             interval = self._dataset.table.interval(self._camera, self._dataset.rows[episode])
-            found = packets[episode] = find_packets(table, interval, seconds, self._dataset.fps)
+            found = packets[episode] = find_packets(table, interval, seconds, self._dataset.fps, self._dataset.tolerance_s)
             try:
                 self._files.checked(table, found[found != LACKING])
             except DecodeError as error:
@@ -55,7 +55,7 @@ class Timing:
                 del packets[episode]
             if (lacking := found == LACKING).any():
                 frame = int(np.argmax(lacking))
-                why = explain(table, interval, float(seconds[frame]), self._dataset.fps)
+                why = explain(table, interval, float(seconds[frame]), self._dataset.fps, self._dataset.tolerance_s)
                 self.faults[episode] = f", frame {frame}: {self._dataset.data_store.where(table.path)}: {why}"
         return packets
 

@@ -1,0 +1,132 @@
+"""`on_error="substitute"`: which samples are replaced and by which, the mask, the share, and resuming."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.batches import Batch, equal
+from support.datasets import ODD_CAMERA, ODD_SIZE, Column, build, image_file, noise
+
+from dali_stream import Dataset, DecodeError, Loader
+from dali_stream.demo import read_identities
+
+LENGTHS = (9, 7, 11)
+BROKEN = {4, 11, 12, 20}  # `index` of the samples whose image is damaged
+OPTIONS: dict[str, Any] = {
+    "batch_size": 6, "consumers": 4, "episode_pool_size": 2, "image_dtype": "uint8", "device": "cpu", "last_batch": "partial",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """27 images, 4 of which are damaged, and a column named as the mask. Read only."""
+    places = [(episode, frame) for episode, length in enumerate(LENGTHS) for frame in range(length)]
+    files = [image_file(noise(*place)) for place in places]
+    values = [{"bytes": file[: len(file) // 2] if i in BROKEN else file, "path": None} for i, file in enumerate(files)]
+    columns = {
+        ODD_CAMERA: Column("image", [*ODD_SIZE, 3], values),
+        "number": Column("float32", [2], np.arange(54).reshape(27, 2)),
+        "note": Column("string", [1], [f"note {i}" for i in range(27)]),
+    }
+    return build(tmp_path_factory.mktemp("broken"), LENGTHS, columns)
+
+
+def batches(root: Path | Dataset, **options: Any) -> list[Batch]:
+    with Loader(root, on_error="substitute", **(OPTIONS | options)) as loader:
+        return list(loader)
+
+
+def order(root: Path, **options: Any) -> list[list[int]]:
+    """`index` of each batch, as it is without damage."""
+    with Loader(Dataset(root, cameras=[]), **(OPTIONS | options)) as loader:
+        return [batch["index"].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("pipeline", [None, lambda nodes: nodes])
+def test_substitutes_are_whole_samples_of_their_batch_and_marked(root: Path, pipeline: Any) -> None:
+    marked = 0
+    for planned, batch in zip(order(root), batches(root, pipeline=pipeline), strict=True):
+        index, mask = batch["index"].tolist(), batch["is_substitute"]
+        assert (mask.dtype, mask.shape) == (torch.bool, (len(planned),))
+        assert mask.tolist() == [number in BROKEN for number in planned]
+        kept = [number for number, wrong in zip(planned, mask.tolist(), strict=True) if not wrong]
+        for wanted, found, wrong in zip(planned, index, mask.tolist(), strict=True):
+            assert found in kept if wrong else found == wanted
+        assert batch["number"][:, 0].tolist() == [2 * number for number in index]
+        assert batch["note"] == [f"note {number}" for number in index]
+        shown = read_identities(batch[ODD_CAMERA].movedim(1, -1).numpy())[:, :2].tolist()
+        assert shown == torch.stack([batch["episode_index"], batch["frame_index"]], 1).tolist()
+        marked += int(mask.sum())
+    assert marked == len(BROKEN)
+
+
+def test_they_are_counted(root: Path) -> None:
+    with Loader(root, on_error="substitute", **OPTIONS) as loader:
+        list(loader)
+        assert loader.stats()["substituted"] == len(BROKEN)
+        list(loader)
+        assert loader.stats()["substituted"] == 2 * len(BROKEN)
+
+
+@pytest.mark.parametrize("changes", [{"threads": 1, "prefetch": 1}, {"memory_budget": "3MiB"}])
+def test_they_are_the_same_in_every_run(root: Path, changes: dict[str, Any]) -> None:
+    assert all(itertools.starmap(equal, zip(batches(root), batches(root, **changes), strict=True)))
+
+
+def test_they_are_the_same_in_a_resumed_run(root: Path) -> None:
+    whole = batches(root)
+    with Loader(root, on_error="substitute", **OPTIONS) as loader:
+        list(itertools.islice(loader, 2))
+        state = loader.state_dict()
+    with Loader(root, on_error="substitute", **OPTIONS) as resumed:
+        resumed.load_state_dict(state)
+        assert all(equal(*pair) for pair in zip(resumed, whole[2:], strict=True))
+
+
+def test_two_ranks_substitute_their_own_samples(root: Path) -> None:
+    for rank in (0, 1):
+        found = batches(root, rank=rank, world_size=2, batch_size=3)
+        for planned, batch in zip(order(root, rank=rank, world_size=2, batch_size=3), found, strict=True):
+            assert batch["is_substitute"].tolist() == [number in BROKEN for number in planned]
+
+
+def test_a_larger_share_of_a_batch_is_an_error(root: Path) -> None:
+    most = max(sum(number in BROKEN for number in planned) for planned in order(root, batch_size=9))
+    assert most > 1
+    assert len(batches(root, batch_size=9, max_substitutes=most / 9)) == 3
+    with pytest.raises(DecodeError) as raised:
+        batches(root, batch_size=9, max_substitutes=(most - 0.5) / 9)
+    said = f"{most} of the 9 samples of a batch cannot be decoded, and max_substitutes="
+    assert str(raised.value).startswith(said)
+    assert f"allows {most - 1} to be substituted. The first: {ODD_CAMERA}: episode " in str(raised.value)
+
+
+def test_a_batch_without_a_whole_sample_is_an_error(root: Path) -> None:
+    with pytest.raises(DecodeError, match=f"^{ODD_CAMERA}: episode 0, frame 4: the image is damaged"):
+        batches(root, batch_size=1, shuffle=False)
+
+
+def test_without_substitutes_there_is_no_mask(root: Path) -> None:
+    with Loader(Dataset(root, cameras=[]), **OPTIONS) as loader:
+        assert "is_substitute" not in next(iter(loader))
+
+
+def test_a_column_with_the_key_of_the_mask_gives_way_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = build(tmp_path, (4,), {"is_substitute": Column("float32", [1], np.arange(4) + 1)})
+    [batch] = batches(root, batch_size=4)
+    assert batch["is_substitute"].tolist() == [False] * 4
+    said = "left out of the batches: the dataset's 'is_substitute', whose key is that of the mask of substituted samples"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    with Loader(root, **OPTIONS | {"shuffle": False}) as loader:
+        assert next(iter(loader))["is_substitute"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.1, True, "half", float("nan")])
+def test_a_share_that_is_none_is_refused(root: Path, share: object) -> None:
+    with pytest.raises(ValueError, match=r"max_substitutes is .*; it is a share, above 0 and up to 1"):
+        batches(root, max_substitutes=share)
