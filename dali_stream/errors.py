@@ -1,4 +1,7 @@
-"""What can go wrong, as classes. A bad argument is a plain `ValueError`; everything else is below `DaliStreamError`."""
+"""What can go wrong, as classes, and how messages count.
+
+A bad argument is a plain `ValueError`; everything else is below `DaliStreamError`.
+"""
 
 from __future__ import annotations
 
@@ -25,3 +28,8 @@ class ResumeError(DaliStreamError):
 
 class MemoryBudgetError(DaliStreamError, ValueError):
     """`memory_budget` does not hold one batch."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 episode", "2 episodes"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

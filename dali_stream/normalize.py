@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from dali_stream.dataset import Dataset
 
 MODES = {"mean_std": ("mean", "std"), "min_max": ("min", "max"), "quantiles": ("q01", "q99")}
+_COMPUTE = (
+    "Dataset(uri, stats=dataset.compute_stats()), or `dali-stream stats URI --out stats.json` once and "
+    'Dataset(uri, stats=json.load(open("stats.json")))'
+)
 Modes = str | Mapping[str, str | None] | None
 _log = logging.getLogger("dali_stream")
 
@@ -126,10 +130,13 @@ def _affine(dataset: Dataset, key: str, mode: str) -> tuple[npt.NDArray[np.float
 def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]:
     found = dataset.stats.get(key, {}).get(name)
     if found is None:
-        has = ", ".join(dataset.stats.get(key, {})) or "nothing"
-        raise ValueError(
-            f"normalize needs {name} of {key}, and {dataset.stats_place} has {has} of it; take another mode, or add it"
-        )
+        has = ", ".join(dataset.stats.get(key, {}))
+        if not dataset.stats:
+            wrong = f"{dataset.stats_place} is missing or empty"
+        else:
+            wrong = f"{dataset.stats_place} has {has or 'nothing'} of it"
+        what = "Take another mode, or compute" if has else "Compute"
+        raise ValueError(f"normalize needs {name} of {key}, and {wrong}. {what} it: {_COMPUTE}")
     feature = dataset.features[key]
     shape = (feature.channels, 1, 1) if feature.is_camera else feature.shape or (1,)
     if found.shape != shape or found.dtype.kind not in "iuf" or not np.isfinite(found).all():

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from dali_stream import process
 from dali_stream.arguments import from_zero, known_arguments, positive
 from dali_stream.dataset import Dataset
-from dali_stream.errors import ResumeError
+from dali_stream.errors import ResumeError, counted
 from dali_stream.lerobot.frame_ranges import dropped
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.selected import SelectedOrder
@@ -106,9 +106,9 @@ class FrameSampler(Sampler[int]):
         self._frames = int(self._ranges.counts.sum())
         if self._frames < self._world:
             raise ValueError(
-                f"{len(lengths)} episodes with {int(lengths.sum())} frames, drop_first={drop_first} and drop_last={drop_last} "
-                f"leave {self._frames} frames for world_size={self._world}; each rank needs one or more, so drop fewer frames "
-                "or give more episodes"
+                f"{counted(len(lengths), 'episode')} with {counted(int(lengths.sum()), 'frame')}, drop_first={drop_first} and "
+                f"drop_last={drop_last} leave {counted(self._frames, 'frame')} for world_size={self._world}; each rank needs "
+                "one or more, so drop fewer frames or give more episodes"
             )
         self._warn_if_uneven()
         self._drops = {"drop_first": drop_first, "drop_last": drop_last}
@@ -244,8 +244,9 @@ class FrameSampler(Sampler[int]):
         batches = -(-share // batch_size)
         if step > batches:
             raise ValueError(
-                f"step is {step}, and with batch_size={batch_size} on {world_size} ranks an epoch has {batches} batches; "
-                "step counts from the beginning of the epoch. Of a count from the start of training, divmod(count, "
+                f"step is {step}, and with batch_size={batch_size} on {counted(world_size, 'rank')} an epoch has "
+                f"{batches} batches; step counts from the beginning of the epoch. Of a count from the start of training, "
+                "divmod(count, "
                 "len(dataloader)) with that run's DataLoader is (epoch, step)"
             )
         position = min(step * batch_size, share) * world_size

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from support import videos as data
+from support.broken import EPISODES, GARBAGE, INFO, INFOS, ROW_TABLES, ROWS, TABLES, TASKS, edit_info, edit_table, put
 
 import dali_stream
 from dali_stream.dataset import Dataset
 from dali_stream.lerobot.rows import RowReader
-
-EPISODES = "meta/episodes/chunk-000/file-000.parquet"
-ROWS = "data/chunk-000/file-000.parquet"
-TASKS = "meta/tasks.parquet"
-INFO = "meta/info.json"
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +42,6 @@ def read_all(root: Path | str, **options: Any) -> None:
             reader.read(episode)
     finally:
         dataset.close()
-
-
-def edit_info(root: Path, **entries: Any) -> None:
-    """Sets entries of info.json; `features__KEY` sets one feature, None removes."""
-    info = json.loads((root / INFO).read_text())
-    for name, value in entries.items():
-        place, key = (info["features"], name.removeprefix("features__")) if name.startswith("features__") else (info, name)
-        place[key] = value
-        if value is None and name != "video_path":
-            del place[key]
-    (root / INFO).write_text(json.dumps(info))
-
-
-def edit_table(root: Path, path: str, change: Callable[[pa.Table], pa.Table]) -> None:
-    table = pq.read_table(root / path)
-    pq.write_table(change(table), root / path)
-
-
-def put(table: pa.Table, name: str, values: Any) -> pa.Table:
-    return table.set_column(table.column_names.index(name), name, pa.array(values) if isinstance(values, list) else values)
 
 
 # ------------------------------------------------------------------------------------------------ another format
@@ -99,6 +72,33 @@ def test_v3_that_says_it_is_v2(root: Path) -> None:
         Dataset(root)
 
 
+@pytest.mark.parametrize("text", [None, "", "{}"])
+def test_no_or_an_empty_info_json(text: str | None, root: Path) -> None:
+    """It says so, and which version the other files look like."""
+    said = {
+        None: "meta/info.json does not exist. ",
+        "": "info.json: it is empty; copy",
+        "{}": "info.json: it is an empty object. ",
+    }
+
+    def message() -> str:
+        with pytest.raises(dali_stream.DatasetError) as caught:
+            Dataset(root)
+        return str(caught.value)
+
+    (root / INFO).unlink()
+    if text is not None:
+        (root / INFO).write_text(text)
+    assert said[text] in message()
+    if text == "":
+        return
+    assert "It has meta/episodes/, so it looks like v3.0: copy or fetch meta/info.json again" in message()
+    shutil.rmtree(root / "meta/episodes")
+    assert "neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x)" in message()
+    (root / "meta/episodes.jsonl").write_text("{}\n")
+    assert "It has meta/episodes.jsonl, so it looks like v2.x: copy" in message()
+
+
 def test_a_lance_dataset(root: Path) -> None:
     edit_info(root, storage_format="lance")
     with pytest.raises(dali_stream.DatasetError, match=r'storage_format is "lance", and Parquet with MP4 is read.*export'):
@@ -107,20 +107,17 @@ def test_a_lance_dataset(root: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------- files as such
 
-GARBAGE: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda _: b"",
-    "cut short": lambda good: good[: len(good) * 2 // 3],
-    "other bytes": lambda good: np.random.default_rng(0).bytes(len(good)),
-    "LFS pointer": lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-}
-
 
 @pytest.mark.parametrize("kind", GARBAGE)
 @pytest.mark.parametrize("path", [INFO, EPISODES, ROWS, TASKS])
 def test_a_broken_file(path: str, kind: str, root: Path) -> None:
     (root / path).write_bytes(GARBAGE[kind]((root / path).read_bytes()))
-    what = "not JSON" if path == INFO else "not a whole Parquet file"
-    with pytest.raises(dali_stream.DatasetError, match=rf"{path}: {what}: .*; fetch"):
+    what = rf"not {'JSON' if path == INFO else 'a whole Parquet file'}: .*; fetch"
+    if kind == "LFS pointer":
+        what = r"it is a Git LFS pointer.*`git lfs pull`.*or read the dataset from the Hub \(hf://datasets/"
+    elif kind == "empty" and path == INFO:
+        what = "it is empty; copy or fetch it again"
+    with pytest.raises(dali_stream.DatasetError, match=rf"{path}: {what}"):
         read_all(root)
 
 
@@ -140,36 +137,6 @@ def test_json_of_another_shape(text: str, root: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------- info.json
 
-VIDEO_FEATURE = {"dtype": "video", "shape": [128, 160, 3], "names": None}
-INFOS: dict[str, tuple[dict[str, Any], str]] = {
-    "no version": ({"codebase_version": None}, "codebase_version is 'missing'; v2.0, v2.1 and v3.0 are read"),
-    "no fps": ({"fps": None}, "fps is None; it is a number above 0"),
-    "fps of 0": ({"fps": 0}, "fps is 0"),
-    "fps as text": ({"fps": "30"}, "fps is 30; it is a number"),
-    "fps that no float holds": ({"fps": 10**400}, "fps is 1000"),
-    "no features": ({"features": None}, "features is NoneType; it must be a JSON object"),
-    "a feature that is none": ({"features__action": 3}, "feature 'action' is int; it must be a JSON object"),
-    "a shape of text": ({"features__action": {"dtype": "float32", "shape": "2"}}, "'action' has shape 2"),
-    "a shape of six axes": ({"features__action": {"dtype": "float32", "shape": [1] * 6}}, r"'action' has shape \[1, 1, 1"),
-    "a shape of gigabytes": ({"features__action": {"dtype": "float32", "shape": [1 << 40]}}, "positive integers"),
-    "a camera without channels": (
-        {f"features__{data.CAMERA}": {**VIDEO_FEATURE, "shape": [128, 160]}},
-        r"camera '.*' has shape \[128, 160\]; it is \(H, W, C\)",
-    ),
-    "no timestamp": ({"features__timestamp": None}, "lacks the feature 'timestamp'"),
-    "a column that is not there": ({"features__force": {"dtype": "float32", "shape": [1]}}, f"{ROWS}: lacks the column force"),
-    "no path of the videos": ({"video_path": None}, "has video features, and video_path is null"),
-    "no path of the data": ({"data_path": None}, "data_path is not a path template"),
-    "a path out of the dataset": ({"data_path": "../{chunk_index:03d}"}, "'../000', which leads out of the dataset"),
-    "an absolute path": ({"data_path": "/etc/{file_index:03d}"}, "'/etc/000', which leads out of the dataset"),
-    "a path of gigabytes": ({"data_path": "{file_index:09999999999d}"}, "data_path is not a path template"),
-    "a path that looks into objects": ({"video_path": "{video_key.__class__}"}, "video_path is not a path template"),
-    "a path with other fields": ({"data_path": "{episode_index}"}, "is not a path template.*allowed are {video_key}"),
-    "episodes that are not there": ({"total_episodes": 3}, r"promises 3 episodes, and .*meta/episodes holds 2"),
-    "frames that are not there": ({"total_frames": 100}, "promises 100 frames, and .*meta/episodes holds 72"),
-    "totals of another kind": ({"total_frames": "72"}, "total_frames is 72; it is an integer"),
-}
-
 
 @pytest.mark.parametrize("name", INFOS)
 def test_info_json(name: str, root: Path) -> None:
@@ -188,26 +155,6 @@ def test_a_feature_of_an_unknown_kind_is_left_out(root: Path, caplog: pytest.Log
 
 # ----------------------------------------------------------------------------------------------------- episode table
 
-FROM = f"videos/{data.CAMERA}/from_timestamp"
-TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
-    "no episodes": (lambda t: t.slice(0, 0), "no episodes"),
-    "a lost column": (lambda t: t.drop_columns(["length"]), "lacks the column length"),
-    "a lost column of a camera": (lambda t: t.drop_columns([FROM]), f"lacks the column {FROM}"),
-    "text for numbers": (lambda t: put(t, "length", ["31", "41"]), "column length must hold a number for each episode"),
-    "a missing number": (lambda t: put(t, "length", [31, None]), "column length must hold a number for each episode"),
-    "the same episode twice": (lambda t: put(t, "episode_index", [1, 1]), "episode 1: its index .* stands there twice"),
-    "a negative episode": (lambda t: put(t, "episode_index", [-1, 1]), "episode -1: its index is negative"),
-    "an empty episode": (lambda t: put(t, "length", [31, 0]), "episode 1: its length is not a positive number"),
-    "lengths at odds": (lambda t: put(t, "length", [30, 42]), "episode 0: its length and .* differ"),
-    "a negative file": (lambda t: put(t, "data/file_index", [0, -1]), "episode 1: data/file_index is not a number of a file"),
-    "no time": (lambda t: put(t, FROM, [0.0, float("nan")]), "episode 1: .*from_timestamp is no time in seconds"),
-    "an end before its start": (
-        lambda t: put(t, f"videos/{data.CAMERA}/to_timestamp", [31 / 30, 1.0]),
-        "episode 1: .*to_timestamp is not behind its from_timestamp",
-    ),
-    "another file": (lambda t: put(t, "data/file_index", [0, 7]), r"data/chunk-000/file-007\.parquet: no such file"),
-}
-
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_episode_table(name: str, root: Path) -> None:
@@ -218,55 +165,6 @@ def test_the_episode_table(name: str, root: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
-
-
-def with_null(table: pa.Table, name: str) -> pa.Table:
-    values = table[name].to_pylist()
-    return put(table, name, pa.array([*values[:50], None, *values[51:]], table.schema.field(name).type))
-
-
-def with_time(table: pa.Table, row: int, seconds: float) -> pa.Table:
-    times = table["timestamp"].to_numpy().copy()
-    times[row] = seconds
-    return put(table, "timestamp", pa.array(times))
-
-
-def fewer(table: pa.Table) -> pa.Table:
-    return table.slice(0, 60)
-
-
-def swapped(table: pa.Table) -> pa.Table:
-    return table.take([0, 2, 1, *range(3, 72)])
-
-
-ROW_TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
-    "fewer rows than promised": (fewer, "episode 1: the metadata promises 41 rows, and the file holds 29"),
-    "rows of another episode": (
-        lambda t: put(t, "episode_index", pa.array(np.full(72, 5))),
-        "episode 0: .*promises 31 rows, and the file holds 0",
-    ),
-    "rows out of order": (swapped, "episode 0: its frame_index does not count its rows"),
-    "a timestamp that falls": (
-        lambda t: with_time(t, 48, 0.15),
-        r"episode 1: row 17: its timestamp is 0\.1500 s, and that of row 16 is 0\.5333 s\. Timestamps rise",
-    ),
-    "a timestamp that stays": (lambda t: with_time(t, 48, 16 / 30), r"episode 1: row 17: its timestamp is 0\.5333 s, and"),
-    "a timestamp that is none": (lambda t: with_time(t, 31, float("nan")), "episode 1: row 0: its timestamp is nan s"),
-    "a missing number": (lambda t: with_null(t, "timestamp"), "episode 1: timestamp: 1 of 41 values are missing"),
-    "a missing vector": (lambda t: with_null(t, "action"), "episode 1: action: 1 of 41 values are missing"),
-    "text for numbers": (
-        lambda t: put(t, "timestamp", pc.cast(t["timestamp"], pa.string())),
-        "timestamp: holds string, and meta/info.json says float32",
-    ),
-    "a scalar for a vector": (lambda t: put(t, "action", t["timestamp"]), r"action: holds float, and .*shape \[2\]"),
-    "longer vectors": (
-        lambda t: put(t, "action", pa.array([[1.0, 2.0, 3.0]] * 72)),
-        r"action: a value has another shape than \[2\]",
-    ),
-    "a hole in a vector": (lambda t: put(t, "action", pa.array([[1.0, None]] * 72)), "action: .*numbers are missing"),
-    "a lost column": (lambda t: t.drop_columns(["action"]), f"{ROWS}: lacks the column action"),
-    "no episode index": (lambda t: t.drop_columns(["episode_index"]), f"{ROWS}: lacks the column episode_index"),
-}
 
 
 @pytest.mark.parametrize("name", ROW_TABLES)

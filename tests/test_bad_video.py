@@ -6,6 +6,8 @@ Never a hang, and never a frame that is not the one asked for.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support import videos as data
+from support.broken import WHOLE, WHOLE_FILES, damage, hole, lost_bytes, other_keyframe, other_size, trimmed
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
@@ -66,22 +69,6 @@ def error_of(root: Path | dali_stream.Dataset, **options: object) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- whole files
-
-
-def cut_in_media(video: bytes) -> bytes:
-    return video[: video.index(b"mdat") + 2000]
-
-
-WHOLE_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda _: b"", "no moov box.*it is empty"),
-    "Git LFS pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
-    "HTML page": (lambda _: b"\n<!DOCTYPE html><html>Sign in</html>" + b" " * 500, "HTML page"),
-    "something else": (lambda _: b"PK\3\4" + bytes(1000), r"begins with b'PK.*not an MP4"),
-    "cut in the media": (cut_in_media, "'mdat'.*truncated"),
-    "cut in the index": (lambda video: video[:-300], "'moov'.*truncated"),
-    "index at the end is gone": (lambda video: video[: video.index(b"moov") - 4], "no moov box"),
-    "cut in a box header": (lambda video: video[: video.index(b"moov") + 1], "truncated"),
-}
 
 
 @pytest.mark.parametrize("name", WHOLE_FILES)
@@ -199,11 +186,7 @@ def test_frames_of_another_size_than_promised(broken: Callable[..., Path]) -> No
 def test_a_frame_size_that_the_bitstream_contradicts(broken: Callable[..., Path]) -> None:
     """The sample description and info.json agree, and the encoded frames are larger."""
 
-    def lie(video: bytes) -> bytes:
-        at = video.index(b"avc1", video.index(b"stsd")) + 28
-        return video[:at] + (96).to_bytes(2, "big") * 2 + video[at + 4 :]
-
-    message = error_of(broken(lie, size=(96, 96)))
+    message = error_of(broken(other_size, size=(96, 96)))
     assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*encoded frames are 128×160.*says 96×96", message)
 
 
@@ -222,15 +205,7 @@ def test_only_sound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["h264", "av1"])
 @pytest.mark.parametrize("part", ["head", "tail"])
 def test_an_edit_list_that_trims(codec: str, part: str, broken: Callable[..., Path]) -> None:
-    def trim(video: bytes) -> bytes:
-        tree = data.boxes(video)
-        elst = data.box(tree, b"moov", b"trak", b"edts", b"elst")
-        duration, media = np.frombuffer(elst[1], ">u4", 2, 8).tolist()
-        duration, media = (duration, media + 5 * 512) if part == "head" else (duration // 2, media)
-        elst[1] = elst[1][:8] + np.array([duration, media], ">u4").tobytes() + elst[1][16:]
-        return data.unboxed(tree)
-
-    message = error_of(broken(trim, codec))
+    message = error_of(broken(lambda video: trimmed(video, part), codec))
     hidden = 5 if part == "head" else data.FRAMES // 2
     assert int(re.search(rf"{FILE}: its edit list hides (\d+) of {data.FRAMES} frames", message)[1]) in (hidden, hidden - 1)
 
@@ -245,18 +220,10 @@ def test_a_fragmented_file(videos: Callable[[str], Path], tmp_path: Path) -> Non
 def test_an_index_that_calls_another_frame_a_key_frame(codec: str, broken: Callable[..., Path]) -> None:
     """Behind the frames of another run in its clip, it would be decoded against those."""
 
-    def shift(video: bytes) -> bytes:
-        tree = data.boxes(video)
-        stss = data.box(tree, *data.STBL, b"stss")
-        stss[1] = stss[1][:16] + (int.from_bytes(stss[1][16:20], "big") + 1).to_bytes(4, "big") + stss[1][20:]
-        return data.unboxed(tree)
-
-    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*no keyframe", error_of(broken(shift, codec)))
+    assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*no keyframe", error_of(broken(other_keyframe, codec)))
 
 
 # ------------------------------------------------------------------------------------------------ damaged packets
-
-WHOLE = {"zeros": bytes, "ff": lambda n: b"\xff" * n, "random": np.random.default_rng(7).bytes}
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -274,12 +241,7 @@ def test_a_packet_that_is_overwritten(codec: str, kind: str, sample: int, broken
 def test_a_packet_with_a_hole_of_zeros(codec: str, sample: int, begin: float, broken: Callable[..., Path]) -> None:
     """Decoders conceal these, or read on in them. See `dali_stream.mp4.damage` for what cannot be found."""
 
-    def hole(payload: bytes) -> bytes:
-        first = int(len(payload) * begin)
-        stop = max(len(payload) if begin > 0.5 else int(len(payload) * (begin + 0.4)), first + 144)
-        return (payload[:first] + bytes(stop - first) + payload[stop:])[: len(payload)]
-
-    root, place = damaged(broken, codec, sample, hole)
+    root, place = damaged(broken, codec, sample, lambda payload: hole(payload, begin))
     message = error_of(root)
     assert re.search(rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}", message), message
     if begin == 0.3:
@@ -300,13 +262,7 @@ def test_vp9_through_dali_names_the_damage_too(broken: Callable[..., Path]) -> N
 def test_bytes_that_were_lost_shift_what_follows(broken: Callable[..., Path]) -> None:
     """The file keeps its length: a block is missing in the middle and the rest has moved up."""
     for codec in ("h264", "mpeg4"):
-
-        def lose(video: bytes, codec: str = codec) -> bytes:
-            begin = video.index(b"mdat") + 5000
-            moov = video.index(b"moov") - 4
-            return video[:begin] + video[begin + 512 : moov] + bytes(512) + video[moov:]
-
-        assert re.search(rf"{FILE}", error_of(broken(lose, codec)))
+        assert re.search(rf"{FILE}", error_of(broken(lost_bytes, codec)))
 
 
 def damaged(
@@ -315,12 +271,7 @@ def damaged(
     """A dataset with one changed packet, and the (episode, frame) that lie in its GOP."""
     root = broken(lambda video: video, codec)
     table = read_index(LocalStore(str(root)), FILE)
-    start, size = int(table.offset[sample]), int(table.size[sample])
-    video = (root / FILE).read_bytes()
-    payload = change(video[start : start + size])
-    assert len(payload) == size
-    assert payload != video[start : start + size]
-    (root / FILE).write_bytes(video[:start] + payload + video[start + size :])
+    damage(root, FILE, sample, change)
     same = np.flatnonzero(table.gop_start == table.gop_start[sample])
     shown = np.argsort(table.display_order)[same].tolist()
     return root, {(0, n) if n < data.EPISODES[0] else (1, n - data.EPISODES[0]) for n in shown}
@@ -370,3 +321,15 @@ def test_a_missing_file_is_named_with_camera_episode_and_frame(broken: Callable[
         pytest.raises(dali_stream.DecodeError, match=rf"{data.CAMERA}: episode 0, frame 0: .*no such file"),
     ):
         next(iter(loader))
+
+
+def test_one_short_traceback_that_ends_with_the_message(broken: Callable[..., Path], tmp_path: Path) -> None:
+    """A loop sees its own line, the loader's, and one message: nothing of DALI, of threads, or of the errors below."""
+    root, _ = damaged(broken, "h264", 40, lambda payload: bytes(len(payload)))
+    loop = f"import dali_stream\nfor batch in dali_stream.Loader({str(root)!r}, batch_size=8, device='cpu'): pass"
+    done = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, check=False)
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith(f"dali_stream.errors.DecodeError: {data.CAMERA}: episode ")
+    assert sum(line.startswith(("Traceback", "dali_stream.errors")) for line in lines) == 2
+    assert "nvidia/dali" not in done.stderr

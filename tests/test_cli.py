@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from support.datasets import change_info
 from support.programs import driver, failed, pictures, program
 from support.videos import b_frames
 
@@ -20,6 +22,8 @@ import dali_stream
 from dali_stream.cli import main
 from dali_stream.demo import read_identities, write_demo
 from dali_stream.tools.describe import describe
+from dali_stream.tools.doctor.dataset import examine
+from dali_stream.tools.doctor.frames import Decoders
 
 SIZE, EPISODES = (120, 128), 6
 TOP, SIDE = "observation.images.top", "observation.images.side"
@@ -235,6 +239,54 @@ def test_images_in_parquet(odd: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert [picture.shape for _, picture in pictures(tmp_path / "s.png")] == [(camera["height"], camera["width"], 3)] * 2
 
 
+def test_info_of_a_part(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(made), "--episodes", "1,4-5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["episodes"], found["frames"]) == (3, int(dali_stream.Dataset(made).lengths[[1, 4, 5]].sum()))
+
+
+def test_info_of_missing_files_lists_them_and_says_the_rest(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = copied(made, tmp_path)
+    gone = [*root.glob(f"videos/{SIDE}/**/*.mp4"), *root.glob("data/**/*.parquet")]
+    gone.append(min(root.glob(f"videos/{TOP}/**/*.mp4")))
+    for path in gone:
+        path.unlink()
+    (root / "meta/tasks.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert main(["info", str(root), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["missing"]) == {str(path.relative_to(root)) for path in gone}
+    assert (found["cameras"][TOP]["codec"], found["cameras"][SIDE]["codec"]) == ("h264", None)
+    assert "no such file" in found["cameras"][TOP]["broken"][0]
+    assert "git lfs pull" in found["broken"][0]
+    assert main(["info", str(root)]) == 1
+    out = capsys.readouterr().out
+    assert f"{len(gone)} files missing:" in out
+    assert all(str(path.relative_to(root)) in out for path in gone)
+    assert re.search(rf"{SIDE} +unknown", out)
+
+
+def test_what_info_json_says_and_the_file_contradicts(made: Path, tmp_path: Path) -> None:
+    root = copied(made, tmp_path)
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    features[TOP]["info"] |= {"video.codec": "libsvtav1", "video.fps": 25, "video.width": 640}
+    features[SIDE]["info"]["video.codec"] = "avc1"
+    change_info(root, features=features)
+    said = [
+        "meta/info.json has video.codec libsvtav1, and the file has h264",
+        "meta/info.json has video.height and video.width 120×640, and the file has 120×128",
+        "meta/info.json has video.fps 25, and the file has 20",
+    ]
+    report = describe(dali_stream.Dataset(root))
+    assert [remark.partition(".mp4: ")[2] for remark in report.cameras[TOP].remarks] == said
+    assert report.cameras[SIDE].remarks == describe(dali_stream.Dataset(made)).cameras[TOP].remarks == ()
+    findings, _ = examine(dali_stream.Dataset(root), Decoders(False, False, {}), 60)
+    remarks = [f for f in findings if f.name.startswith(f"{TOP} remark")]
+    assert [(f.status, f.text.partition(".mp4: ")[2]) for f in remarks] == [("warning", text) for text in said]
+    assert "problem" not in {f.status for f in findings}
+
+
 # ---- preview
 
 
@@ -255,12 +307,38 @@ def test_preview_shows_the_frames_that_it_names(made: Path, tmp_path: Path) -> N
         assert said["index"] == lengths[: said["episode"]].sum() + said["frame"]
 
 
+@pytest.mark.parametrize("size", ["480x640", "96x128"])
+def test_preview_of_one_camera_is_a_grid(size: str, made: Path, tmp_path: Path) -> None:
+    """As near to 4:3 as cells allow, not one column of eight; frames do not overlap."""
+    assert main(["preview", str(made), "--out", str(tmp_path / "s.png"), "--cameras", TOP, "--image-size", size]) == 0
+    with Image.open(tmp_path / "s.png") as sheet:
+        assert 0.7 < sheet.width / sheet.height < 2.5
+    boxes = [said["box"] for said, _ in pictures(tmp_path / "s.png")]
+    assert len(boxes) == 8
+    apart = [a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1] for a, b in combinations(boxes, 2)]
+    assert all(apart)
+
+
+def test_preview_without_cameras_plots_state_and_action(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plots.png"
+    assert main(["preview", str(made), "--cameras", "", "--out", str(out), "--episodes", "0,2,5"]) == 0
+    assert "observation.state" in capsys.readouterr().out
+    with Image.open(out) as image:
+        plots, pixels = json.loads(image.text["dali_stream"])["plots"], np.asarray(image.convert("RGB"))
+    assert {plot["episode"] for plot in plots} == {0, 2, 5}
+    assert {"observation.state", "action"} <= {plot["key"] for plot in plots}
+    for left, top, right, bottom in (plot["box"] for plot in plots):
+        inside = pixels[top + 1 : bottom, left + 1 : right].reshape(-1, 3)
+        assert len(np.unique(inside, axis=0)) > 2  # lines of several colours
+
+
 def test_preview_lays_out_samples_below_and_windows_beside_each_other(made: Path, tmp_path: Path) -> None:
-    assert main(["preview", str(made), "--out", str(tmp_path / "s.png"), "--window", f"{TOP}=-0.1,0", "--batch-size", "3"]) == 0
+    window = f"{TOP}=-0.3,-0.2,-0.1,0"
+    assert main(["preview", str(made), "--out", str(tmp_path / "s.png"), "--window", window, "--batch-size", "3"]) == 0
     found = [said for said, _ in pictures(tmp_path / "s.png")]
     for sample in range(3):
         row = [said for said in found if said["sample"] == sample]
-        assert [(said["camera"], said["step"]) for said in row] == [(TOP, 0), (TOP, 1), (SIDE, 0)]
+        assert [(said["camera"], said["step"]) for said in row] == [(TOP, 0), (TOP, 1), (TOP, 2), (TOP, 3), (SIDE, 0)]
         assert len({said["box"][1] for said in row}) == 1
         assert all(a["box"][2] < b["box"][0] for a, b in pairwise(row))
     tops = [said["box"] for said in found if (said["camera"], said["step"]) == (TOP, 0)]
@@ -342,8 +420,9 @@ def test_a_failed_run_is_one_line_and_exit_code_1(made: Path, tmp_path: Path, ca
     short = copied(made, tmp_path)
     video = next(iter(sorted((short / "videos" / TOP).rglob("*.mp4"))))
     video.write_bytes(video.read_bytes()[:1000])
-    for command in (["info", short], ["preview", short, "--out", tmp_path / "s.png"]):
-        assert str(video) in failed(capsys, command, 1)
+    assert str(video) in failed(capsys, ["preview", short, "--out", tmp_path / "s.png"], 1)
+    assert main(["info", str(short), "--json"]) == 1
+    assert str(video) in json.loads(capsys.readouterr().out)["cameras"][TOP]["broken"][0]
 
 
 @pytest.mark.parametrize(("module", "remedy"), [("torchcodec.decoders", "FFmpeg"), ("nvidia.dali", "dali-stream[cuda12]")])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -16,16 +18,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import broken
 from support.datasets import VIDEO, copied
 from support.doctor import cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
-from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, shifted, vp9, write_dataset
+from support.servers import Server
+from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader, shifted, vp9, write_dataset
 
 import dali_stream
 from dali_stream import Dataset
 from dali_stream.lerobot.metadata import INFO
 from dali_stream.tools.doctor import Finding, frames
 from dali_stream.tools.doctor.dataset import examine as examine_dataset
+from dali_stream.tools.doctor.dataset import opened as opened_dataset
+from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
@@ -191,7 +197,106 @@ def test_psnr_tells_right_pictures_from_wrong_ones() -> None:
     assert psnr(pictures[0], pictures[0, :64]) == 0
 
 
-# ---- broken ones
+# ---- broken ones: whatever the Loader refuses
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Healthy datasets by codec, as `broken.healthy` writes them. Read only."""
+    return functools.cache(lambda codec: broken.healthy(tmp_path_factory.mktemp(codec), codec))
+
+
+def problems(root: Path, deep: bool) -> list[str]:
+    """The problems that the doctor finds in a dataset, without the decoders of its one frame, which take processes."""
+    opened = opened_dataset(root)
+    if isinstance(opened, Finding):
+        return [opened.text]
+    every = Deep(opened, lambda done, total: None) if deep else None
+    return [f.text for f in examine_dataset(opened, NO_DECODER, 120, every)[0] if f.status == "problem"]
+
+
+def refused(root: Path) -> str:
+    """What an epoch of a Loader fails with; empty for none."""
+    try:
+        with loader(root) as batches:
+            for _ in batches:
+                pass
+    except dali_stream.DaliStreamError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", broken.WAYS)
+def test_what_the_loader_refuses_is_a_problem(name: str, sound: Callable[[str], Path], tmp_path: Path) -> None:
+    """All ways of breaking a dataset that the tests know; those that need decoding with --deep."""
+    way = broken.WAYS[name]
+    root = copied(sound(way.codec), tmp_path)
+    way.apply(root)
+    assert refused(root)
+    assert problems(root, way.decodes)
+
+
+@pytest.mark.parametrize("name", [name for name in broken.WAYS if name.endswith("LFS pointer")])
+def test_a_git_lfs_pointer_is_named_wherever_it_lies(name: str, sound: Callable[[str], Path], tmp_path: Path) -> None:
+    """JSON, JSON Lines, Parquet and MP4."""
+    root = copied(sound(broken.WAYS[name].codec), tmp_path)
+    broken.WAYS[name].apply(root)
+    said = refused(root)
+    assert "it is a Git LFS pointer and not the file itself: run `git lfs pull`" in said
+    assert "hf://datasets/OWNER/NAME" in said
+
+
+@pytest.mark.parametrize("codec", ["h264", "image", "v2.1"])
+def test_a_sound_dataset_has_no_problem(codec: str, sound: Callable[[str], Path]) -> None:
+    assert refused(sound(codec)) == ""
+    assert problems(sound(codec), deep=False) == problems(sound(codec), deep=True) == []
+
+
+def test_what_deep_says_of_a_damaged_packet(sound: Callable[[str], Path], tmp_path: Path) -> None:
+    root = copied(sound("h264"), tmp_path)
+    broken.WAYS["packet: zeros"].apply(root)
+    done: list[tuple[int, int]] = []
+    every = Deep(Dataset(root), lambda *counts: done.append(counts))
+    findings, _ = examine_dataset(Dataset(root), NO_DECODER, 120, every)
+    [finding] = [f for f in findings if f.name == f"{CAMERA} all frames"]
+    assert finding.text.startswith(f"episode 1, frame 8: {root}/videos/")  # the frame that the Loader names
+    assert done[-1] == (72, 72)
+
+
+def test_every_missing_file_is_counted_and_named(demo_copy: Path) -> None:
+    gone = [*sorted(demo_copy.glob(f"videos/{SIDE}/**/*.mp4"))[1:], *demo_copy.glob("data/**/*.parquet")]
+    for path in gone:
+        path.unlink()
+    finding = looked_at(demo_copy)[0]["files"]
+    assert finding.status == "problem"
+    assert f"{len(gone)} of " in finding.text
+    assert all(str(path.relative_to(demo_copy)) in finding.text for path in gone[:3])
+
+
+def test_a_remote_dataset_takes_few_requests(tmp_path: Path) -> None:
+    """HTTP has no listings: 32 of 100 files are looked for, and the missing one is among those that are read."""
+    video = encode(draw((6,)), tmp_path / "a.mp4", h264(2))
+    root = write_dataset(tmp_path / "many", [video] * 100, [(6,)] * 100)
+    (root / VIDEO.format(CAMERA, 99)).unlink()
+    with Server(root) as server:
+        findings = {f.name: f for f in examine_dataset(Dataset(server.url), NO_DECODER, 120)[0]}
+        assert len(server.requests) < 250
+    assert "file-099.mp4: no such file" in findings[f"{CAMERA} file 1"].text
+    assert findings["rows"].text.endswith("in 32 checked episodes of 100")
+
+
+def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
+    """72 frames in two GOPs of 36: 18.5 decodes for a random frame, and one where all frames are kept."""
+    findings, _ = looked_at(encoded(*h264(36)))
+    finding = findings[f"{CAMERA} GOPs"]
+    assert finding.status == "ok"  # since the default memory_budget keeps all frames
+    assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache; memory_budget=")
+    assert re.search(r"brings it to about 1\.\d, and to 0 after the first epoch", finding.text)
+    assert "`dali-stream transcode URI OUT --gop 2` to 1.5" in finding.text
+    assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
+
+
+# ---- broken ones: what is said
 
 
 def _cut(data: bytes) -> bytes:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from support.batches import equal
-from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows
+from support.datasets import ODD_CAMERA, SIDE, TOP, read_rows, tree
 from support.servers import Server
 
 from dali_stream import Dataset, DatasetError, Loader
+from dali_stream.cli import main
+from dali_stream.lerobot.stats import TableStats, table_stats
 from dali_stream.normalize import MODES, Normalizer
 
 ACTION, STATE = "action", "observation.state"
@@ -161,6 +163,12 @@ def test_statistics_that_are_missing_or_wrong(demo_copy: Path) -> None:
     changed(demo_copy, ACTION, q01=None)
     with pytest.raises(ValueError, match=r"normalize needs q01 of action, and meta/stats.json has min, max, .* of it"):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "quantiles"})
+    (kept := demo_copy / "meta/kept.json").write_bytes((demo_copy / "meta/stats.json").read_bytes())
+    (demo_copy / "meta/stats.json").unlink()
+    how = r"Dataset\(uri, stats=dataset\.compute_stats\(\)\), or `dali-stream stats URI"
+    with pytest.raises(ValueError, match=rf"needs mean of .*, and meta/stats\.json is missing or empty\. Compute it: {how}"):
+        Loader(demo_copy, batch_size=4, normalize="mean_std")
+    kept.rename(demo_copy / "meta/stats.json")
     changed(demo_copy, ACTION, mean=[1.0, 2.0])
     with pytest.raises(DatasetError, match=r"stats.json: mean of action is \[1.0, 2.0\], of shape \(2,\); .*of shape \(4,\)"):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "mean_std"})
@@ -199,6 +207,51 @@ def test_statistics_are_lerobots(g1: Path) -> None:
         for name, value in dataset.stats[key].items():
             assert found[name].shape == value.shape
             np.testing.assert_allclose(found[name], value, atol=1e-6, rtol=1e-6)
+
+
+def test_statistics_of_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bounded memory: beyond a number of values, quantiles are those of every n-th row."""
+    rng = np.random.default_rng(0)
+    values = np.cumsum(rng.normal(size=(1000, 3)), axis=0, dtype=np.float32) + 1e4
+    parts = np.split(values, np.sort(rng.choice(np.arange(1, 1000), 9, replace=False)))
+    for kept, every in ((TableStats.KEPT, 1), (300, 10)):
+        monkeypatch.setattr(TableStats, "KEPT", kept)
+        found = TableStats(len(values))
+        for part in parts:
+            found.add(part)
+        expected = table_stats(values) | {name: value for name, value in table_stats(values[::every]).items() if name[0] == "q"}
+        for name, value in found.result().items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-12, err_msg=name)
+
+
+def test_the_command_writes_statistics_that_a_dataset_takes(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = tree(demo), tmp_path / "stats.json"
+    options = ["--episodes", "1,4", "--cameras", TOP]
+    assert main(["stats", str(demo), *options, "--out", str(out)]) == 0
+    assert "features in 2 episodes" in capsys.readouterr().out
+    assert main(["stats", str(demo), *options]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    assert tree(demo) == before  # it writes into the dataset only if told to
+    given, own = Dataset(demo, stats=json.loads(out.read_text())).stats, Dataset(demo, episodes=[1, 4]).compute_stats()
+    assert set(own) - set(given) == {SIDE}
+    assert all(np.array_equal(given[key][name], own[key][name]) for key in given for name in own[key])
+    assert main(["stats", str(demo), "--out", str(out)]) == 2
+    assert "which exists; give a new file" in capsys.readouterr().err
+
+
+def test_the_command_adds_statistics_to_a_dataset_without_any(demo_copy: Path) -> None:
+    """At the place where LeRobot has them; the progress ends at the number of episodes, for rows and for each camera."""
+    path, done = demo_copy / "meta/stats.json", []
+    path.unlink()
+    assert main(["stats", str(demo_copy), "--out", str(path)]) == 0
+    dataset = Dataset(demo_copy)
+    own = dataset.compute_stats(progress=lambda *counts: done.append(counts))
+    assert done[-1] == (3 * dataset.num_episodes, 3 * dataset.num_episodes)
+    assert all(np.array_equal(value, own[key][name]) for key, each in dataset.stats.items() for name, value in each.items())
+    with Loader(dataset, batch_size=4, normalize="mean_std") as loader:
+        next(iter(loader))
 
 
 def test_statistics_of_images_in_rows_and_of_remote_data(odd: Path) -> None:

@@ -178,8 +178,17 @@ def test_more_padding_than_frames_repeats_them(demo: Path) -> None:
 
 
 def test_an_epoch_without_a_batch_is_refused(rows_only: Dataset) -> None:
-    with pytest.raises(ValueError, match=r"batch_size=300 on 2 ranks needs 600 frames, and 523 .* give a smaller batch_size"):
+    with pytest.raises(
+        ValueError, match=r"batch_size=300 on 2 ranks needs 600 frames, and the selection has 523.* give a smaller batch_size"
+    ):
         Loader(rows_only, batch_size=300, rank=0, world_size=2)
+
+
+def test_messages_count_in_singular_and_plural(demo: Path, rows_only: Dataset) -> None:
+    one = Dataset(demo, cameras=[], episodes=[0])
+    assert f": 1 episode, {one.num_frames} frames at" in repr(one)
+    with pytest.raises(ValueError, match=r"on 1 rank needs 1000 frames, and the selection has 523"):
+        Loader(rows_only, batch_size=1000, rank=0, world_size=1)
 
 
 # -------------------------------------------------------------------------------------------------- devices and ranks

@@ -24,6 +24,7 @@ from dali_stream.cli.info import info
 from dali_stream.cli.preview import preview
 from dali_stream.cli.reshard import reshard
 from dali_stream.cli.selftest import selftest
+from dali_stream.cli.stats import stats
 from dali_stream.cli.transcode import transcode
 
 __all__ = ["main"]
@@ -47,6 +48,7 @@ app.command(short_help="Read a remote dataset's index into a cache.")(index)
 app.command(short_help="Describe a dataset.")(info)
 app.command(short_help="Draw a batch as the model sees it.")(preview)
 app.command(short_help="Rewrite a dataset for streaming.")(reshard)
+app.command(short_help="Compute the statistics that normalize needs.")(stats)
 app.command(short_help="Re-encode a dataset's videos, for example for a GPU.")(transcode)
 app.command(short_help="Test NVDEC through DALI on this machine.")(selftest)
 

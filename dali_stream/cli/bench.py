@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,8 +91,9 @@ def _table(report: dict[str, Any]) -> Table:
     what = f"{report['mode']}, batches of {report['batch_size']}, {size}, {report['image_dtype']}"
     made.add_row("dataset", f"{report['dataset']}: {what}")
     made.add_row("speed", f"{report['frames_per_s_node']:.0f} frames/s, {report['samples_per_s']:.0f} samples/s, per node")
-    ranks = "1 rank" if report["ranks"] == 1 else f"{report['ranks']} ranks"
-    made.add_row("measured", f"{report['frames']} frames in {report['wallclock_s']:.1f} s, by {ranks}")
+    made.add_row(
+        "measured", f"{report['frames']} frames in {report['wallclock_s']:.1f} s, by {counted(report['ranks'], 'rank')}"
+    )
     made.add_row("first batch", f"{report['first_batch_latency_s']:.2f} s after creating the Loader")
     waits = ", ".join(f"p{p} {report[f'p{p}_sample_latency_ms']:.1f} ms" for p in (50, 95, 99))
     made.add_row("wait for a batch", waits)

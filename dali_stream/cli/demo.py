@@ -10,6 +10,7 @@ import typer
 import dali_stream
 from dali_stream import DaliStreamError, DatasetError
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,7 +123,7 @@ def _table(report: dict[str, Any]) -> Table:
     waits = report["wait_ms"]
     once = "yes" if report["exactly_once"] else "NO"
     made = console.pairs()
-    made.add_row("dataset", f"{report['root']}: {report['episodes']} episodes, {report['frames']} frames")
+    made.add_row("dataset", f"{report['root']}: {counted(report['episodes'], 'episode')}, {counted(report['frames'], 'frame')}")
     made.add_row(
         "speed", f"{report['samples_per_s']:.0f} samples/s, {report['frames_per_s']:.0f} frames/s after the first batch"
     )

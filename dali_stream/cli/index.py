@@ -10,6 +10,7 @@ import typer
 
 import dali_stream
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from dali_stream.tools.index import IndexReport
@@ -48,7 +49,7 @@ def index(
 
 def _say(report: IndexReport) -> None:
     typer.echo(
-        f"{report.files} files: {console.megabytes(report.fetched_bytes)} fetched, "
+        f"{counted(report.files, 'file')}: {console.megabytes(report.fetched_bytes)} fetched, "
         f"{console.megabytes(report.cached_bytes)} from the cache"
     )
     for why in list(report.broken.values())[:_SHOWN]:

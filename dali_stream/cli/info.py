@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import dali_stream
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from dali_stream.tools.describe import CameraReport, DatasetReport
     from dali_stream.tools.forecast import Forecast
 
-_TASKS = 20  # shown in the text
+_TASKS, _MISSING = 20, 20  # shown in the text
 
 
 def info(
@@ -26,6 +27,7 @@ def info(
         tuple[int, int] | None,
         typer.Option(metavar="HEIGHT WIDTH", help="Estimate what memory_budget brings at this size; decodes a few frames."),
     ] = None,
+    episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
@@ -34,16 +36,24 @@ def info(
 ) -> None:
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each.
 
-    Reads metadata and the index of up to 32 video files per camera. Decodes nothing, unless --image-size is given.
+    Reads metadata and the index of up to 32 video files per camera, and lists missing and broken files. Decodes nothing,
+    unless --image-size is given. Exit code 1 if a file is missing or broken.
     """
-    place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= {"episodes": arguments.numbers("--episodes", episodes)}
     with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
         report = dali_stream.describe(dataset)
         forecasts = _forecasts(dataset, image_size) if image_size else []
     if as_json:
         memory = {"memory": [dataclasses.asdict(forecast) for forecast in forecasts]} if image_size else {}
         console.print_json(report.as_dict() | memory)
-        return
+    else:
+        _say(report, forecasts)
+    if not report.whole:
+        raise typer.Exit(1)
+
+
+def _say(report: DatasetReport, forecasts: list[Forecast]) -> None:
     out = console.results()
     out.print(_summary(report))
     out.print(_features(report))
@@ -53,6 +63,7 @@ def info(
     if forecasts:
         out.print(_memory(forecasts))
     out.print(_tasks(report))
+    _say_missing(report)
 
 
 def _forecasts(dataset: Dataset, image_size: tuple[int, int]) -> list[Forecast]:
@@ -86,8 +97,11 @@ def _summary(report: DatasetReport) -> Table:
     made = console.pairs()
     made.add_row("dataset", report.address)
     made.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'unknown'}")
-    made.add_row("episodes", f"{report.episodes}, of {shortest} to {longest} frames")
+    length = counted(shortest, "frame") if shortest == longest else f"{shortest} to {longest} frames"
+    made.add_row("episodes", f"{report.episodes}, of {length}")
     made.add_row("frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}")
+    for why in report.broken:
+        made.add_row("broken", why)
     made.add_row("bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}")
     return made
 
@@ -116,6 +130,9 @@ def _cameras(report: DatasetReport) -> Table:
             made.add_row(key, "images in Parquet", "", size, "", "", "", "", "")
             continue
         codec = " ".join(filter(None, (camera.codec, camera.profile)))
+        if camera.codec is None:
+            made.add_row(key, "unknown", "", size, "", "", "", _files(camera), console.megabytes(camera.bytes))
+            continue
         gop = f"{camera.gop_min}" if camera.gop_min == camera.gop_max else f"{camera.gop_min} to {camera.gop_max}"
         flags = ["yes" if flag else "no" for flag in (camera.b_frames, camera.open_gops)]
         made.add_row(key, codec, camera.pixel_format, size, gop, *flags, _files(camera), console.megabytes(camera.bytes))
@@ -136,6 +153,8 @@ def _routes(report: DatasetReport) -> Table:
             made.add_row("", "torchcodec", f"from a later file: {camera.route_change}")
         for other in camera.other_formats:
             made.add_row("", "", f"other files are {other}")
+        for remark in (*camera.remarks, *camera.broken):
+            made.add_row("", "", remark)
     return made
 
 
@@ -146,6 +165,15 @@ def _tasks(report: DatasetReport) -> Table:
     if len(report.tasks) > _TASKS:
         made.add_row("", f"and {len(report.tasks) - _TASKS} more; --json lists all")
     return made
+
+
+def _say_missing(report: DatasetReport) -> None:
+    if report.missing:
+        typer.echo(f"{counted(len(report.missing), 'file')} missing:")
+    for path in report.missing[:_MISSING]:
+        typer.echo(f"  {path}")
+    if len(report.missing) > _MISSING:
+        typer.echo(f"  and {len(report.missing) - _MISSING} more; --json lists all")
 
 
 def _duration(seconds: float) -> str:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dali_stream import DatasetError
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
+
+if TYPE_CHECKING:
+    from dali_stream import Dataset
+
+_PLOTTED = 4  # episodes of a dataset without cameras, at most
 
 
 def preview(
@@ -33,14 +39,18 @@ def preview(
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
 ) -> None:
-    """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices."""
+    """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
+
+    Of a dataset without cameras: plots of state and action of up to four episodes.
+    """
     arguments.png("--out", out)
     size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
     with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
         if not dataset.cameras:
-            raise DatasetError(f"{uri}: no cameras are recorded or selected; choose a dataset or --cameras with at least one")
+            _plot(dataset, out, batch_size)
+            return
         for key in windows:
             if key not in dataset.cameras:
                 raise ValueError(f"--window has unknown camera {key!r}. Available: {', '.join(dataset.cameras)}")
@@ -53,4 +63,17 @@ def preview(
 
             shown = sheet.samples(next(iter(loader)), dataset.cameras, windows)
     sheet.save(out, f"{Path(dataset.uri).name}: {len(shown)} of {dataset.num_frames} frames, seed {seed}", shown)
-    typer.echo(f"{out}: {len(shown)} samples of {', '.join(dataset.cameras)}")
+    typer.echo(f"{out}: {counted(len(shown), 'sample')} of {', '.join(dataset.cameras)}")
+
+
+def _plot(dataset: Dataset, out: Path, most: int) -> None:
+    from dali_stream.tools import plot
+
+    keys = plot.features(dataset)
+    if not keys:
+        raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")
+    shown = plot.panels(dataset, keys, min(most, _PLOTTED))
+    plot.save(
+        out, f"{Path(dataset.uri).name}: {len(shown[0])} of {counted(dataset.num_episodes, 'episode')}", shown, dataset.fps
+    )
+    typer.echo(f"{out}: {', '.join(keys)} of {counted(len(shown[0]), 'episode')}")

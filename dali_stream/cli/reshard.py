@@ -10,6 +10,7 @@ import typer
 
 import dali_stream
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +58,10 @@ def rewrite(call: Callable[..., Report], dataset: Dataset, out: Path, sizes: dic
         console.print_json(report.as_dict())
         return
     console.results().print(_table(report))
-    typer.echo(f"{out}: {report.episodes} episodes, {report.frames} frames; all rows and encoded frames are verified")
+    typer.echo(
+        f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; all rows and encoded frames are "
+        "verified"
+    )
 
 
 def _table(report: Report) -> Table:

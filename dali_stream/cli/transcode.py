@@ -9,6 +9,7 @@ import typer
 
 import dali_stream
 from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +55,7 @@ def transcode(
         console.print_json(report.as_dict())
         return
     console.results().print(_table(report))
-    typer.echo(f"{out}: {report.episodes} episodes, {report.frames} frames; {_compared(report)}")
+    typer.echo(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {_compared(report)}")
 
 
 def _table(report: Report) -> Table:

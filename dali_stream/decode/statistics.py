@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from dali_stream import process
 from dali_stream.decode import images as image
@@ -16,7 +18,7 @@ from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.metadata import Stats, stats_of
 from dali_stream.lerobot.rows import Columns, RowReader
-from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, image_histogram, image_stats, table_stats
+from dali_stream.lerobot.stats import MAX_IMAGES, Histogram, TableStats, add_histograms, image_histogram, image_stats
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
@@ -27,25 +29,52 @@ _FRAMES_AT_ONCE = 16  # decoded by one thread
 _INDICES = 32  # of video files, kept in memory
 _REMOTE_THREADS = 16  # each mostly waits for answers
 _T = TypeVar("_T")
+Progress = Callable[[int, int], None]  # episodes done, episodes in all, each counted once for rows and for each camera
 
 
-def compute_stats(dataset: DatasetFiles, keys: Iterable[str] | None = None) -> Stats:
+def compute_stats(
+    dataset: DatasetFiles, keys: Iterable[str] | None = None, progress: Progress = lambda done, total: None
+) -> Stats:
     """What `Dataset.compute_stats` gives."""
     wanted = _keys(dataset, keys)
     tabular = [key for key in wanted if key not in dataset.cameras]
+    cameras = [key for key in wanted if key in dataset.cameras]
+    chosen = _sample(dataset)
+    from_rows = range(dataset.num_episodes) if tabular else list(chosen) if set(cameras) & set(dataset.videos) else []
+    steps = _Steps(progress, len(from_rows) + len(cameras) * len(chosen))
     store = dataset.data_store.session()
     try:
-        rows = _rows(dataset, store, tabular)
-        found = {key: table_stats(np.concatenate([each[key] for each in rows])) for key in tabular}
-        for camera in (key for key in wanted if key in dataset.cameras):
+        sums = {key: TableStats(int(dataset.lengths.sum())) for key in tabular}
+        seconds: dict[int, npt.NDArray[np.float64]] = {}
+        for episode, rows in _rows(dataset, store, from_rows, tabular):
+            for key, each in sums.items():
+                each.add(rows[key])
+            seconds[episode] = dataset.seconds(rows)[chosen.get(episode, [])]
+            steps.one_more()
+        found: dict[str, dict[str, Any]] = {key: each.result() for key, each in sums.items()}
+        for camera in cameras:
             of_episode = (
-                _of_video(dataset, store, camera, rows) if camera in dataset.videos else _of_images(dataset, store, camera)
+                _of_video(dataset, store, camera, seconds) if camera in dataset.videos else _of_images(dataset, store, camera)
             )
-            jobs = [functools.partial(of_episode, *chosen) for chosen in _sample(dataset).items()]
-            found[camera] = image_stats([part for parts in _each(dataset, jobs) for part in parts])
+            histograms: list[Histogram] = []
+            for parts in _in_order(dataset, (functools.partial(of_episode, *each) for each in chosen.items())):
+                histograms.append(add_histograms(parts))
+                steps.one_more()
+            found[camera] = image_stats([add_histograms(histograms)])
     finally:
         store.close()
     return stats_of({key: found[key] for key in wanted})
+
+
+class _Steps:
+    """Counts episodes that are done."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def one_more(self) -> None:
+        self._done += 1
+        self._progress(self._done, self._total)
 
 
 def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
@@ -76,34 +105,35 @@ def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
     return chosen
 
 
-def _each(dataset: DatasetFiles, jobs: Sequence[Callable[[], _T]]) -> list[_T]:
-    """Does all jobs in threads, and returns what they return. The first error ends those that have not begun."""
+def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
+    """What jobs return, in their order; threads do some ahead. The first error ends those that have not begun."""
     threads = max(process.cores(), _REMOTE_THREADS if dataset.data_store.remote else 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream stats") as pool:
+        ahead: deque[Future[_T]] = deque()
         try:
-            return [future.result() for future in [pool.submit(job) for job in jobs]]
+            for job in jobs:
+                ahead.append(pool.submit(job))
+                if len(ahead) > 2 * threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _rows(dataset: DatasetFiles, store: Store, keys: Sequence[str]) -> list[Columns]:
-    """Per selected episode, these features of its rows, and their timestamps."""
+def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Sequence[str]) -> Iterator[tuple[int, Columns]]:
+    """Of each of these episodes, these features of its rows, and its timestamps."""
     reader = RowReader(dataset, store, keys={*keys, "timestamp", "frame_index"})
-    found: dict[int, Columns] = {}
-
-    def read(episode: int) -> None:
-        if episode not in found:  # else it came along in a row group
-            found.update(reader.read(episode))
-
-    _each(dataset, [functools.partial(read, episode) for episode in range(dataset.num_episodes)])
-    return [found[episode] for episode in range(dataset.num_episodes)]
+    # A row group of several episodes is read once, for as long as what was read is referenced.
+    for episode, found in _in_order(dataset, (functools.partial(lambda e: (e, reader.read(e)), e) for e in episodes)):
+        yield episode, found[episode]
 
 
 def _of_video(
-    dataset: DatasetFiles, store: Store, camera: str, rows: Sequence[Columns]
+    dataset: DatasetFiles, store: Store, camera: str, seconds: Mapping[int, npt.NDArray[np.float64]]
 ) -> Callable[[int, list[int]], list[Histogram]]:
-    """A function that decodes frames of an episode."""
+    """A function that decodes frames of an episode, at `seconds`."""
     from dali_stream.decode import torchcodec as decode  # rows and images do without torchcodec
 
     files = dataset.table.video[camera]
@@ -115,9 +145,9 @@ def _of_video(
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:
         try:
             index = index_of(files.paths[files.index[dataset.rows[episode]]])
-            interval, seconds = dataset.table.interval(camera, dataset.rows[episode]), dataset.seconds(rows[episode])[frames]
-            packets = find_packets(index, interval, seconds, dataset.fps, dataset.tolerance_s)
-            for lacking in seconds[packets == LACKING]:
+            interval, times = dataset.table.interval(camera, dataset.rows[episode]), seconds[episode]
+            packets = find_packets(index, interval, times, dataset.fps, dataset.tolerance_s)
+            for lacking in times[packets == LACKING]:
                 why = explain(index, interval, lacking, dataset.fps, dataset.tolerance_s)
                 raise DecodeError(f"{store.where(index.path)}: {why}")
             found = []
@@ -128,7 +158,7 @@ def _of_video(
                     found.append(image_histogram(decode.decode(store, [index] * len(part), part, video)[0]))
             return found
         except DecodeError as error:
-            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
+            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
 
     return of_episode
 
@@ -142,6 +172,6 @@ def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[in
         try:
             return [image_histogram(image.decode(encoded[f], dataset.features[camera])[None]) for f in frames]
         except DecodeError as error:
-            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from error
+            raise DecodeError(f"{camera}: episode {dataset.episodes[episode]}: {error}") from None
 
     return of_episode

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot import frame_ranges, metadata, v2
 from dali_stream.lerobot.features import CHANNELS, ENCODING
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
@@ -172,7 +172,7 @@ class DatasetFiles:
     @functools.cached_property
     def tasks(self) -> dict[int, str]:
         """{task_index: task}, out of `meta/tasks.parquet` or `meta/tasks.jsonl`."""
-        return v2.read_tasks(self.store) if self.is_v2 else metadata.read_names(self.store, "meta/tasks.parquet", "task_index")
+        return v2.read_tasks(self.store) if self.is_v2 else metadata.read_names(self.store, metadata.TASKS, "task_index")
 
     @functools.cached_property
     def subtasks(self) -> dict[int, str]:
@@ -230,6 +230,11 @@ class DatasetFiles:
     def stored_splits(self) -> dict[str, Any]:
         """`splits` of `meta/info.json`, as it stands there."""
         return self._info.splits
+
+    @property
+    def tasks_place(self) -> str:
+        """The file that `tasks` are read from."""
+        return v2.TASKS if self._info.is_v2 else metadata.TASKS
 
     @property
     def stats_place(self) -> str:
@@ -307,7 +312,7 @@ class DatasetFiles:
         )
 
     def __repr__(self) -> str:
-        what = f"{self.num_episodes} episodes, {self.num_frames} frames at {self.fps:g} fps"
+        what = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
         return f"Dataset({self.uri!r}: {what}, cameras: {', '.join(self.cameras) or 'none'})"
 
     def close(self) -> None:
@@ -402,5 +407,6 @@ def _selected_rows(index: npt.NDArray[np.int64], episodes: Sequence[int] | None)
     rows = np.minimum(np.searchsorted(index, wanted), len(index) - 1)
     unknown = wanted[index[rows] != wanted]
     if len(unknown):
-        raise ValueError(f"Unknown episode {unknown[0]}. Available: {len(index)} episodes, from {index[0]} to {index[-1]}")
+        there = f"{len(index)} episodes, from {index[0]} to {index[-1]}" if len(index) > 1 else f"episode {index[0]}"
+        raise ValueError(f"Unknown episode {unknown[0]}. Available: {there}")
     return rows

@@ -21,11 +21,12 @@ import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.features import Feature
-from dali_stream.storage import Store
+from dali_stream.storage import Store, lfs
 from dali_stream.storage.store import Ranges
 
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
+TASKS = "meta/tasks.parquet"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
@@ -114,11 +115,14 @@ def read_info(store: Store) -> Info:
     """
     try:
         info = _object(read_json(store, INFO), store, "it")
-    except DatasetError as error:
+    except DatasetError:
         if store.exists(INFO):
             raise
-        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist") from error
-    version = str(info.get("codebase_version", "missing"))
+        raise DatasetError(f"{store.address}: not a LeRobot dataset: {INFO} does not exist. {_looks(store)}") from None
+    if "codebase_version" not in info:
+        what = "lacks codebase_version" if info else "it is an empty object"
+        raise DatasetError(f"{store.where(INFO)}: {what}. {_looks(store)}")
+    version = str(info["codebase_version"])
     if not version.startswith(("v2.", "v3.")):
         raise DatasetError(f"{store.where(INFO)}: codebase_version is {version[:40]!r}; v2.0, v2.1 and v3.0 are read")
     fields = _V2_FIELDS if version.startswith("v2.") else _V3_FIELDS
@@ -264,10 +268,14 @@ def read_json(store: Store, path: str) -> Any:
     data = store.read(path, 0, _LARGEST_JSON + 1)
     if len(data) > _LARGEST_JSON:
         raise DatasetError(f"{store.where(path)}: {store.size(path)} bytes of JSON; up to {_LARGEST_JSON} are read")
+    if pointer := lfs.pointer(data):
+        raise DatasetError(f"{store.where(path)}: {pointer}")
+    if not data.strip():
+        raise DatasetError(f"{store.where(path)}: it is empty; copy or fetch it again")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{store.where(path)}: not JSON: {error}; fetch it again") from error
+        raise DatasetError(f"{store.where(path)}: not JSON: {error}; fetch it again") from None
 
 
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
@@ -285,7 +293,7 @@ class parquet_errors:
     """Turns what pyarrow raises on a broken file into a DatasetError that names the file."""
 
     def __init__(self, store: Store, path: str) -> None:
-        self._where = store.where(path)
+        self._store, self._path = store, path
 
     def __enter__(self) -> None:
         pass
@@ -293,12 +301,24 @@ class parquet_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         known = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError, TypeError)
         if isinstance(error, known) and not isinstance(error, (DatasetError, StorageError)):
+            where = self._store.where(self._path)
+            if pointer := lfs.pointer(self._store.read(self._path, 0, lfs.ENOUGH)):
+                raise DatasetError(f"{where}: {pointer}") from None
             said = (str(error) or type(error).__name__).splitlines()[0][:200]
-            raise DatasetError(f"{self._where}: not a whole Parquet file: {said}; fetch or record it again") from error
+            raise DatasetError(f"{where}: not a whole Parquet file: {said}; fetch or record it again") from None
 
 
 _V3_FIELDS = {"video_key": "", "chunk_index": ":03d", "file_index": ":03d"}
 _V2_FIELDS = {"video_key": "", "episode_chunk": ":03d", "episode_index": ":06d"}
+
+
+def _looks(store: Store) -> str:
+    """What a dataset whose version is unknown looks like, and what to do."""
+    if store.exists("meta/episodes.jsonl"):
+        return f"It has meta/episodes.jsonl, so it looks like v2.x: copy or fetch {INFO} again"
+    if store.files("meta/episodes"):
+        return f"It has meta/episodes/, so it looks like v3.0: copy or fetch {INFO} again"
+    return "It has neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x): give the folder that holds meta/"
 
 
 def _object(value: Any, store: Store, what: str, path: str = INFO) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
@@ -98,7 +98,8 @@ class RowReader:
         if episode not in found:
             raise DatasetError(
                 f"{self._store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
-                f"{dataset.lengths[episode]} rows, and the file holds {found.rows.get(index, 0)}; copy the dataset again"
+                f"{counted(dataset.lengths[episode], 'row')}, and the file holds "
+                f"{found.rows.get(index, 0)}; copy the dataset again"
             )
         return found
 

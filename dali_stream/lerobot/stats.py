@@ -32,6 +32,55 @@ def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
     }
 
 
+class TableStats:
+    """The same as `table_stats` of rows that come in parts, in bounded memory.
+
+    Quantiles are exact for up to `KEPT` numbers. Of more, they are those of rows that are evenly spread over the dataset.
+
+    Args:
+        rows: how many come.
+    """
+
+    KEPT = 1 << 22
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self._count = rows, 0
+        self._mean = self._squares = np.zeros(())
+        self._least: np.ndarray | None = None
+        self._most: np.ndarray | None = None
+        self._kept: list[np.ndarray] = []
+
+    def add(self, values: np.ndarray) -> None:
+        """Adds the next rows (T, ...), T of 1 or more."""
+        if values.ndim == 1:
+            values = values[:, None]
+        numbers, count = values.astype(np.float64), len(values)
+        every = -(-self._rows * numbers[0].size // self.KEPT)
+        self._kept.append(values[-self._count % every :: every].copy())
+        extremes = numbers if values.dtype == bool else values
+        least, most = extremes.min(axis=0), extremes.max(axis=0)
+        self._least = least if self._least is None else np.minimum(self._least, least)
+        self._most = most if self._most is None else np.maximum(self._most, most)
+        # Chan, Golub and LeVeque: means and sums of squared deviations of two parts.
+        mean = numbers.mean(axis=0)
+        away, total = mean - self._mean, self._count + count
+        self._squares = self._squares + ((numbers - mean) ** 2).sum(axis=0) + away**2 * (self._count * count / total)
+        self._mean = self._mean + away * (count / total)
+        self._count = total
+
+    def result(self) -> dict[str, Any]:
+        """The statistics, as arrays."""
+        kept = np.concatenate(self._kept).astype(np.float64)
+        return {
+            "min": self._least,
+            "max": self._most,
+            "mean": self._mean,
+            "std": np.sqrt(self._squares / self._count),
+            "count": [self._count],
+            **{name: np.quantile(kept, share, axis=0) for name, share in QUANTILES.items()},
+        }
+
+
 def image_histogram(frames: np.ndarray) -> Histogram:
     """How often each value occurs per channel, int64 (C, 256), in a sample of frames (N, H, W, C); and its size.
 
@@ -45,9 +94,14 @@ def image_histogram(frames: np.ndarray) -> Histogram:
     return np.stack([np.bincount(channel.ravel(), minlength=256) for channel in channels]), len(chosen)
 
 
+def add_histograms(parts: Sequence[Histogram]) -> Histogram:
+    """One histogram of the frames behind some."""
+    return np.sum([histogram for histogram, _ in parts], axis=0), sum(size for _, size in parts)
+
+
 def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
     """Statistics of the frames behind some histograms: as `table_stats`, shape (C, 1, 1), values in [0, 1]."""
-    counts = np.sum([histogram for histogram, _ in histograms], axis=0)
+    counts, size = add_histograms(histograms)
     values = np.arange(256) / 255
     weights = counts / counts.sum(axis=1, keepdims=True)
     mean = weights @ values
@@ -60,5 +114,5 @@ def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
         **{name: values[(cumulative >= share).argmax(axis=1)] for name, share in QUANTILES.items()},
     }
     stats: dict[str, list[Any]] = {name: value.reshape(-1, 1, 1).tolist() for name, value in result.items()}
-    stats["count"] = [sum(size for _, size in histograms)]
+    stats["count"] = [size]
     return stats

@@ -17,7 +17,7 @@ import pyarrow as pa
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import STATS, Episodes, Files, Info, Stats
-from dali_stream.storage import Store
+from dali_stream.storage import Store, lfs
 
 EPISODES, TASKS, EPISODES_STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
 _PART = 8 << 20  # bytes of one read
@@ -140,6 +140,8 @@ def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place for messages, object) of each line of a JSON Lines file. Raises DatasetError for a line of another kind."""
     for number, line in enumerate(_lines(store, path), start=1):
         where = f"{store.where(path)}, line {number}"
+        if number == 1 and (pointer := lfs.pointer(line)):
+            raise DatasetError(f"{store.where(path)}: {pointer}")
         if len(line) > _LONGEST_LINE:
             raise DatasetError(f"{where}: more than {_LONGEST_LINE} bytes; is it a JSON Lines file?")
         if not line.strip():

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 from dali_stream.errors import DecodeError
-from dali_stream.storage import Store
+from dali_stream.storage import Store, lfs
 
 MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
@@ -53,13 +53,13 @@ def read_moov(store: Store, path: str) -> bytes:
     size = store.size(path)  # after the read, which brings the size of a remote file
     for _ in range(MOST_CHILDREN):
         if at == size:
-            raise DecodeError(f"no moov box (the index of an MP4){_looks_like(store.read(path, 0, 48))}")
+            raise DecodeError(f"no moov box (the index of an MP4){_looks_like(store.read(path, 0, lfs.ENOUGH))}")
         if not base <= at <= base + len(window) - 16:
             base, window = at, store.read(path, at, min(at + TAIL, size))
         try:
             kind, head, length = _header(window[at - base : at - base + 16], at, size)
         except DecodeError as error:
-            raise DecodeError(f"{error}{_looks_like(store.read(path, 0, 48))}") from None
+            raise DecodeError(f"{error}{_looks_like(store.read(path, 0, lfs.ENOUGH))}") from None
         if kind == b"moov":
             if length > LARGEST_MOOV:
                 raise DecodeError(f"its moov box claims {length} bytes; more than {LARGEST_MOOV} is not read")
@@ -101,8 +101,8 @@ def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
 
 def _looks_like(first: bytes) -> str:
     """A hint for the message on what a file without `moov` is."""
-    if first.startswith(b"version https://git-lfs"):
-        return "; it is a Git LFS pointer: run `git lfs pull`"
+    if pointer := lfs.pointer(first):
+        return f"; {pointer}"
     if first.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         return "; it is an HTML page: the download failed"
     if not first:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dali_stream.errors import counted
+
 LAST_BATCH = ("drop", "partial", "pad")
 
 
@@ -27,8 +29,9 @@ class Batches:
         """These batches. Raises ValueError where an epoch has none."""
         if not self.count(0):
             raise ValueError(
-                f"batch_size={self.batch_size} on {self.world_size} ranks needs {self.stride} frames, and {self.frames} are "
-                f'selected, so an epoch has no batch; give a smaller batch_size, or last_batch="pad"'
+                f"batch_size={self.batch_size} on {counted(self.world_size, 'rank')} needs {counted(self.stride, 'frame')}, "
+                f"and the selection has {self.frames}, so an epoch has no batch; give a smaller batch_size, or "
+                'last_batch="pad"'
             )
         return self
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments, positive
+from dali_stream.errors import counted
 from dali_stream.order.rng import mix, philox
 
 Shuffle = bool | str
@@ -148,8 +149,9 @@ def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
         return None
     own, _ = default_pools(batch_size, world_size)
     return (
-        f"consumers={consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, {world_size} "
-        "ranks): consecutive batches draw from different groups of episodes, and the training loss can alternate with the "
+        f"consumers={consumers} does not divide the global batch of {stride} samples (batch_size {batch_size}, "
+        f"{counted(world_size, 'rank')}): consecutive batches draw from different groups of episodes, and the training loss "
+        "can alternate with the "
         f"batch number. Choose a batch size whose global batch is a multiple of {consumers}; a new run can also leave "
         f"consumers out, which makes it {own}"
     )

@@ -52,6 +52,7 @@ MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_
 _TRIM_AFTER = 4096  # decoded frames, after which free memory is given back: it takes some ms
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
+_COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
 _MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
 
 
@@ -349,9 +350,12 @@ class BatchProducer:
 
     def _advise(self, advice: Advice) -> None:
         budget = self._config.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
-        _log.info(
-            "memory_budget=%.1fGiB would lower decoded frames per delivered frame from %.2f to %.2f",
-            *(-(-budget * 10 // (1 << 30)) / 10, advice.now, advice.then),
+        gop = max(index.longest_gop for index in self._config.sizes(self._on_cpu).indices.values())
+        shorter = ", and dali-stream transcode URI OUT --gop 2 to 1.5 or less" if advice.now >= _COSTLY else ""
+        _log.log(
+            logging.WARNING if advice.now >= _COSTLY and self._config.rank == 0 else logging.INFO,
+            "GOP %d decodes %.2f frames per delivered frame; memory_budget=%.1fGiB would bring it to %.2f%s",
+            *(gop, advice.now, -(-budget * 10 // (1 << 30)) / 10, advice.then, shorter),
         )
 
     def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:

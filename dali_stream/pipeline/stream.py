@@ -13,7 +13,7 @@ from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
-from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.bottleneck import Setup
 from dali_stream.pipeline.config import Config
@@ -141,6 +141,10 @@ class BatchSource:
                 self._counters.add(route_changes=1)
                 self.routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("Falling back to torchcodec: %s", change)
+            except (DatasetError, DecodeError, StorageError) as error:
+                # Its message says all; what DALI and the threads add is for whoever debugs the loader.
+                _log.debug("a batch could not be made", exc_info=error)
+                raise error.with_traceback(None) from None
 
     def setup(self, config: Config, normalize: bool) -> Setup:
         """What `bottleneck.find` has to know of the loader."""

@@ -43,6 +43,8 @@ class HttpTransport(Transport):
         ValueError: another storage option, or a URL without a host.
     """
 
+    listings = False
+
     def __init__(
         self,
         root: str,

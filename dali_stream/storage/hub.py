@@ -46,6 +46,8 @@ class HubTransport(HttpTransport):
         ValueError: another storage option, or two revisions.
     """
 
+    listings = True
+
     def __init__(self, address: str, storage_options: dict[str, Any] | None, revision: str | None, patience: Patience) -> None:
         place = _parsed(address, revision)
         endpoint, headers, timeout_s = _options(storage_options or {})

@@ -41,7 +41,7 @@ class LocalStore(Store):
         try:
             return os.stat(self._root / checked(path)).st_size
         except OSError as error:
-            raise self._failed(path, error) from error
+            raise self._failed(path, error) from None
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         handle = self._opened(path)
@@ -53,7 +53,7 @@ class LocalStore(Store):
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except OSError as error:
             del handle  # the traceback of a kept error would keep the file open
-            raise self._failed(path, error) from error
+            raise self._failed(path, error) from None
 
     def exists(self, path: str) -> bool:
         return (self._root / checked(path)).is_file()
@@ -76,7 +76,7 @@ class LocalStore(Store):
                 try:
                     handle = self._handles[path] = _Handle(self._root / checked(path))
                 except OSError as error:
-                    raise self._failed(path, error) from error
+                    raise self._failed(path, error) from None
             self._handles.move_to_end(path)
             if len(self._handles) > self.HANDLES:
                 self._handles.popitem(last=False)

@@ -54,6 +54,7 @@ class Transport(abc.ABC):
         host: whose connection slots the requests take.
         revision: the commit that is read, if the source has commits.
         frozen: whether a file of this revision never changes, so that its name identifies its content.
+        listings: whether `files` lists a folder.
         source: names the root in a cache, without credentials.
         traffic: what the attempts have cost.
     """
@@ -62,6 +63,7 @@ class Transport(abc.ABC):
     host: str
     revision: str | None = None
     frozen: bool = False
+    listings: bool = True
     source: str
     traffic: Traffic
 
@@ -95,6 +97,7 @@ class RemoteStore(Store):
 
     def __init__(self, transport: Transport, *, cache: RangeCache | None = None, patience: Patience | None = None) -> None:
         self.address, self.revision = transport.address, transport.revision
+        self.listings = transport.listings
         self._transport, self._cache, self._patience = transport, cache, patience or Patience()
         self._stop = threading.Event()
         # Filled with setdefault only, which needs no lock: the first value stays.

@@ -1,1 +1,1 @@
-"""Programs on top of the library: doctor, selftest, bench, reshard, transcode, index. Nothing else imports them."""
+"""Programs on top of the library: doctor, describe, selftest, bench, reshard, transcode, index. Nothing else imports them."""

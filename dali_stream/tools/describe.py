@@ -15,7 +15,9 @@ import numpy as np
 from dali_stream import process
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import Route, choose, refusal
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot import metadata
+from dali_stream.lerobot.features import ENCODING
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.format import describe as describe_format
 from dali_stream.mp4.index import VideoIndex, read_index
@@ -23,6 +25,7 @@ from dali_stream.storage import Store
 
 LOOK_AT = 32  # video files per camera whose index is read
 _AT_A_TIME = 16  # concurrent reads, for remote files
+_SAME_FPS = 0.01  # files count time in ticks, and in milliseconds some
 _PROFILES = {
     "av1": {0: "Main", 1: "High", 2: "Professional"},
     "h264": {66: "Baseline", 77: "Main", 88: "Extended", 100: "High", 110: "High 10", 122: "High 4:2:2", 244: "High 4:4:4"},
@@ -57,6 +60,8 @@ class CameraReport:
         bytes: of all its files.
         route: the decoder that a Loader starts with on this machine.
         route_change: why a Loader would switch to torchcodec at a later file; empty if no checked file requires it.
+        remarks: what `meta/info.json` says and the first file contradicts.
+        broken: why checked files cannot be read.
     """
 
     kind: Literal["video", "image"]
@@ -75,6 +80,8 @@ class CameraReport:
     files_looked_at: int = 0
     bytes: int = 0
     route_change: str = ""
+    remarks: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,13 @@ class DatasetReport:
 
     Attributes:
         uri, address: as given, and resolved.
+        fingerprint: as of `Dataset`; empty where the tasks cannot be read.
         episode_frames: (fewest, most) frames of an episode.
         data_files: Parquet files of the selected episodes.
         bytes: {"data", "videos", "meta"}: of the files of the selected episodes and cameras; all of `meta/`.
+        missing: files of the selected episodes and cameras that do not exist. Of a source without listings (HTTP), up to 32
+            are looked for.
+        broken: why metadata cannot be read.
     """
 
     uri: str
@@ -103,6 +114,13 @@ class DatasetReport:
     features: dict[str, FeatureReport]
     cameras: dict[str, CameraReport]
     bytes: dict[str, int]
+    missing: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing that was looked at is missing or broken."""
+        return not (self.missing or self.broken or any(camera.broken for camera in self.cameras.values()))
 
     def as_dict(self) -> dict[str, Any]:
         """The same as dicts and lists for JSON."""
@@ -121,19 +139,26 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
 
     Raises:
         ValueError: `look_at` is less than 1.
-        DatasetError: a file is missing or its metadata is broken.
-        DecodeError: a video file's index cannot be read.
+        DatasetError: a path in the metadata leads out of the dataset.
+        StorageError: the source cannot be reached.
     """
     if look_at < 1:
         raise ValueError(f"Invalid look_at {look_at}. Give the number of video files per camera to look at, 1 or more")
     info = metadata.read_json(dataset.store, metadata.INFO)
+    missing, _ = missing_files(dataset)
+    tasks: dict[int, str] = {}
+    fingerprint, broken = "", []
+    try:
+        tasks, fingerprint = dict(sorted(dataset.tasks.items())), dataset.fingerprint
+    except DatasetError as error:
+        broken.append(str(error))
     cameras = {key: _camera(dataset, key, look_at) for key in dataset.cameras}
     data_files = _paths(dataset, dataset.table.data)
     robot_type = info.get("robot_type")
     return DatasetReport(
         uri=dataset.uri,
         address=dataset.store.address,
-        fingerprint=dataset.fingerprint,
+        fingerprint=fingerprint,
         codebase_version=str(info["codebase_version"]),
         robot_type=None if robot_type is None else str(robot_type),
         fps=dataset.fps,
@@ -142,7 +167,7 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
         duration_s=dataset.num_frames / dataset.fps,
         episode_frames=(int(dataset.lengths.min()), int(dataset.lengths.max())),
         data_files=len(data_files),
-        tasks=dict(sorted(dataset.tasks.items())),
+        tasks=tasks,
         features={
             key: FeatureReport(feature.dtype, feature.shape, feature.get("names")) for key, feature in dataset.features.items()
         },
@@ -152,7 +177,36 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
             "videos": sum(camera.bytes for camera in cameras.values()),
             "meta": _bytes(dataset.store, dataset.store.files("meta")),
         },
+        missing=tuple(missing),
+        broken=tuple(broken),
     )
+
+
+def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]:
+    """The Parquet and video files of the selected episodes and cameras that do not exist, and how many were looked for.
+
+    A source with listings takes one listing per folder. Without listings (HTTP), up to 32 files are looked for, evenly
+    spread, or all if `deep`: each takes a request.
+
+    Raises:
+        DatasetError: a path leads out of the dataset.
+        StorageError: the source cannot be reached.
+    """
+    paths = selected_files(dataset)
+    store = dataset.data_store
+    if store.remote and store.listings:
+        there = {name for folder in {path.partition("/")[0] for path in paths} for name in store.files(folder)}
+        return [path for path in paths if path not in there], len(paths)
+    if store.remote and not deep:
+        paths = paths[:: -(-len(paths) // LOOK_AT)]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        exists = list(pool.map(store.exists, paths))
+    return [path for path, found in zip(paths, exists, strict=True) if not found], len(paths)
+
+
+def selected_files(dataset: Dataset) -> list[str]:
+    """The Parquet and video files of the selected episodes and cameras."""
+    return [path for files in (dataset.table.data, *dataset.table.video.values()) for path in _paths(dataset, files)]
 
 
 def _paths(dataset: Dataset, files: metadata.Files) -> list[str]:
@@ -165,9 +219,58 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         height, width = dataset.picture_size(key)
         return CameraReport("image", height, width, Route("torchcodec", "its frames are images in Parquet rows"))
     paths, chosen = video_files(dataset, key, look_at)
+    tables: list[VideoIndex] = []
+    broken: list[DaliStreamError] = []
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        tables = list(pool.map(lambda path: read_index(dataset.data_store, path), chosen))
-    return describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), _bytes(dataset.data_store, paths))
+        for table in pool.map(lambda path: _index(dataset, path), chosen):
+            if isinstance(table, VideoIndex):
+                tables.append(table)
+            else:
+                broken.append(table)
+    size = _bytes(dataset.data_store, paths)
+    if tables:
+        report = describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), size)
+        remarks = contradictions(dataset, key, tables[0])
+    else:
+        height, width = dataset.picture_size(key)
+        route = Route("torchcodec", "none of its checked files can be read")
+        report = CameraReport("video", height, width, route, files=len(paths), bytes=size)
+        remarks = ()
+    return dataclasses.replace(report, remarks=remarks, broken=tuple(map(str, broken)))
+
+
+def _index(dataset: Dataset, path: str) -> VideoIndex | DaliStreamError:
+    try:
+        return read_index(dataset.data_store, path)
+    except (DatasetError, DecodeError) as error:
+        return error
+
+
+_CODECS = {
+    "avc": "h264", "avc1": "h264", "libx264": "h264", "h265": "hevc", "hev1": "hevc", "hvc1": "hevc", "libx265": "hevc",
+    "av01": "av1", "libsvtav1": "av1", "libaom-av1": "av1", "vp09": "vp9", "libvpx-vp9": "vp9", "mp4v": "mpeg4",
+}  # fmt: skip
+
+
+def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, ...]:
+    """What `meta/info.json` says of a camera's codec, frame size and fps, and a file contradicts."""
+    video, feature = describe_format(table.configs[0]), dataset.features[key]
+    said: dict[str, Any] = next((feature[name] for name in ENCODING if isinstance(feature.get(name), dict)), {})
+    codec = str(said.get("video.codec", video.codec)).lower()
+    found = []
+    if _CODECS.get(codec, codec) != video.codec:
+        found.append(f"video.codec {codec}, and the file has {video.codec}")
+    size = (said.get("video.height", video.height), said.get("video.width", video.width))
+    for name, stated in (("shape", dataset.picture_size(key)), ("video.height and video.width", size)):
+        if stated != (video.height, video.width):
+            found.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
+    shown = np.sort(table.pts)
+    fps = table.timescale / float(np.median(np.diff(shown))) if len(shown) > 1 else dataset.fps
+    for name, rate in (("fps", dataset.fps), ("video.fps", said.get("video.fps", fps))):
+        if not isinstance(rate, (int, float)) or abs(rate - fps) > _SAME_FPS * fps:
+            found.append(f"{name} {rate}, and the file has {fps:.4g}")
+    where = dataset.data_store.where(table.path)
+    return tuple(f"{where}: meta/info.json has {each}" for each in found)
 
 
 def video_files(dataset: Dataset, key: str, look_at: int = LOOK_AT) -> tuple[list[str], list[str]]:
@@ -215,7 +318,14 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, file
 
 def _bytes(store: Store, paths: list[str]) -> int:
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        return sum(pool.map(store.size, paths))
+        return sum(pool.map(lambda path: _size(store, path), paths))
+
+
+def _size(store: Store, path: str) -> int:
+    try:
+        return store.size(path)
+    except DatasetError:  # it does not exist
+        return 0
 
 
 def _route_change(route: Route, gpu: int | None, tables: list[VideoIndex]) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.decode import torchcodec as decode
-from dali_stream.decode.resize import resize
 from dali_stream.mp4.format import describe
+from dali_stream.order import Order
+from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import divide, horizon
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule
@@ -60,7 +60,8 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
         By rising budget; empty if the CPU decodes no video.
     """
     config = loader._config
-    cameras = [key for key in config.dataset.videos if loader.routes[key].decoder == "torchcodec"]
+    dataset = config.dataset
+    cameras = [key for key in dataset.videos if loader.routes[key].decoder == "torchcodec"]
     if not cameras:
         return []
     tables = {key: config.indices.of(key, 0, config.dataset.data_store) for key in cameras}
@@ -68,7 +69,8 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
     found: list[Forecast] = []
     for budget in sorted(budgets):
         shares = divide(budget, config.sizes(cameras))
-        first, later = _decodes(loader, tables[cameras[0]], cameras[0], shares.frames)
+        offsets, gop = config.windows.of(cameras[0]), median_gop([tables[cameras[0]]])
+        first, later = decodes(dataset.lengths, config.order, config.batches, offsets, gop, shares.frames, config.rank)
         rate = config.threads / (seconds * later) if later else None
         found.append(Forecast(budget, shares.frames, later, first, rate))
         if not later:
@@ -76,32 +78,57 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
     return found
 
 
-def _decodes(loader: Loader, table: VideoIndex, camera: str, kept: int) -> tuple[float, float]:
-    """Frames decoded per delivered frame, in the first epoch and later."""
-    config = loader._config
-    gop = max(int(np.median(np.diff(np.append(table.keyframes, len(table))))), 1)
-    offsets = config.windows.of(camera)
-    frames = config.dataset.num_frames
-    batches = config.batches.count(0)
-    fill = 0 if kept >= frames else kept // (config.batches.batch_size * min(gop, 8)) + 1
-    count = batches if kept >= frames else min(fill + _BATCHES, 4 * batches)
-    read = samples(config.order, config.batches, config.rank, 0, 0)
-    limits = Limits(kept, 2, horizon(kept, frames))
-    schedule = Schedule(config.dataset.lengths, read, config.batches.largest, {camera: offsets}, limits)
-    decoded = shown = 0
+def median_gop(tables: Sequence[VideoIndex]) -> int:
+    """Frames of the GOPs of some files, in the middle."""
+    return max(int(np.median(np.concatenate([np.diff(np.append(table.keyframes, len(table))) for table in tables]))), 1)
+
+
+def decodes(
+    lengths: npt.NDArray[np.int64],
+    order: Callable[[int], Order],
+    batches: Batches,
+    offsets: npt.NDArray[np.int64],
+    gop: int,
+    kept: int,
+    rank: int = 0,
+) -> tuple[float, float]:
+    """Frames decoded per delivered frame, in the first epoch and later, by the loader's own schedule.
+
+    Args:
+        lengths: (E,) frames of each episode.
+        order: of each epoch.
+        batches: of an epoch.
+        offsets: of the window, in frames.
+        gop: frames of each GOP.
+        kept: decoded frames that the cache keeps.
+        rank: whose batches are planned.
+    """
+    frames, camera = int(lengths.sum()), ""
+    count = batches.count(0)
+    fill = 0 if kept >= frames else kept // (batches.batch_size * min(gop, 8)) + 1
+    # A GOP that was decoded to its end feeds batches for as long as the cache holds frames, so that has to turn over.
+    counted = min(max(_BATCHES, 2 * kept // batches.batch_size), count)
+    count = count if kept >= frames else min(fill + counted, 4 * count)
+    read = samples(order, batches, rank, 0, 0)
+    schedule = Schedule(lengths, read, batches.largest, {camera: offsets}, Limits(kept, 2, horizon(kept, frames)))
+    decoded, shown = np.zeros(2), np.zeros(2)  # from the start, and when the cache is full
     for number in range(count):
         schedule.next()
         for episode in schedule.unknown(camera):
-            frame = np.arange(config.dataset.lengths[episode])
+            frame = np.arange(lengths[episode])
             schedule.learn(camera, episode, frame, frame // gop * gop)
         step = schedule.step()[camera]
-        if number >= min(fill, count // 2):
-            decoded, shown = decoded + step.decodes, shown + step.show.size
-    return (decoded / shown, 0.0) if kept >= frames else (decoded / shown, decoded / shown)
+        counts = np.array([1, number >= min(fill, count // 2)])
+        decoded, shown = decoded + counts * step.decodes, shown + counts * step.show.size
+    first, later = (decoded / shown).tolist()
+    return first, 0.0 if kept >= frames else later
 
 
 def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
     """Seconds that one thread takes to decode and resize a frame of the camera's first file."""
+    from dali_stream.decode import torchcodec as decode  # these load torch, which the doctor may find broken
+    from dali_stream.decode.resize import resize
+
     config = loader._config
     packets = list(range(min(_TIMED, len(table))))
     video = describe(table.configs[table.config[0]])

@@ -15,6 +15,7 @@ Each sample is a cell: its cameras side by side, each camera's window as a strip
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,9 @@ from dali_stream.errors import DaliStreamError
 MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3
 LEAST_CELL = 320  # wide enough for the line of indices
 TITLE, TEXT, SMALL = 20, 15, 13  # font sizes; a line is a third higher
-_BACKGROUND, _BRIGHT, _PLAIN, _DIM, _PAD = "#14161a", "#ffffff", "#d5d8de", "#8d939e", "#f0a63c"
+BACKGROUND, BRIGHT, PLAIN, DIM, PAD = "#14161a", "#ffffff", "#d5d8de", "#8d939e", "#f0a63c"
 _MOST_LINES = 3  # of a task
+_WIDEST = 2400  # pixels of a sheet of several columns
 
 Frames = npt.NDArray[np.uint8]
 
@@ -88,12 +90,18 @@ def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -
     return [Strip(camera, shown, seconds, tuple(mask)) for shown, mask in zip(found, masks, strict=True)]
 
 
-def draw(title: str, shown: Sequence[Sample], columns: int = 1) -> tuple[Image.Image, list[Placed]]:
-    """Draws samples in `columns`, row by row. Returns the sheet and the place of each frame."""
-    layout = _Layout(shown, columns)
-    image = Image.new("RGB", layout.size, _BACKGROUND)
+def draw(title: str, shown: Sequence[Sample], columns: int | None = None) -> tuple[Image.Image, list[Placed]]:
+    """Draws samples in `columns`, row by row. Returns the sheet and the place of each frame.
+
+    Args:
+        title: above all.
+        shown: the samples.
+        columns: of the grid. None: those that bring the sheet nearest to 4:3, up to a width of 2400 pixels.
+    """
+    layout = _Layout(shown, columns) if columns else _grid(shown)
+    image = Image.new("RGB", layout.size, BACKGROUND)
     pen = ImageDraw.Draw(image)
-    pen.text((MARGIN, MARGIN), _cut(title, layout.size[0] - 2 * MARGIN, TITLE), _BRIGHT, _font(TITLE))
+    pen.text((MARGIN, MARGIN), cut(title, layout.size[0] - 2 * MARGIN, TITLE), BRIGHT, font(TITLE))
     for column in range(layout.columns):
         _draw_header(pen, shown[0], layout.left(column), layout.header_top, layout.windowed)
     frames = []
@@ -103,8 +111,8 @@ def draw(title: str, shown: Sequence[Sample], columns: int = 1) -> tuple[Image.I
     return image, frames
 
 
-def save(path: Path, title: str, shown: Sequence[Sample], columns: int = 1) -> None:
-    """Draws a sheet and writes it as PNG.
+def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = None) -> None:
+    """Draws a sheet, as `draw`, and writes it as PNG.
 
     Raises:
         DaliStreamError: it cannot be written there.
@@ -117,8 +125,13 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int = 1) -> N
         }
         for p in frames
     ]  # fmt: skip
+    write(path, image, {"title": title, "pictures": where})
+
+
+def write(path: Path, image: Image.Image, described: Mapping[str, Any]) -> None:
+    """Writes a PNG with the text chunk `dali_stream`. Errors as of `save`."""
     text = PngImagePlugin.PngInfo()
-    text.add_text("dali_stream", json.dumps({"title": title, "pictures": where}))
+    text.add_text("dali_stream", json.dumps(described))
     try:
         image.save(path, format="PNG", pnginfo=text)
     except OSError as error:
@@ -136,10 +149,10 @@ class _Layout:
         self.frame_height = max(strip.frames.shape[1] for strip in strips)
         self.tasks = [_wrapped(sample.task, self.cell_width) for sample in shown]
         lines = max(map(len, self.tasks))
-        self.cell_height = self.frame_height + 8 + lines * _line(TEXT) + _line(SMALL)
+        self.cell_height = self.frame_height + 8 + lines * line(TEXT) + line(SMALL)
         self.windowed = any(strip.seconds != (0.0,) for strip in strips)
-        self.header_top = MARGIN + _line(TITLE) + 14
-        self.cells_top = self.header_top + _line(SMALL) * (2 if self.windowed else 1) + 4
+        self.header_top = MARGIN + line(TITLE) + 14
+        self.cells_top = self.header_top + line(SMALL) * (2 if self.windowed else 1) + 4
         rows = -(-len(shown) // self.columns)
         self.size = (
             2 * MARGIN + self.columns * (self.cell_width + CELL_GAP) - CELL_GAP,
@@ -153,16 +166,23 @@ class _Layout:
         return self.cells_top + row * (self.cell_height + CELL_GAP)
 
 
+def _grid(shown: Sequence[Sample]) -> _Layout:
+    """The layout nearest to 4:3."""
+    layouts = [_Layout(shown, columns) for columns in range(1, len(shown) + 1)]
+    fits = [layout for layout in layouts if layout.size[0] <= _WIDEST] or layouts[:1]
+    return min(fits, key=lambda layout: abs(math.log(layout.size[0] / layout.size[1] * 3 / 4)))
+
+
 def _draw_header(pen: ImageDraw.ImageDraw, sample: Sample, left: int, top: int, windowed: bool) -> None:
     """Names of the cameras, and below them the seconds of the steps."""
     for strip in sample.strips:
         width = _strip_width(strip)
-        pen.text((left, top), _camera_name(strip.camera, width), _PLAIN, _font(SMALL))
+        pen.text((left, top), _camera_name(strip.camera, width), PLAIN, font(SMALL))
         if windowed:
             for step, seconds in enumerate(strip.seconds):
                 at = left + step * (strip.frames.shape[2] + STEP_GAP)
                 text = f"{seconds:+.4g} s" if seconds else "now"
-                pen.text((at, top + _line(SMALL)), _cut(text, strip.frames.shape[2], SMALL), _DIM, _font(SMALL))
+                pen.text((at, top + line(SMALL)), cut(text, strip.frames.shape[2], SMALL), DIM, font(SMALL))
         left += width + CAMERA_GAP
 
 
@@ -180,20 +200,20 @@ def _draw_cell(
             at += width + STEP_GAP
         at += CAMERA_GAP - STEP_GAP
     below = top + layout.frame_height + 6
-    for line in layout.tasks[number]:
-        pen.text((left, below), line, _BRIGHT, _font(TEXT))
-        below += _line(TEXT)
+    for text in layout.tasks[number]:
+        pen.text((left, below), text, BRIGHT, font(TEXT))
+        below += line(TEXT)
     where = f"episode {sample.episode}  ·  frame {sample.frame}  ·  index {sample.index}"
-    pen.text((left, below), _cut(where, layout.cell_width, SMALL), _DIM, _font(SMALL))
+    pen.text((left, below), cut(where, layout.cell_width, SMALL), DIM, font(SMALL))
     return frames
 
 
 def _mark_padded(pen: ImageDraw.ImageDraw, left: int, top: int, width: int) -> None:
     """Marks a step outside the episode, which shows the nearest frame inside."""
-    text = _cut("pad", width - 8, SMALL)
-    box = (left, top, left + int(_font(SMALL).getlength(text)) + 9, top + _line(SMALL) + 2)
-    pen.rectangle(box, fill=_PAD)
-    pen.text((left + 5, top + 1), text, _BACKGROUND, _font(SMALL))
+    text = cut("pad", width - 8, SMALL)
+    box = (left, top, left + int(font(SMALL).getlength(text)) + 9, top + line(SMALL) + 2)
+    pen.rectangle(box, fill=PAD)
+    pen.text((left + 5, top + 1), text, BACKGROUND, font(SMALL))
 
 
 def _strip_width(strip: Strip) -> int:
@@ -203,8 +223,8 @@ def _strip_width(strip: Strip) -> int:
 
 def _camera_name(key: str, width: int) -> str:
     """The key, or its last part if the key is too long."""
-    short = key if _font(SMALL).getlength(key) <= width else key.rpartition(".")[2]
-    return _cut(short, width, SMALL)
+    short = key if font(SMALL).getlength(key) <= width else key.rpartition(".")[2]
+    return cut(short, width, SMALL)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -212,28 +232,31 @@ def _wrapped(text: str, width: int) -> list[str]:
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
-        if lines and _font(TEXT).getlength(longer) <= width:
+        if lines and font(TEXT).getlength(longer) <= width:
             lines[-1] = longer
         else:
             lines.append(word)
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], " ".join(lines[_MOST_LINES - 1 :])]
-    return [_cut(line, width, TEXT) for line in lines]
+    return [cut(each, width, TEXT) for each in lines]
 
 
-def _cut(text: str, width: int, size: int) -> str:
-    if _font(size).getlength(text) <= width:
+def cut(text: str, width: int, size: int) -> str:
+    """The text, with an ellipsis where it is wider than `width` pixels."""
+    if font(size).getlength(text) <= width:
         return text
-    while text and _font(size).getlength(text + "…") > width:
+    while text and font(size).getlength(text + "…") > width:
         text = text[:-1]
     return text.rstrip() + "…"
 
 
-def _line(size: int) -> int:
+def line(size: int) -> int:
+    """Pixels of a line of this font size."""
     return size + size // 3
 
 
-def _font(size: int) -> Any:
+def font(size: int) -> Any:
+    """Pillow's own font."""
     if size not in _FONTS:
         _FONTS[size] = ImageFont.load_default(size)
     return _FONTS[size]

@@ -12,19 +12,21 @@ import numpy as np
 from dali_stream.dataset import Dataset
 from dali_stream.decode.capability import capability
 from dali_stream.decode.route import padding_refusal, refusal
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
-from dali_stream.tools.describe import CameraReport, describe_video, video_files
-from dali_stream.tools.doctor import timing
+from dali_stream.tools.describe import CameraReport, contradictions, describe_video, video_files
+from dali_stream.tools.doctor import gops
+from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
 from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
 from dali_stream.tools.doctor.looks import look
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
-from dali_stream.tools.doctor.timing import Timestamps
+from dali_stream.tools.doctor.rows import Rows, spread
+from dali_stream.tools.doctor.timing import Timing
 
 _SHOWN = 3  # broken files reported per camera
 
@@ -35,8 +37,9 @@ class Camera:
     Args:
         dataset: its dataset.
         key: the camera.
-        timestamps: of its rows.
+        rows: of its episodes.
         decoders: available on this machine.
+        deep: decodes all of its frames; None: one frame only, and up to 1000 files are checked, or 32 of remote data.
 
     Attributes:
         findings: all but those on the frame, which is decoded together with those of other cameras.
@@ -44,14 +47,14 @@ class Camera:
         task: the frame to decode; None if there is none.
     """
 
-    def __init__(self, dataset: Dataset, key: str, timestamps: Timestamps, decoders: Decoders) -> None:
-        self.key, self._dataset, self._decoders = key, dataset, decoders
+    def __init__(self, dataset: Dataset, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
+        self.key, self._dataset, self._decoders, self._rows, self._deep = key, dataset, decoders, rows, deep
         self.findings: list[Finding] = []
         self.facts: dict[str, Any] = {"kind": "video"}
         self.task: Task | None = None
         self._path = ""
         try:
-            self._look(timestamps)
+            self._look()
         except DaliStreamError as error:
             self.findings.append(self._broken(self._path, error, "file"))
 
@@ -76,9 +79,10 @@ class Camera:
                 remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
                 yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
 
-    def _look(self, timestamps: Timestamps) -> None:
-        paths, chosen = video_files(self._dataset, self.key)
-        tables = self._tables(chosen)
+    def _look(self) -> None:
+        paths, described = video_files(self._dataset, self.key)
+        timing = Timing(self._dataset, self.key, self._rows)
+        tables = self._tables([paths[i] for i in spread(self._dataset, len(paths), bool(self._deep))], described, timing)
         if not tables:
             return
         table = tables[0]
@@ -91,15 +95,31 @@ class Camera:
         self.facts["routes"] = {
             where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in reports.items()
         }
-        self.findings.append(timing.examine(self._dataset, self.key, tables, timestamps))
-        self._choose_frame(table, video, timestamps, list(self._routes(video, table, reports)))
+        remedy = "correct meta/info.json: the Loader goes by the file, but for the shape"
+        self.findings += [
+            Finding("dataset", f"{self.key} remark {n}", WARNING, remark, remedy)
+            for n, remark in enumerate(contradictions(self._dataset, self.key, table), start=1)
+        ]
+        self.findings.append(timing.finding())
+        if cost := gops.examine(self._dataset, self.key, tables):
+            self.findings.append(cost)
+        self._choose_frame(table, video, list(self._routes(video, table, reports)))
 
-    def _tables(self, chosen: list[str]) -> list[VideoIndex]:
-        """The indices of these files; broken ones become findings."""
+    def _tables(self, chosen: list[str], described: list[str], timing: Timing) -> list[VideoIndex]:
+        """Checks these files; broken ones become findings. Returns the indices of those in `described`."""
         tables, broken = [], 0
-        for path in chosen:
+        files = self._dataset.table.video[self.key]
+        index, number = files.index[self._dataset.rows], {path: n for n, path in enumerate(files.paths)}
+        for path in sorted({*chosen, *described}, key=number.__getitem__):
             try:
-                tables.append(read_index(self._dataset.data_store, path))
+                table = read_index(self._dataset.data_store, path)
+                episodes = np.flatnonzero(index == number[path]).tolist()
+                own = [episodes[i] for i in spread(self._dataset, len(episodes), bool(self._deep))]
+                packets = timing.examine(table, own)
+                if self._deep:
+                    self._deep.video(self.key, table, packets)
+                if path in described:
+                    tables.append(table)
             except DaliStreamError as error:
                 broken += 1
                 if broken <= _SHOWN:
@@ -119,7 +139,8 @@ class Camera:
     def _describe(self, report: CameraReport, video: VideoFormat, table: VideoIndex) -> None:
         gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
         kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
-        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {report.files_looked_at} of {report.files} files checked"
+        files = f"{report.files_looked_at} of {counted(report.files, 'file')} checked"
+        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {files}"
         self.findings.append(
             Finding("dataset", self.key, OK, text + "".join(f"; other files: {f}" for f in report.other_formats))
         )
@@ -129,7 +150,7 @@ class Camera:
         text = f"{traits}; colours {video.matrix_name}"
         self.findings.append(Finding("dataset", f"{self.key} structure", OK, text))
         own = dataclasses.asdict(report)
-        for key in ("route", "route_change", "bytes"):  # routes are reported per GPU
+        for key in ("route", "route_change", "bytes", "remarks", "broken"):  # routes are reported per GPU
             del own[key]
         self.facts |= own | {"colour_matrix": video.matrix, "hidden_frames": hidden, "hidden_of": of}
 
@@ -150,21 +171,19 @@ class Camera:
         remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
         return Finding("dataset", name, WARNING, text, remedy)
 
-    def _choose_frame(
-        self, table: VideoIndex, video: VideoFormat, timestamps: Timestamps, routes: list[tuple[str, bool, int | None]]
-    ) -> None:
+    def _choose_frame(self, table: VideoIndex, video: VideoFormat, routes: list[tuple[str, bool, int | None]]) -> None:
         """Chooses the middle of the first selected episode in this file, whose decoding needs earlier frames."""
         dataset = self._dataset
         files = dataset.table.video[self.key]
         episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(table.path)))
         frame = int(dataset.lengths[episode]) // 2
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
-        found = timestamps.of(episode)
+        found = self._rows.seconds(episode)
         timestamp = frame / dataset.fps if found is None else float(found[frame])
         interval = dataset.table.interval(self.key, dataset.rows[episode])
-        sample = int(find_packets(table, interval, np.array([timestamp]), dataset.fps)[0])
+        sample = int(find_packets(table, interval, np.array([timestamp]), dataset.fps, dataset.tolerance_s)[0])
         if sample == LACKING:
-            why = explain(table, interval, timestamp, dataset.fps)
+            why = explain(table, interval, timestamp, dataset.fps, dataset.tolerance_s)
             raise DecodeError(f"episode {dataset.episodes[episode]}, frame {frame}: {why}")
         size = dataset.picture_size(self.key)
         if (video.height, video.width) != size:

@@ -8,14 +8,15 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images as image
-from dali_stream.errors import DaliStreamError, DecodeError, StorageError
-from dali_stream.lerobot.rows import Columns, RowReader
-from dali_stream.tools.doctor import frames
+from dali_stream.errors import DaliStreamError, StorageError, counted
+from dali_stream.lerobot.rows import RowReader
+from dali_stream.tools.doctor import files, frames
 from dali_stream.tools.doctor.camera import Camera
+from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import Decoded, Decoders
-from dali_stream.tools.doctor.looks import look
 from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
-from dali_stream.tools.doctor.timing import Timestamps, spread
+from dali_stream.tools.doctor.rows import Rows, examine_names, spread
+from dali_stream.tools.doctor.rows import examine as examine_rows
 
 
 def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
@@ -27,79 +28,85 @@ def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
     try:
         return Dataset(uri, **options)
     except DaliStreamError as error:
-        return _unreadable(error)
+        return unreadable(error)
 
 
-def _unreadable(error: DaliStreamError) -> Finding:
+def unreadable(error: DaliStreamError) -> Finding:
+    """The finding on a dataset that cannot be opened or reached."""
     if isinstance(error, StorageError):
         remedy = "check what the message names: the address, the network or the credentials"
         return Finding("dataset", "storage", PROBLEM, str(error), remedy)
     return Finding("dataset", "metadata", PROBLEM, str(error), "repair what the message names, or copy the dataset again")
 
 
-def examine(dataset: Dataset, decoders: Decoders, limit_s: float) -> tuple[list[Finding], dict[str, Any]]:
+def examine(
+    dataset: Dataset, decoders: Decoders, limit_s: float, deep: Deep | None = None
+) -> tuple[list[Finding], dict[str, Any]]:
     """Findings, and the facts for the report.
 
     Args:
         dataset: the selected part of a dataset.
         decoders: available on this machine.
         limit_s: seconds for a decoder's frames.
+        deep: decodes every frame; None: one frame of each camera, and of a large dataset only a part is checked.
     """
-    text = f"{dataset.store.address}: {dataset.num_episodes} episodes, {dataset.num_frames} frames at {dataset.fps:g} fps"
-    findings = [Finding("dataset", "metadata", OK, text)]
-    reader = RowReader(dataset)
-    timestamps = Timestamps(dataset)
-    rows, found = _rows(dataset, reader, timestamps)
-    findings.append(found)
-    cameras = [Camera(dataset, key, timestamps, decoders) for key in dataset.videos]
+    size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
+    findings = [Finding("dataset", "metadata", OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps")]
+    findings.append(_statistics(dataset))
+    rows = Rows(dataset)
+    try:
+        findings.append(files.examine(dataset, bool(deep)))
+        episodes = spread(dataset, dataset.num_episodes, bool(deep))
+        findings += [examine_rows(dataset, rows, episodes), examine_names(dataset, rows)]
+        cameras = [Camera(dataset, key, rows, decoders, deep) for key in dataset.videos]
+    except StorageError as error:
+        return [*findings, unreadable(error)], _facts(dataset, {})
     decoded = frames.decode([camera.task for camera in cameras if camera.task], limit_s)
     facts: dict[str, Any] = {}
     for key in dataset.cameras:
         if key not in dataset.videos:
-            findings.append(_image(dataset, key, rows))
+            findings += _images(dataset, key, deep)
             facts[key] = {"kind": "image", "height": dataset.picture_size(key)[0], "width": dataset.picture_size(key)[1]}
     for camera in cameras:
         own: dict[str, Decoded] = decoded.get(camera.key, {})
         findings += [*camera.findings, *camera.decoded(own)]
+        findings += [deep.finding(camera.key)] if deep else []
         facts[camera.key] = camera.facts | {"decoded": {route: dataclasses.asdict(each) for route, each in own.items()}}
-    return findings, {
+    return findings, _facts(dataset, facts)
+
+
+def _facts(dataset: Dataset, cameras: dict[str, Any]) -> dict[str, Any]:
+    return {
         "uri": dataset.uri,
         "address": dataset.store.address,
         "episodes": dataset.num_episodes,
         "frames": dataset.num_frames,
         "fps": dataset.fps,
-        "cameras": facts,
+        "cameras": cameras,
     }
 
 
-def _rows(dataset: Dataset, reader: RowReader, timestamps: Timestamps) -> tuple[Columns | None, Finding]:
-    """Checks the rows of the first selected episode, and timestamps of others."""
-    rows, episode = None, 0
-    looked_at = spread(dataset, range(dataset.num_episodes))
+def _statistics(dataset: Dataset) -> Finding:
     try:
-        rows = reader.read(0)[0]
-        for episode in looked_at:
-            timestamps.of(episode)
-        if timestamps.errors:
-            episode, error = min(timestamps.errors.items())
-            raise error
+        found = dataset.stored_stats
     except DaliStreamError as error:
-        files, count = dataset.table.data, len(timestamps.errors)
-        said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
-        more = f"; {count} of {len(looked_at)} checked episodes have such rows" if count > 1 else ""
-        text = f"{error}{'; ' if said else ''}{said}{more}"
-        return rows, Finding("dataset", "rows", PROBLEM, text, remedy or "copy the dataset again")
-    readable = f"the {dataset.lengths[0]} rows of episode {dataset.episodes[0]} are readable"
-    text = f"{readable}; timestamps rise in {len(looked_at)} checked episodes of {dataset.num_episodes}"
-    return rows, Finding("dataset", "rows", OK, text)
+        remedy = f"copy or fetch {dataset.stored_stats_place} again, or write another: `dali-stream stats URI --out FILE`"
+        return Finding("dataset", "statistics", PROBLEM, str(error), remedy)
+    if not found:
+        text = f"{dataset.stored_stats_place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it"
+        return Finding("dataset", "statistics", OK, text)
+    return Finding("dataset", "statistics", OK, f"{dataset.stored_stats_place} has those of {counted(len(found), 'feature')}")
 
 
-def _image(dataset: Dataset, key: str, rows: Columns | None) -> Finding:
+def _images(dataset: Dataset, key: str, deep: Deep | None) -> list[Finding]:
+    """Decodes an image of the first episode, or all."""
     height, width = dataset.picture_size(key)
-    if rows is None:
-        return Finding("dataset", key, PROBLEM, "its images are in rows that cannot be read", "repair the rows first")
     try:
-        image.decode(rows[key][len(rows[key]) // 2], dataset.features[key])
-    except DecodeError as error:
-        return Finding("dataset", key, PROBLEM, str(error), "record or convert the dataset again")
-    return Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")
+        encoded = RowReader(dataset, keys={key}).read(0)[0][key]
+        image.decode(encoded[len(encoded) // 2], dataset.features[key])
+        if deep:
+            deep.images(key)
+    except DaliStreamError as error:
+        return [Finding("dataset", key, PROBLEM, str(error), "record, convert or copy the dataset again")]
+    found = [Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")]
+    return [*found, deep.finding(key)] if deep else found

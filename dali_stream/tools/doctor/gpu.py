@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dali_stream.errors import counted
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
 from dali_stream.tools.isolated import Answer
 
@@ -30,7 +31,7 @@ def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list
     if "failed" in driver.value:
         return [_no_driver(driver.value, root)], []
     version = ".".join(map(str, driver.value["cuda"]))
-    findings = [Finding("gpu", "driver", OK, f"supports CUDA {version} and older, {len(driver.value['gpus'])} GPUs")]
+    findings = [Finding("gpu", "driver", OK, f"supports CUDA {version} and older, {counted(len(driver.value['gpus']), 'GPU')}")]
     gpus = [dict(gpu) for gpu in driver.value["gpus"]]
     for gpu, found in zip(gpus, nvdec.value.get("gpus") or [{}] * len(gpus), strict=True):
         decoders = found.get("decoders", [])

@@ -8,14 +8,13 @@ import struct
 from pathlib import Path
 
 from dali_stream.errors import DaliStreamError
-from dali_stream.storage import LocalStore, Store
+from dali_stream.storage import LocalStore, Store, lfs
 
 SHOWN = 16  # bytes; enough to recognize kinds, too few to leak a request that an error page repeats
 _FETCH = "fetch or copy it again"
 _PAGE = f"{_FETCH}: a server's answer was saved in its place; check the address, the login and the dataset's permissions"
 _PACKED = "unpack it"
 _BEGINNINGS = (  # (first bytes, what they are, what to do)
-    (b"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull` in its repository"),
     (b"<!doctype", "an HTML page", _PAGE),
     (b"<html", "an HTML page", _PAGE),
     (b"<?xml", "XML, such as an error message of a storage service", _PAGE),
@@ -35,7 +34,7 @@ def look(store: Store, path: str) -> tuple[str, str]:
     """(description of a file, what to do): its kind, its first bytes, and the target of a link."""
     place = _resolved(store, path)
     try:
-        size, first = store.size(path), store.read(path, 0, 64)
+        size, first = store.size(path), store.read(path, 0, lfs.ENOUGH)
     except DaliStreamError:
         return (f"it cannot be read{place}", "copy or fetch the dataset again") if place else ("", "")
     if not size:
@@ -60,6 +59,8 @@ def _resolved(store: Store, path: str) -> str:
 def _kind(store: Store, path: str, size: int, first: bytes) -> tuple[str, str]:
     if first[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
         return _mp4(store, path, size)
+    if lfs.pointer(first):
+        return "a Git LFS pointer", lfs.REMEDY
     begin = first.lstrip().lower() if first.strip(b"\0") else first
     for start, kind, remedy in _BEGINNINGS:
         if begin.startswith(start):

@@ -8,6 +8,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.tools.doctor import answers, dataset, gpu, machine, software
+from dali_stream.tools.doctor.deep import Deep, Progress
 from dali_stream.tools.doctor.frames import Decoders
 from dali_stream.tools.doctor.report import Finding, Report
 from dali_stream.tools.isolated import Answer, Call, Calls, call_each
@@ -20,6 +21,8 @@ def doctor(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     limit_s: float = LIMIT_S,
+    deep: bool = False,
+    progress: Progress = lambda done, total: None,
     **options: Any,
 ) -> Report:
     """Examines this machine, and optionally a dataset. Whatever is wrong with them becomes a finding, not an exception.
@@ -28,6 +31,9 @@ def doctor(
         uri: a dataset, as for `Dataset`; None: the machine only.
         cache_dir: as for `Dataset`; checks its disk.
         limit_s: seconds for a library to load, or for a decoder to decode, before it counts as hanging.
+        deep: check all files and rows, and decode every frame of the selected cameras and episodes. Otherwise one frame of
+            each camera is decoded, and up to 1000 episodes and files are checked, or 32 of remote data.
+        progress: called as (frames decoded, frames in all), from several threads, if `deep`.
         options: further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`.
 
     Returns:
@@ -55,7 +61,8 @@ def doctor(
         seen = None
         if isinstance(opened, Dataset):
             usable = {name: first["index"] for name, first in gpu.alike(gpus).items() if not first["error"]}
-            found, seen = dataset.examine(opened, Decoders(not torchcodec.error, not dali.error, usable), limit_s)
+            every = Deep(opened, progress) if deep and not torchcodec.error else None
+            found, seen = dataset.examine(opened, Decoders(not torchcodec.error, not dali.error, usable), limit_s, every)
             findings += found
     findings += [opened] if isinstance(opened, Finding) else []
     return Report(tuple(findings), tuple(gpus), versions, facts, seen)

@@ -1,0 +1,58 @@
+"""`dali-stream stats`: computes the statistics that `normalize` needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dali_stream.cli import arguments, console
+from dali_stream.errors import counted
+
+if TYPE_CHECKING:
+    from dali_stream.lerobot.metadata import Stats
+
+
+def stats(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file. Default: standard output.")] = None,
+    episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
+    cameras: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas; '' for none.")
+    ] = None,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    cache_dir: arguments.CacheDir = None,
+    storage_options: arguments.StorageOptions = None,
+) -> None:
+    """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
+
+    Of rows they are exact; of cameras they are those of some frames, as LeRobot takes them. The dataset is not changed: to
+    add the statistics to one that has none, give --out DATASET/meta/stats.json. Otherwise use them with
+    Dataset(uri, stats=json.load(open(FILE))).
+    """
+    if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
+        why = "exists" if out.exists() else "is in a folder that does not exist"
+        raise ValueError(f"--out is {str(out)!r}, which {why}; give a new file in an existing folder")
+    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as bar:
+        task = bar.add_task("episodes of rows and cameras", total=None)
+        found = dataset.compute_stats(progress=lambda done, total: bar.update(task, completed=done, total=total))
+        of = f"{counted(len(found), 'feature')} in {counted(dataset.num_episodes, 'episode')}"
+    if out is None:
+        sys.stdout.write(_json(found))
+        return
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
+    unfinished.write_text(_json(found))
+    unfinished.rename(out)
+    typer.echo(f"{out}: {of}")
+
+
+def _json(found: Stats) -> str:
+    content = {key: {name: value.tolist() for name, value in each.items()} for key, each in found.items()}
+    return json.dumps(content, indent=4) + "\n"

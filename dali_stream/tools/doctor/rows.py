@@ -1,0 +1,96 @@
+"""The rows of episodes, checked as a Loader checks them, and the names of their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.lerobot.rows import Columns, RowReader
+from dali_stream.tools.doctor.looks import look
+from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
+
+LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
+_NAMES = ("task_index", "subtask_index")
+
+
+class Rows:
+    """Rows of episodes without images. Each episode is read once, and its timestamps are kept.
+
+    Attributes:
+        errors: per episode whose rows are broken.
+        named: per column of `_NAMES`, each value in the rows with the first episode that has it.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._reader = RowReader(dataset, keys={key for key, feature in dataset.features.items() if not feature.is_image})
+        self._seconds: dict[int, npt.NDArray[np.float64]] = {}
+        self.errors: dict[int, DatasetError] = {}
+        self.named: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
+
+    def seconds(self, episode: int) -> npt.NDArray[np.float64] | None:
+        """(L,) timestamps of the `episode`-th selected episode; None if its rows are broken. Raises StorageError."""
+        if episode not in self._seconds and episode not in self.errors:
+            try:
+                for number, rows in self._reader.read(episode).items():
+                    self._keep(number, rows)
+            except DatasetError as error:
+                self.errors[episode] = error
+        return self._seconds.get(episode)
+
+    def _keep(self, episode: int, rows: Columns) -> None:
+        self._seconds[episode] = self._dataset.seconds(rows)
+        for name, found in self.named.items():
+            for value in np.unique(rows[name]).tolist():
+                found.setdefault(value, episode)
+
+
+def spread(dataset: Dataset, count: int, deep: bool) -> list[int]:
+    """Which of `count` episodes or files to check: all if `deep`, else a number of them, evenly spread."""
+    most = count if deep else min(count, REMOTE if dataset.data_store.remote else LOCAL)
+    places: list[int] = np.linspace(0, count - 1, most).round().astype(int).tolist()
+    return places
+
+
+def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Finding:
+    """Checks the rows of these episodes: as many as promised, of the promised kinds, with timestamps that rise."""
+    episode = 0
+    try:
+        for episode in episodes:
+            rows.seconds(episode)
+        if rows.errors:
+            episode, error = min(rows.errors.items())
+            raise error
+    except DaliStreamError as error:
+        files, count = dataset.table.data, len(rows.errors)
+        said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
+        more = f"; {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
+        text = f"{error}{'; ' if said else ''}{said}{more}"
+        return Finding("dataset", "rows", PROBLEM, text, remedy or "copy the dataset again")
+    text = f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}"
+    return Finding("dataset", "rows", OK, text)
+
+
+def examine_names(dataset: Dataset, rows: Rows) -> Finding:
+    """Checks that each task of the rows that were read has a name. Without that, a Loader delivers no batch."""
+    for name, path in zip(_NAMES, (dataset.tasks_place, "meta/subtasks.parquet"), strict=True):
+        try:
+            names = dataset.tasks if name == "task_index" else dataset.subtasks
+        except DaliStreamError as error:
+            return Finding("dataset", "tasks", PROBLEM, str(error), look(dataset.store, path)[1] or "copy the dataset again")
+        if name != "task_index" and not names:  # not delivered then
+            continue
+        unknown = {value: episode for value, episode in rows.named.get(name, {}).items() if value not in names}
+        where = dataset.store.where(path)
+        if unknown:
+            value, episode = min(unknown.items(), key=lambda item: item[1])
+            lacks = f"has no {name} {value}" if dataset.store.exists(path) else f"no such file, which names {name} {value}"
+            text = f"{where}: {lacks} of the rows of episode {dataset.episodes[episode]}"
+            return Finding("dataset", "tasks", PROBLEM, text, f"copy or fetch {path} again")
+    return Finding(
+        "dataset", "tasks", OK, f"{len(dataset.tasks)} named in {dataset.tasks_place}, each that the checked rows have"
+    )
