@@ -234,7 +234,7 @@ class DatasetFiles:
     @property
     def tasks_place(self) -> str:
         """The file that `tasks` are read from."""
-        return v2.TASKS if self._info.is_v2 else metadata.TASKS
+        return v2.TASKS if self.is_v2 else metadata.TASKS
 
     @property
     def stats_place(self) -> str:
