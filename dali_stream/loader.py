@@ -16,7 +16,7 @@ from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
 from dali_stream.decode.route import DECODE, Route
-from dali_stream.errors import DaliStreamError, ResumeError
+from dali_stream.errors import DaliStreamError, ResumeError, counted
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
@@ -399,7 +399,9 @@ class Loader:
         """Goes to the next epoch from a loaded place behind which no batch is left."""
         left = self.dataset.num_frames - self._position
         if left and self._config.batches.last_batch == "partial":
-            _log.warning("%d frames of epoch %d are left out: fewer than the ranks that resume the run", left, self._epoch)
+            _log.warning(
+                "left out: %s of epoch %d, fewer than the ranks that resume the run", counted(left, "frame"), self._epoch
+            )
         self._epoch, self._position = self._epoch + 1, 0
 
     def _tell_left_out(self, batches: int) -> None:

@@ -61,6 +61,7 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["timeline"][-1]["s"] <= found["wallclock_s"]
 
 
+@pytest.mark.slow
 def test_bytes_of_the_network_and_of_the_cache_are_told_apart(
     capsys: pytest.CaptureFixture[str], demo: Path, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_run_that_was_never_cut(name: str, steps: list[Step], demo: Path, tmp_path: Path) -> None:
     main, batch_size = importlib.import_module(name).main, 32
     epoch = dali_stream.Dataset(demo).num_frames // batch_size

@@ -70,7 +70,8 @@ def launch(processes: int, root: Path, out: Path, last_batch: str = "drop", step
     return found
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_ranks_share_every_epoch_and_end_it_together(processes: int, demo: Path, tmp_path: Path) -> None:
     frames = Dataset(demo).num_frames
     found = launch(processes, demo, tmp_path, last_batch="partial")

@@ -129,6 +129,7 @@ def test_nothing_is_left_behind(run: Any) -> None:
         assert not any(str(folder) in argument for argument in other.info["cmdline"] or []), other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "said"),
     [
@@ -169,6 +170,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_side_stands_still_between_its_turns(peers: Any, tmp_path: Path) -> None:
     others = psutil.Process().children()  # such as pytest-xdist's
     peer = peers.Peer([sys.executable, "-c", ECHO], 60, {})
@@ -183,6 +185,7 @@ def test_a_side_stands_still_between_its_turns(peers: Any, tmp_path: Path) -> No
     assert not child.is_running()
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_answer_is_given_up(peers: Any, tmp_path: Path) -> None:
     with pytest.raises(peers.PeerError, match=r"no answer within 0.1 s"):
         peers.Peer([sys.executable, "-c", "input()"], 0.1, {})
@@ -194,6 +197,7 @@ STUCK = ECHO.replace(
 )
 
 
+@pytest.mark.slow
 def test_a_side_that_is_given_up_runs_no_more(peers: Any, tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     others = psutil.Process().children()

@@ -253,7 +253,7 @@ def test_fewer_frames_left_than_ranks_are_left_out_with_a_warning(rows: Dataset,
     assert state["position"] == 20
     after, _ = run_ranks(rows, state, 2, 1, last_batch="partial")
     assert [sorted(step) for step in after[:1]] == [sorted(epoch_order(True, 1)[: len(after[0])])]
-    assert "1 frames of epoch 0 are left out" in caplog.text
+    assert "left out: 1 frame of epoch 0, fewer" in caplog.text
 
 
 def test_frames_of_a_run_resumed_on_two_ranks_are_the_right_ones(demo: Path) -> None:
@@ -366,7 +366,7 @@ def test_consumers_that_do_not_divide_the_global_batch_get_one_warning(rows: Dat
     with plain(rows, 3, consumers=12) as loader:
         list(loader)
         [text] = told()
-        assert text.startswith("consumers=12 does not divide the global batch of 3 samples (batch_size 3, 1 ranks): ")
+        assert text.startswith("consumers=12 does not divide the global batch of 3 samples (batch_size 3, 1 rank): ")
         assert text.endswith("a multiple of 12; a new run can also leave consumers out, which makes it 3")
         state = loader.state_dict()
     with plain(rows, 3) as loader:

@@ -123,6 +123,7 @@ def test_speed_is_measured_for_every_setting(vp9_demo: Path) -> None:
     assert speed.measure_torchcodec(str(vp9_demo), 2, 0)["frames_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = step.run("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))["failed"]
     assert failed.startswith("ValueError: Invalid codec")

@@ -128,7 +128,7 @@ def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, 
     [
         (["--max-steps", 0], "--max-steps is 0; give 1 or more"),
         (["--val-episodes", 6], "--val-episodes is 6, and the dataset has 6 episodes"),
-        (["--batch-size", 1000], "batch_size=1000 on 1 ranks needs 1000 frames"),
+        (["--batch-size", 1000], "batch_size=1000 on 1 rank needs 1000 frames"),
         (["--policy", "lerobot-act"], "LeRobot's ACT cannot be imported"),
     ],
 )

@@ -99,6 +99,7 @@ def test_a_killed_run_goes_on_where_it_was(
     assert {path: path.stat().st_ino for path in kept} == kept
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end a program with who started it")
 def test_a_killed_run_leaves_no_program_behind(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, _WAITS.format(folder=str(tmp_path)))
@@ -106,6 +107,7 @@ def test_a_killed_run_leaves_no_program_behind(small: Path, tmp_path: Path, monk
     assert ended(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_its_programs(
     small: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
