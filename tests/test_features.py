@@ -267,7 +267,7 @@ IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
     "a missing number": ("float32", [1], pa.array([0.0, 0.0, 0.0, None, 0.0]), "1 of 2 values are missing"),
     "text for numbers": ("float32", [1], pa.array(list("abcde")), "holds string, and .* says float32"),
     "a missing text": ("string", [1], pa.array(["", "", "", None, ""]), "1 of 2 values are missing"),
-    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "holds binary, and str is needed"),
+    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "holds bytes, and str is needed"),
 }  # fmt: skip
 
 

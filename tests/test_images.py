@@ -15,7 +15,9 @@ import pytest
 import torch
 from PIL import Image
 from support.datasets import ODD_CAMERA, ODD_SIZE, Column, build, image_file, noise
+from support.servers import Server
 
+import dali_stream
 from dali_stream import Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError
 from dali_stream.demo import read_identities
 
@@ -50,7 +52,7 @@ def with_pillow(file: bytes, mode: str) -> np.ndarray:
 # ------------------------------------------------------------------------ how images are stored
 
 PNGS = [image_file(noise(*place)) for place in FRAMES]
-NAMES = [f"frame-{i:06d}.png" for i in range(len(FRAMES))]
+NAMES = [f"images/camera/frame-{i:06d}.png" for i in range(len(FRAMES))]
 STORED = {
     "bytes and path": lambda: pa.array(structs(PNGS), pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
     "path and bytes": lambda: pa.array(structs(PNGS), pa.struct([("path", pa.string()), ("bytes", pa.large_binary())])),
@@ -77,10 +79,45 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("stored", ELSEWHERE)
-def test_images_in_files_of_their_own_are_an_error_that_names_one(tmp_path: Path, stored: str) -> None:
-    root = written(tmp_path, ELSEWHERE[stored]())
-    with pytest.raises(DatasetError, match=rf"episode 0: {ODD_CAMERA}: frame 0: .*'frame-000000.png'.*Embed it"):
+@pytest.mark.parametrize("remote", [False, True])
+def test_images_in_files_of_the_dataset_are_read(tmp_path: Path, stored: str, remote: bool) -> None:
+    root = with_files(tmp_path, stored)
+    with Server(root) as server:
+        found = delivered(Dataset(server.url if remote else root), memory_budget="1MiB")
+        np.testing.assert_array_equal(found.numpy(), [with_pillow(png, "RGB") for png in PNGS])
+        if remote:
+            assert sorted(request.path for request in server.requests if ".png" in request.path) == [f"/{n}" for n in NAMES]
+        server.requests.clear()
+        with Loader(Dataset(server.url, cameras=[]), batch_size=5) as loader:
+            assert len(list(loader)) == 1
+        assert not [request.path for request in server.requests if ".png" in request.path]
+
+
+def with_files(root: Path, stored: str) -> Path:
+    """A dataset whose images are in files of their own."""
+    (written(root, ELSEWHERE[stored]()) / NAMES[0]).parent.mkdir(parents=True)
+    for name, png in zip(NAMES, PNGS, strict=True):
+        (root / name).write_bytes(png)
+    return root
+
+
+def test_a_file_of_an_image_that_is_missing_or_outside_is_named(tmp_path: Path) -> None:
+    root = with_files(tmp_path / "missing", "paths")
+    (root / NAMES[4]).unlink()
+    with pytest.raises(DatasetError, match=rf"episode 1: {ODD_CAMERA}: frame 1: .*{NAMES[4]}"):
         delivered(root)
+    for number, name in enumerate(("/tmp/cache/frame.png", "gs://bucket/frame.png")):
+        outside = written(tmp_path / f"{number}", pa.array([name] * len(PNGS)))
+        with pytest.raises(DatasetError, match=rf"episode 0: {ODD_CAMERA}: frame 0: .*{name}.*Embed it"):
+            delivered(outside)
+    with pytest.raises(DatasetError, match=r"leads out of the dataset"):
+        delivered(written(tmp_path / "up", pa.array(["../frame.png"] * len(PNGS))))
+
+
+@pytest.mark.parametrize("stored", ELSEWHERE)
+def test_images_in_files_of_their_own_are_not_resharded(tmp_path: Path, stored: str) -> None:
+    with pytest.raises(DatasetError, match="only those in the rows are copied"):
+        dali_stream.reshard(Dataset(with_files(tmp_path / "data", stored)), tmp_path / "out")
 
 
 @pytest.mark.parametrize("value", [None, {"bytes": None, "path": None}])

@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dali_stream.errors import DatasetError, counted
+from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
@@ -116,7 +116,7 @@ class RowReader:
             found = self._cut(path, table)
             episodes, rows = np.unique(_episode_index(table, path), return_counts=True)
             found.rows = dict(zip(episodes.tolist(), rows.tolist(), strict=True))
-            found.bytes_read = len(whole) or file.bytes_read
+            found.bytes_read += len(whole) or file.bytes_read
             return found
 
         def read_in_turn() -> Found:
@@ -189,6 +189,13 @@ class RowReader:
         dataset = self._dataset
         index = _episode_index(table, self._store.where(path))
         found = Found()
+        found.bytes_read = 0
+
+        def image(name: str) -> bytes:
+            data = self._store.read_all(name)
+            found.bytes_read += len(data)
+            return data
+
         if not len(index):
             return found
         starts = np.flatnonzero(np.append(True, index[1:] != index[:-1]))
@@ -199,7 +206,9 @@ class RowReader:
             if known and stop - start == dataset.lengths[episode]:
                 rows = table.slice(start, stop - start)
                 where = f"{self._store.where(path)}: episode {index[start]}"
-                found[episode] = {key: to_numpy(rows[key], self.features[key], f"{where}: {key}") for key in self.features}
+                found[episode] = {
+                    key: to_numpy(rows[key], self.features[key], f"{where}: {key}", image) for key in self.features
+                }
                 counted = found[episode].get("frame_index")
                 if counted is not None and (np.diff(counted) != 1).any():
                     raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
@@ -294,15 +303,19 @@ def _episode_index(table: pa.Table, where: str) -> npt.NDArray[np.int64]:
     return to_numpy(table["episode_index"], _EPISODE_INDEX, f"{where}: episode_index")
 
 
-def to_numpy(column: pa.ChunkedArray, feature: Feature, where: str) -> npt.NDArray[Any]:
+def to_numpy(
+    column: pa.ChunkedArray, feature: Feature, where: str, image: Callable[[str], bytes] | None = None
+) -> npt.NDArray[Any]:
     """A column as (L, *shape), or (L,) where the shape is (1,) or (). Images and strings as objects, bytes and str.
+
+    `image` reads an image that is in a file of its own, by its path in the dataset.
 
     Raises:
         DatasetError: a value is missing, is of another shape or dtype than the feature, or has no room in the dtype of a batch.
     """
     array = _storage(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
     if feature.is_image:
-        return _objects(_encoded(array, where), bytes, where)
+        return _objects(_encoded(array, where, image), bytes, where)
     if array.null_count:
         raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{_LEAVE_OUT}")
     shape, depth = feature.row_shape, 0
@@ -315,7 +328,7 @@ def to_numpy(column: pa.ChunkedArray, feature: Feature, where: str) -> npt.NDArr
         array, depth = array.flatten(), depth + 1
         if array.null_count:
             raise DatasetError(f"{where}: {array.null_count} numbers are missing")
-    values = _objects(array, str, where) if feature.is_text else _numbers(array, feature, where)
+    values = _objects(array.to_pylist(), str, where) if feature.is_text else _numbers(array, feature, where)
     return values.reshape(len(column), *shape)
 
 
@@ -349,31 +362,39 @@ def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
     return found
 
 
-def _encoded(array: pa.Array, where: str) -> pa.Array:
-    """The bytes of images, which are binary, or a struct of `bytes` and `path` as the library `datasets` writes them."""
-    named = None
+def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -> list[Any]:
+    """The bytes of images: binary, a struct of `bytes` and `path` as the library `datasets` writes them, or paths alone.
+
+    Where a struct has bytes, its path is where they once were.
+    """
+    named = pa.nulls(len(array), pa.string())
     if pa.types.is_struct(array.type):
         columns = {field.name: pc.struct_field(array, field.name) for field in array.type}
-        array, named = columns.get("bytes", pa.nulls(len(array), pa.binary())), columns.get("path")
+        array, named = columns.get("bytes", pa.nulls(len(array), pa.binary())), columns.get("path", named)
     elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array, named = pa.nulls(len(array), pa.binary()), array
-    if array.null_count:
-        frame = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-        path = None if named is None else named[frame].as_py()
-        if path is None:
+    encoded = array.to_pylist()
+    for frame in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist():
+        path = named[frame].as_py()
+        if not isinstance(path, str):
             raise DatasetError(f"{where}: {array.null_count} of {len(array)} images are missing, the first of frame {frame}")
-        raise DatasetError(
-            f"{where}: frame {frame}: its image is in another file, {path[:200]!r}, and images are read from Parquet alone, "
-            "where LeRobot writes them. Embed it on the machine that has the file, for example with "
-            "lerobot.datasets.io_utils.embed_images, or leave the camera out with cameras=..."
-        )
-    return array
+        if read is None or path.startswith("/") or "://" in path:
+            raise DatasetError(
+                f"{where}: frame {frame}: its image is in the file {path[:200]!r}; images are in Parquet rows, where LeRobot "
+                "writes them, or in files of the dataset, whose paths begin at its root. Embed it on the machine that has the "
+                "file, for example with lerobot.datasets.io_utils.embed_images, or leave the camera out with cameras=..."
+            )
+        try:
+            encoded[frame] = read(path)
+        except (DatasetError, StorageError) as error:
+            raise type(error)(f"{where}: frame {frame}: {error}") from error
+    return encoded
 
 
-def _objects(array: pa.Array, kind: type, where: str) -> npt.NDArray[np.object_]:
-    values = array.to_pylist()
-    if not all(isinstance(value, kind) for value in values):
-        raise DatasetError(f"{where}: holds {array.type}, and {kind.__name__} is needed{_LEAVE_OUT}")
+def _objects(values: list[Any], kind: type, where: str) -> npt.NDArray[np.object_]:
+    wrong = {type(value).__name__ for value in values if not isinstance(value, kind)}
+    if wrong:
+        raise DatasetError(f"{where}: holds {', '.join(sorted(wrong))}, and {kind.__name__} is needed{_LEAVE_OUT}")
     objects = np.empty(len(values), object)
     objects[:] = values
     return objects

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
@@ -103,8 +104,12 @@ def without_pandas(schema: pa.Schema) -> pa.Schema:
 
 
 def check_columns(store: Store, features: dict[str, Any], videos: list[str], sources: list[Parquet]) -> None:
-    """Checks that every feature is a video or a column of every data file."""
+    """Checks that every feature is a video or a column of every data file, with images and not their paths."""
     for source in sources:
+        for key in (key for key, feature in features.items() if feature.get("dtype") == "image" and key in source.schema.names):
+            kind = source.schema.field(key).type
+            if pa.types.is_string(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") < 0):
+                raise _elsewhere(store.where(source.path), key)
         missing = [key for key in features if key not in videos and key not in source.schema.names]
         if missing:
             dtype = str(features[missing[0]].get("dtype"))[:40]
@@ -112,6 +117,13 @@ def check_columns(store: Store, features: dict[str, Any], videos: list[str], sou
                 f"{store.where(source.path)}: has no column {missing[0]}, a feature of dtype {dtype!r} in meta/info.json. Only "
                 "columns and videos can be copied; remove the feature or copy the dataset again"
             )
+
+
+def _elsewhere(where: str, key: str) -> DatasetError:
+    return DatasetError(
+        f"{where}: {key}: has images in files of their own, and only those in the rows are copied. Embed them first, for "
+        "example with lerobot.datasets.io_utils.embed_images"
+    )
 
 
 def places(table: Episodes) -> Int64:
@@ -186,8 +198,17 @@ class SourceRows:
             while last + 1 < len(self._file.start) and self._joins(group, last + 1):
                 last += 1
             self._window.load(self._file.path, int(self._file.start[group]), int(self._file.stop[last]))
-            self._group = group, parquet.read_row_group(group, use_threads=False)
+            self._group = group, self._checked(parquet.read_row_group(group, use_threads=False))
         return self._group[1]
+
+    def _checked(self, rows: pa.Table) -> pa.Table:
+        """Rows whose images are in them. Raises DatasetError where an image is in a file of its own."""
+        for key in rows.column_names:
+            kind = rows[key].type
+            names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
+            if {"bytes", "path"} <= names and pc.struct_field(rows[key], "bytes").null_count:
+                raise _elsewhere(self._window.where(self._file.path), key)
+        return rows
 
     def _joins(self, first: int, group: int) -> bool:
         """Whether to fetch a row group together with those from `first` on."""
