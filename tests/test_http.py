@@ -74,7 +74,7 @@ def test_a_missing_file_is_told_from_a_failing_server(clock: Clock) -> None:
             store.exists(BIG)
 
 
-@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/../../b", "", "a\\b"])
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/../../b", "", "a\\b", "data/\ud800"])
 def test_a_path_that_leads_out_is_refused(path: str) -> None:
     with Server(FILES) as server:
         store = open_store(server.url)

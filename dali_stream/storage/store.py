@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import io
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -119,11 +120,20 @@ class Store(abc.ABC):
 def checked(path: str) -> str:
     """The path itself, unless it leads out of the root: paths come from metadata that others wrote."""
     parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path or not _encodable(path):
         raise DatasetError(
-            f"the metadata names the file {path!r}, which leads out of the dataset; correct the path in the metadata"
+            f"the metadata names the file {path!r}, which leads out of the dataset or is no file name; correct the path in the "
+            "metadata"
         )
     return path
+
+
+def _encodable(path: str) -> bool:
+    """Whether a path can be a file's name: JSON can spell half a surrogate pair, which has no bytes."""
+    try:
+        return bool(os.fsencode(path))
+    except UnicodeEncodeError:
+        return False
 
 
 class Ranges(io.RawIOBase):
