@@ -5,22 +5,24 @@
 py-spy (https://github.com/benfred/py-spy) looks at a Loader with one decode thread 500 times a second, in its first epoch and
 with frames resized to 224×224, and counts when a thread
 holds the interpreter, anywhere in the process. The share of the time, over the frames that came in it, is the cost of a frame;
-where it was spent is listed by function, with the calls below it. On a machine with other work, a thread that the system
-took off its core still holds the interpreter, so a busy machine gives too much.
+where it was spent is listed by function, with the calls below it. A thread that the system took off its core still holds the
+interpreter: what a thread waited for a core, by /proc/*/schedstat, is taken off its looks in proportion.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
         DaliStreamError: the dataset cannot be read, or py-spy cannot look at this process.
     """
     dataset = dali_stream.Dataset(uri)
-    costs, rates, functions = [], [], Counter[str]()
+    costs, rates, functions, waiting = [], [], dict[str, float](), []
     for _ in range(rounds):
         with dali_stream.Loader(
             dataset,
@@ -83,20 +85,20 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
         ) as loader:
             stream = endless(loader)
             take(stream, 5)  # the stage's queue is full then
-            before, started = loader.stats()["frames"], time.perf_counter()
-            stacks = _watched(stream, seconds, spy)
-            rate = (loader.stats()["frames"] - before) / (time.perf_counter() - started)
+            stacks, looks, rate = _watched(stream, lambda loader=loader: loader.stats()["frames"], seconds, spy)
             frame_us = 1e6 / RATE / seconds / rate  # of one look
             costs.append(sum(stacks.values()) * frame_us)
+            waiting.append(looks * frame_us - costs[-1])
             rates.append(rate)
-            for stack, looks in stacks.items():
-                for name in set(stack.split(";")):
-                    functions[name] += looks * frame_us / rounds
+            for stack, weight in stacks.items():
+                for name in set(stack.split(";")[1:]):
+                    functions[name] = functions.get(name, 0.0) + weight * frame_us / rounds
     return {
         "held_us_per_frame": statistics.median(costs),
         "rounds": costs,
+        "held_off_core_us_per_frame": statistics.median(waiting),
         "frames_per_s": statistics.median(rates),
-        "functions_us": dict(functions.most_common(LISTED)),
+        "functions_us": dict(sorted(functions.items(), key=lambda item: -item[1])[:LISTED]),
         "mode": mode,
         "batch_size": batch_size,
         "seconds": seconds,
@@ -104,32 +106,55 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
     }
 
 
-def _watched(stream: Any, seconds: int, spy: str) -> Counter[str]:
-    """Takes batches while py-spy looks: how often it saw each stack that holds the interpreter."""
+def _watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) -> tuple[dict[str, float], int, float]:
+    """Takes batches while py-spy looks: how often it saw each stack that holds the interpreter, less what its thread waited for
+    a core; how often it saw any; and frames/s meanwhile, which are fewer while py-spy starts."""
+    before, places = _scheduled(), []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "stacks")
         # Without --nonblocking, it stops the process for every look.
-        command = [spy, "record", "--gil", "--nonblocking", "--rate", str(RATE), "--duration", str(seconds)]
+        command = [spy, "record", "--gil", "--threads", "--nonblocking", "--rate", str(RATE), "--duration", str(seconds)]
         with subprocess.Popen(
             [*command, "--format", "raw", "--output", str(out), "--pid", str(os.getpid())],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         ) as program:
+            lines: list[str] = []
+            listener = threading.Thread(target=lambda: lines.extend(program.stdout or ()))
+            listener.start()
             while program.poll() is None:
                 next(stream)
-            assert program.stderr is not None
-            said = program.stderr.read()
+                if any("Sampling" in line for line in lines):
+                    places.append((time.perf_counter(), frames()))
+            listener.join()
+            said = "".join(lines)
         if program.returncode or not out.exists():
             raise dali_stream.DaliStreamError(
                 f"py-spy cannot look at this process: {said.strip()[-300:]}. It takes the right to trace it: root, or "
                 "/proc/sys/kernel/yama/ptrace_scope at 0"
             )
-        stacks: Counter[str] = Counter()
+        after = _scheduled()
+        stacks: dict[str, float] = {}
+        seen = 0
         for line in out.read_text().splitlines():
             stack, looks = line.rsplit(" ", 1)
-            stacks[stack] += int(looks)
-        return stacks
+            thread = int(re.findall(r"thread \((\d+)\)", stack)[0])
+            ran, waited = (now - then for now, then in zip(after.get(thread, (1, 0)), before.get(thread, (0, 0)), strict=True))
+            stacks[stack] = int(looks) * ran / (ran + waited)
+            seen += int(looks)
+        inside = [place for place in places if place[0] - places[0][0] <= seconds]
+        (first, at_first), (last, at_last) = inside[0], inside[-1]
+        return stacks, seen, (at_last - at_first) / (last - first)
+
+
+def _scheduled() -> dict[int, tuple[int, int]]:
+    """Per thread of this process, nanoseconds on a core and nanoseconds that it was ready and waited for one."""
+    found = {}
+    for path in Path("/proc/self/task").iterdir():
+        ran, waited, _ = (path / "schedstat").read_text().split()
+        found[int(path.name)] = int(ran), int(waited)
+    return found
 
 
 if __name__ == "__main__":
