@@ -68,6 +68,7 @@ reshard(Dataset(sys.argv[1]), sys.argv[2], **options, progress=progress)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "share"), [("rows", 0.6), ("indices", 0.5), ("video", 0.3), ("video", 0.8), ("verifying", 0.5)]
 )

@@ -239,6 +239,7 @@ def real(cluster: TrainingCluster, nodes: int) -> dict[str, str]:
     return job | {"VENV": sys.prefix, "OMP_NUM_THREADS": "1", "RELEASE": str(cluster.pipe)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "code", "ended", "requeues"), [(1, "143", 143, 1), (1, "0", 0, 0)])
 def test_under_torchrun_what_is_cut_short_is_requeued_and_what_has_finished_is_not(
     nodes: int, code: str, ended: int, requeues: int, cluster: TrainingCluster

@@ -50,8 +50,8 @@ def hevc(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("h264", 2),
         ("av1", 12),
-        ("vp9", 2),
-        ("hevc", 1),
+        pytest.param("vp9", 2, marks=pytest.mark.slow),
+        pytest.param("hevc", 1, marks=pytest.mark.slow),
         pytest.param("hevc", 12, marks=pytest.mark.slow),
         pytest.param("vp9", 30, marks=pytest.mark.slow),
         pytest.param("h264", 1, marks=pytest.mark.slow),

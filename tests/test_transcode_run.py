@@ -77,12 +77,13 @@ def ended(pid: int) -> bool:
         os.close(handle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "share"),
     [
-        pytest.param("video", 0.0, marks=pytest.mark.slow),
+        ("video", 0.0),
         ("video", 0.5),
-        pytest.param("verifying", 0.5, marks=pytest.mark.slow),
+        ("verifying", 0.5),
     ],
 )
 def test_a_killed_run_goes_on_where_it_was(
@@ -139,6 +140,7 @@ def test_what_is_there_is_left_alone(small: Path, tmp_path: Path, capsys: pytest
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_of_other_options_is_left_alone(
     small: Path, vp9_demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
