@@ -62,6 +62,11 @@ def cores() -> int:
     return max(available // max(int(local) if local.isdigit() else 1, 1), 1)
 
 
+def reading_threads(remote: bool) -> int:
+    """Threads for work that reads and decodes: one per core, and at least 16 where each mostly waits for answers."""
+    return max(cores(), 16) if remote else cores()
+
+
 def same_python(script: str | os.PathLike[str]) -> list[str]:
     """The command that runs a script in another process, with the same modules as here, wherever they come from.
 

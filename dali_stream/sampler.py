@@ -16,7 +16,7 @@ from dali_stream import process
 from dali_stream.arguments import from_zero, known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
-from dali_stream.lerobot.frame_ranges import dropped
+from dali_stream.lerobot.frame_ranges import whole
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.selected import SelectedOrder
 from dali_stream.order.state import OrderArguments, check_state, noted
@@ -97,11 +97,13 @@ class FrameSampler(Sampler[int]):
         self._arguments = OrderArguments(shuffle, seed, consumers, episode_pool_size).checked(self._rank, self._world)
         lengths = checked_lengths(episode_lengths.lengths if isinstance(episode_lengths, Dataset) else episode_lengths)
         drop_first, drop_last = from_zero("drop_first", drop_first), from_zero("drop_last", drop_last)
-        self._ranges, self._first = dropped(lengths, drop_first, drop_last), np.cumsum(lengths) - lengths
         digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16)
-        if isinstance(episode_lengths, Dataset) and (ranges := episode_lengths.frame_ranges) is not None:
-            self._ranges = ranges.within(np.full(len(lengths), drop_first), lengths - drop_last)
+        if isinstance(episode_lengths, Dataset) and episode_lengths.frame_ranges is not None:
+            ranges = episode_lengths.frame_ranges
             digest.update(ranges.to_bytes())
+        else:
+            ranges = whole(lengths)
+        self._ranges, self._first = ranges.dropping(lengths, drop_first, drop_last), np.cumsum(lengths) - lengths
         self._fingerprint = digest.hexdigest()
         self._frames = int(self._ranges.counts.sum())
         if self._frames < self._world:

@@ -18,7 +18,7 @@ from support.servers import Server
 
 import dali_stream
 from dali_stream import Dataset, DatasetError, FrameSampler, Loader, Order, ResumeError
-from dali_stream.lerobot.frame_ranges import FrameRanges, dropped, whole
+from dali_stream.lerobot.frame_ranges import FrameRanges, whole
 from dali_stream.order.selected import SelectedOrder
 
 ORDER: dict[str, Any] = {"consumers": 4, "episode_pool_size": 2, "seed": 3}
@@ -141,7 +141,7 @@ def test_a_sampler_of_the_dataset_has_the_same_frames(demo: Path) -> None:
 def test_without_ranges_the_order_is_that_of_the_lengths(demo: Path) -> None:
     lengths = np.array([9, 0, 4, 30])
     expected = Order(lengths - np.minimum(lengths, 3), True, 1, 0, 4, 2).read(0, 100)
-    episode, frame = SelectedOrder(dropped(lengths, 2, 1), True, 1, 0, 4, 2).read(0, 100)
+    episode, frame = SelectedOrder(whole(lengths).dropping(lengths, 2, 1), True, 1, 0, 4, 2).read(0, 100)
     assert (episode.tolist(), (frame - 2).tolist()) == (expected[0].tolist(), expected[1].tolist())
     assert Dataset(demo).fingerprint == Dataset(demo, drop_first=0, filter=lambda episode: True).fingerprint
 

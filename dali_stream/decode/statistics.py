@@ -27,7 +27,6 @@ from dali_stream.storage import Store
 _MAX_FRAMES = 10_000  # of all episodes together
 _FRAMES_AT_ONCE = 16  # decoded by one thread
 _INDICES = 32  # of video files, kept in memory
-_REMOTE_THREADS = 16  # each mostly waits for answers
 _T = TypeVar("_T")
 Progress = Callable[[int, int], None]  # episodes done, episodes in all, each counted once for rows and for each camera
 
@@ -107,7 +106,7 @@ def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
 
 def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
     """What jobs return, in their order; threads do some ahead. The first error ends those that have not begun."""
-    threads = max(process.cores(), _REMOTE_THREADS if dataset.data_store.remote else 1)
+    threads = process.reading_threads(dataset.data_store.remote)
     with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream stats") as pool:
         ahead: deque[Future[_T]] = deque()
         try:

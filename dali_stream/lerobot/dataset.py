@@ -119,10 +119,11 @@ class DatasetFiles:
         """Restricts the frames that are sampled."""
         if frames is None and not drop_first and not drop_last:
             return
-        ranges = frame_ranges.dropped(self.lengths, drop_first, drop_last)
-        if frames is not None:
-            given = frame_ranges.given(frames, self.table.index, self.table.length).of(self.rows)
-            ranges = given.within(np.full(len(self.rows), drop_first), self.lengths - drop_last)
+        if frames is None:
+            ranges = frame_ranges.whole(self.lengths)
+        else:
+            ranges = frame_ranges.given(frames, self.table.index, self.table.length).of(self.rows)
+        ranges = ranges.dropping(self.lengths, drop_first, drop_last)
         if not ranges.counts.any():
             raise ValueError(
                 f"frames, drop_first={drop_first} and drop_last={drop_last} leave none of the {int(self.lengths.sum())} frames "

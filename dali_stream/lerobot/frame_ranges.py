@@ -50,6 +50,10 @@ class FrameRanges:
         some = first < last
         return FrameRanges(self.episodes, self.episode[some], first[some], last[some])
 
+    def dropping(self, lengths: Int64, first: int, last: int) -> FrameRanges:
+        """Without the first and the last frames of the episodes, which have (E,) lengths. Short episodes have none left."""
+        return self.within(np.full(self.episodes, first), lengths - last)
+
     def of(self, episodes: Int64) -> FrameRanges:
         """The ranges of some episodes, (E',) rising, which are counted from 0 then."""
         place = np.searchsorted(episodes, self.episode)
@@ -73,11 +77,6 @@ def whole(lengths: Int64) -> FrameRanges:
     """All frames of episodes of (E,) lengths."""
     episode = np.flatnonzero(lengths)
     return FrameRanges(len(lengths), episode, np.zeros(len(episode), np.int64), lengths[episode])
-
-
-def dropped(lengths: Int64, drop_first: int, drop_last: int) -> FrameRanges:
-    """All frames of episodes of (E,) lengths but the first and the last ones. Short episodes have none left."""
-    return whole(lengths).within(np.full(len(lengths), drop_first), lengths - drop_last)
 
 
 def given(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) -> FrameRanges:

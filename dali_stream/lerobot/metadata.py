@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.lerobot.features import Feature
 from dali_stream.storage import Store, lfs
-from dali_stream.storage.store import Ranges
+from dali_stream.storage.store import SMALL, Ranges
 
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
@@ -30,7 +30,6 @@ TASKS = "meta/tasks.parquet"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
-_SMALL_TABLE = 1 << 20
 Stats = dict[str, dict[str, npt.NDArray[Any]]]  # {key: {"mean": (*shape), …}}; a camera's are (3, 1, 1), of values in [0, 1]
 _log = logging.getLogger("dali_stream")
 
@@ -286,7 +285,7 @@ def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> p
 
 def _opened(store: Store, path: str) -> Ranges | pa.BufferReader:
     """A file, read whole if it is small: fewer round trips."""
-    return pa.BufferReader(store.read_all(path)) if store.size(path) <= _SMALL_TABLE else store.open(path)
+    return pa.BufferReader(store.read_all(path)) if store.size(path) <= SMALL else store.open(path)
 
 
 class parquet_errors:

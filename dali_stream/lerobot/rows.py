@@ -24,7 +24,7 @@ from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
-from dali_stream.storage.store import Ranges
+from dali_stream.storage.store import SMALL, Ranges
 from dali_stream.workers import Once
 
 _log = logging.getLogger("dali_stream")
@@ -181,8 +181,8 @@ class RowReader:
         """A remote file of one short episode, as v2.x has them: one request instead of three. Empty, or cut, for others."""
         dataset = self._dataset
         rows = dataset.table.length[dataset.table.data.rows(number)]
-        small = len(rows) == 1 and rows[0] * dataset.row_bytes <= _SMALL_FILE and not dataset.skips_images
-        return self._store.read(path, 0, _SMALL_FILE) if small and self._store.remote else b""
+        small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
+        return self._store.read(path, 0, SMALL) if small and self._store.remote else b""
 
     def _cut(self, path: str, table: pa.Table) -> Found:
         """The selected episodes that are whole in `table`."""
@@ -289,7 +289,6 @@ class _Footer:
 
 
 _FEW_ROWS = 1 << 20
-_SMALL_FILE = 1 << 20  # bytes
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
 
 

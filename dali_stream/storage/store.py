@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from dali_stream.errors import DatasetError
 
-_SMALL = 1 << 20  # bytes of a file that is read whole before its size is known
+SMALL = 1 << 20  # bytes of a file that is read whole, to save round trips
 
 
 @dataclass
@@ -100,8 +100,8 @@ class Store(abc.ABC):
 
     def read_all(self, path: str) -> bytes:
         """A whole file: of a small one in one read, which brings the size as well."""
-        head = self.read(path, 0, _SMALL)
-        return head if len(head) < _SMALL else head + self.read(path, _SMALL, self.size(path))
+        head = self.read(path, 0, SMALL)
+        return head if len(head) < SMALL else head + self.read(path, SMALL, self.size(path))
 
     def open(self, path: str, size: int | None = None) -> Ranges:
         """A seekable file object for libraries that need one. Each of its reads is one `read`. It holds no handle.

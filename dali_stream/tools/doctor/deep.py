@@ -21,7 +21,6 @@ from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
 
 Progress = Callable[[int, int], None]  # frames decoded, frames in all
 _AT_ONCE = 64  # frames of a task, unless a single GOP has more
-_REMOTE_THREADS = 16  # each mostly waits for answers
 
 
 class _Part(NamedTuple):
@@ -47,7 +46,7 @@ class Deep:
         self._dataset, self._progress = dataset, progress
         self._done, self._total = 0, int(dataset.lengths.sum()) * len(dataset.cameras)
         self._lock = threading.Lock()
-        self._threads = max(process.cores(), _REMOTE_THREADS if dataset.data_store.remote else 1)
+        self._threads = process.reading_threads(dataset.data_store.remote)
         self.broken: dict[str, dict[int, str]] = {camera: {} for camera in dataset.cameras}
 
     def video(self, camera: str, table: VideoIndex, packets: Mapping[int, Int64]) -> None:
