@@ -278,9 +278,9 @@ class Run:
         todo = f"steps {self.step + 1} to {arguments.max_steps}"
         if self.step >= arguments.max_steps:
             todo = f"step {self.step} is done already, of {arguments.max_steps}: nothing is trained"
-        self.console.print(
-            f"{self.accelerator.num_processes} processes on {self.accelerator.device.type}; {episodes}; {todo}", soft_wrap=True
-        )
+        processes = self.accelerator.num_processes
+        started = f"{processes} process{'es' * (processes > 1)} on {self.accelerator.device.type}"
+        self.console.print(f"{started}; {episodes}; {todo}", soft_wrap=True)
 
     def _progress(self) -> Progress:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
