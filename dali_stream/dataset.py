@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from dali_stream.arguments import from_zero
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.metadata import INFO, Stats
+from dali_stream.order import windows
+from dali_stream.order.orders import DatasetOrders
 from dali_stream.order.rng import philox
 
 
@@ -103,6 +105,15 @@ class Dataset(DatasetFiles):
                     f"split {name!r} has none of the {self.num_episodes} selected episodes; give it a larger share"
                 )
         return {name: self.part(self.rows[places]) for name, places in chosen.items()}
+
+    def orders(self) -> DatasetOrders:
+        """The orders of its epochs, as a Loader reads them."""
+        return DatasetOrders(self.lengths, self.frame_ranges)
+
+    def window_offsets(self, deltas: Mapping[str, Sequence[float]], keys: Sequence[str]) -> dict[str, np.ndarray]:
+        """{key: (1, T) int64 frame offsets} of `delta_timestamps`, on this dataset's clock. `keys` are those that may have a
+        window. Raises ValueError."""
+        return {key: offsets[None] for key, offsets in windows.offsets(deltas, self.fps, keys).items()}
 
     def _stored_splits(self) -> dict[str, np.ndarray]:
         """Per split of `meta/info.json`, the selected episodes in it."""

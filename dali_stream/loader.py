@@ -129,15 +129,17 @@ class Loader:
         arguments = OrderArguments(shuffle, seed, *pools).checked(rank, world_size)
         threads = process.cores() if threads is None else positive("threads", threads)
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-        batches = Batches(self.dataset.num_frames, batch_size, world_size, last_batch).checked()
+        orders = self.dataset.orders()
+        batches = Batches(orders.positions, batch_size, world_size, last_batch).checked()
         keys = [key for key, feature in self.dataset.features.items() if not feature.is_text]
-        offsets = windows.offsets(delta_timestamps or {}, self.dataset.fps, keys)
+        offsets = self.dataset.window_offsets(delta_timestamps or {}, keys)
         streamed = delivered(self.dataset, offsets, pipeline is not None, on_error == "substitute")
         self.normalizer = Normalizer(streamed, normalize)
         if image_dtype != "float32" and (frames := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
             raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
         self._config = Config(
             dataset=streamed,
+            orders=orders,
             batches=batches,
             windows=windows.Windows(offsets),
             arguments=arguments,
@@ -255,7 +257,7 @@ class Loader:
             )
         taken = noted(state, self._config.arguments.shuffle, self._pools_given)
         config = replace(self._config, arguments=self._config.arguments._replace(**taken))
-        epoch, position = check_state(state, "loader", config.order_state(), self.dataset.num_frames)
+        epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)
         if taken:
             config.arguments.check_resumable(config.batches.world_size)
             divide(config.memory_budget, config.sizes(()))
@@ -397,7 +399,7 @@ class Loader:
 
     def _end_epoch(self) -> None:
         """Goes to the next epoch from a loaded place behind which no batch is left."""
-        left = self.dataset.num_frames - self._position
+        left = self._config.batches.frames - self._position
         if left and self._config.batches.last_batch == "partial":
             _log.warning(
                 "left out: %s of epoch %d, fewer than the ranks that resume the run", counted(left, "frame"), self._epoch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from dali_stream.errors import DatasetError, DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
 from dali_stream.workers import Once
@@ -15,14 +15,15 @@ class IndexCache:
     """Safe to use from several threads.
 
     Args:
-        dataset: the selected part of a dataset.
+        source: the episodes.
 
     Attributes:
         read_bytes: of the `moov` boxes that have been read, each counted once.
     """
 
-    def __init__(self, dataset: DatasetFiles) -> None:
-        self._dataset = dataset
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._files = {camera: source.files(camera) for camera in source.videos}
         self._indices: dict[tuple[str, int], VideoIndex | DecodeError] = {}
         self._seen: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
@@ -31,7 +32,7 @@ class IndexCache:
 
     def of(self, camera: str, episode: int, store: Store) -> VideoIndex:
         """The index of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""
-        return self.read(camera, int(self._dataset.table.video[camera].index[self._dataset.rows[episode]]), store)
+        return self.read(camera, int(self._files[camera][episode]), store)
 
     def read(self, camera: str, file: int, store: Store) -> VideoIndex:
         """The index of a file, by its number among those of the camera. As `of`."""
@@ -55,7 +56,7 @@ class IndexCache:
     def _read(self, camera: str, file: int, store: Store) -> VideoIndex | DecodeError:
         key = camera, file
         try:
-            index: VideoIndex | DecodeError = read_index(store, self._dataset.table.video[camera].paths[file])
+            index: VideoIndex | DecodeError = read_index(store, self._source.path(camera, file))
         except DatasetError as error:  # there is no such file
             index = DecodeError(str(error))
         except DecodeError as error:

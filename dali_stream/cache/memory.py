@@ -15,8 +15,9 @@ from dali_stream.cache.rows import RowCache, size_of
 from dali_stream.cache.video import BlockCache, InPlace, Video
 from dali_stream.counters import Counters
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
-from dali_stream.lerobot.rows import Found, RowReader
+from dali_stream.lerobot.dataset import CLOCKS
+from dali_stream.lerobot.rows import Found
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import find_packets
 from dali_stream.schedule.byte_cache import Drop
@@ -69,7 +70,7 @@ class Memory:
     """Rows, indices and encoded video. Used by the planner thread only, except the views of `video`, which any thread may read.
 
     Args:
-        dataset: the selected part of a dataset.
+        source: the episodes.
         indices: which outlive this.
         at_once: bytes of row groups that are read at the same time.
         counters: what to add to.
@@ -78,19 +79,19 @@ class Memory:
         video: the encoded video.
     """
 
-    def __init__(self, dataset: DatasetFiles, indices: IndexCache, at_once: int, counters: Counters) -> None:
-        self._dataset, self._indices, self._counters = dataset, indices, counters
-        self._source = dataset.data_store.session()
-        self._reader = RowReader(dataset, self._source, at_once)
-        self._rows = RowCache(len(dataset.lengths))
+    def __init__(self, source: Source, indices: IndexCache, at_once: int, counters: Counters) -> None:
+        self._source, self._indices, self._counters = source, indices, counters
+        self._store = source.data_store.session()
+        self._reader = source.row_reader(self._store, at_once)
+        self._rows = RowCache(len(source.lengths))
         self._coming: dict[tuple[str, int], Future[Any]] = {}
         self._pool: Pool
         self.video: Video
-        if dataset.data_store.remote:
+        if self._store.remote:
             fetchers = Workers("dali_stream fetch", FETCHERS)
-            self._pool, self.video = fetchers, BlockCache(self._source, fetchers, self._path)
+            self._pool, self.video = fetchers, BlockCache(self._store, fetchers, self._path)
         else:
-            self._pool, self.video = AtOnce(), InPlace(self._source, dataset.videos)
+            self._pool, self.video = AtOnce(), InPlace(self._store, source.videos)
 
     def begin(self, reads: Iterable[Read]) -> None:
         """Begins to read rows and indices."""
@@ -98,9 +99,9 @@ class Memory:
             call = self._read_index if read.camera else self._read_rows
             self._coming[read.camera, read.number] = self._pool.submit(call, read, priority=(read.step, 0))
 
-    def names(self) -> Future[dict[str, dict[int, str]]]:
-        """Begins to read {"task": {task_index: task}, "subtask": …}. Errors as of `finish`."""
-        return self._pool.submit(_names, self._dataset)
+    def names(self) -> Future[dict[str, list[dict[int, str]]]]:
+        """Begins to read `Source.names`. Errors as of `finish`."""
+        return self._pool.submit(self._source.names)
 
     def finish(self, read: Read) -> tuple[int, Found]:
         """Waits for rows or an index: the bytes that they take, and the rows that came along.
@@ -147,23 +148,22 @@ class Memory:
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """The index of the file that holds an episode. Raises DecodeError where it has none."""
-        return self._indices.of(camera, episode, self._source)
+        return self._indices.of(camera, episode, self._store)
 
     def packets(self, camera: str, episode: int) -> Int64:
         """Per frame of an episode, its packet; `LACKING` where the video has none."""
-        seconds = self._dataset.seconds({key: self._rows.rows(key, episode) for key in CLOCKS})
-        interval = self._dataset.table.interval(camera, self._dataset.rows[episode])
+        seconds = self._source.seconds(episode, {key: self._rows.rows(key, episode) for key in CLOCKS})
         try:
             index = self.index(camera, episode)
         except DecodeError:  # reported when a frame of it is asked for
             return np.full(len(seconds), LACKING, np.int64)
-        return find_packets(index, interval, seconds, self._dataset.fps, self._dataset.tolerance_s)
+        return find_packets(index, self._source.interval(camera, episode), seconds, *self._source.timing(episode))
 
     def stop(self) -> None:
         """Cancels all reads: waiting threads get an error. Returns at once."""
         self._pool.stop()
-        if self._dataset.data_store.remote:
-            self._source.close()
+        if self._store.remote:
+            self._store.close()
 
     def join(self) -> None:
         """Waits for the threads to end, after `stop`."""
@@ -171,7 +171,7 @@ class Memory:
 
     def _read_rows(self, read: Read) -> Found:
         found = self._reader.read(read.number)
-        if self._dataset.data_store.remote and not read.again:
+        if self._store.remote and not read.again:
             self._counters.add(needed_bytes=found.take_bytes())
         return found
 
@@ -180,16 +180,9 @@ class Memory:
 
     def _read_index(self, read: Read) -> int:
         try:
-            return self._indices.read(read.camera, read.number, self._source).nbytes
+            return self._indices.read(read.camera, read.number, self._store).nbytes
         except DecodeError:  # reported when a frame of it is asked for
             return 0
 
     def _path(self, camera: str, episode: int) -> str:
-        files = self._dataset.table.video[camera]
-        return files.paths[files.index[self._dataset.rows[episode]]]
-
-
-def _names(dataset: DatasetFiles) -> dict[str, dict[int, str]]:
-    """The tables of names that the rows refer to."""
-    subtasks = dataset.subtasks if "subtask_index" in dataset.features else {}
-    return {"task": dataset.tasks if "task_index" in dataset.features else {}, "subtask": subtasks}
+        return self._source.path(camera, int(self._source.files(camera)[episode]))

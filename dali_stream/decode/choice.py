@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.route import Route, choose
 from dali_stream.decode.trial import trial
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, StorageError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.source import Source
 
 _log = logging.getLogger("dali_stream")
 
 
-def choose_routes(dataset: DatasetFiles, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
+def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
     """The route of each camera. Logs them.
 
     Args:
-        dataset: the selected part of a dataset.
-        indices: where the first video file of each camera is looked up.
+        source: the episodes.
+        indices: where the first video file of each camera and dataset is looked up.
         decode: "auto", "dali" or "torchcodec".
         gpu: index of the CUDA device; None where batches are made on the CPU.
 
@@ -28,17 +30,33 @@ def choose_routes(dataset: DatasetFiles, indices: IndexCache, decode: str, gpu: 
         DecodeError: `decode` is "dali" and a file cannot be read.
         StorageError: a file cannot be fetched.
     """
-    routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in dataset.cameras}
-    routes |= {key: _choose_route(dataset, indices, key, decode, gpu) for key in dataset.videos}
+    routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in source.cameras}
+    routes |= {key: _choose_route(source, indices, key, decode, gpu) for key in source.videos}
     for key, route in routes.items():
         _log.info("%s: %s, since %s", key, route.decoder, route.reason)
     return routes
 
 
-def _choose_route(dataset: DatasetFiles, indices: IndexCache, key: str, decode: str, gpu: int | None) -> Route:
-    store = dataset.data_store
+def _choose_route(source: Source, indices: IndexCache, key: str, decode: str, gpu: int | None) -> Route:
+    """The route of a camera: DALI's, if that is the route of each dataset's first file."""
+    present = source.present(key)
+    if not present.all() and decode != "torchcodec":
+        why = "a dataset of the mixture lacks the camera, and DALI would need a clip of each sample"
+        if decode == "dali":
+            raise ValueError(f'{key}: decode="dali": {why}. Use decode="auto", which takes torchcodec for such cameras')
+        return Route("torchcodec", why)
+    _, first = np.unique(source.dataset_of[present], return_index=True)
+    for episode in np.flatnonzero(present)[first].tolist():
+        route = _route_of_file(source, indices, key, episode, decode, gpu)
+        if route.decoder != "dali":
+            break
+    return route
+
+
+def _route_of_file(source: Source, indices: IndexCache, key: str, episode: int, decode: str, gpu: int | None) -> Route:
+    store = source.data_store
     try:
-        index, video = VideoFiles(dataset, key).describe(indices, 0)
+        index, video = VideoFiles(source, key).describe(indices, episode)
         route = choose(decode, gpu, video, index, store)
         if route.decoder != "dali" or not (refused := trial(store, index, video, gpu)):
             return route

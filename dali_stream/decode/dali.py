@@ -19,7 +19,7 @@ from dali_stream.decode.decoder import Pool, RouteChange, named, succeeded
 from dali_stream.decode.route import refusal
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, HiddenFrames, pack
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.schedule.schedule import Step
@@ -91,14 +91,14 @@ class DaliDecoder(VideoFiles):
     """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them.
 
     Args:
-        dataset: where the video is.
+        source: where the video is.
         key: the camera.
         counters: what to add to.
         gpu: the CUDA device; None on a CPU.
     """
 
-    def __init__(self, dataset: DatasetFiles, key: str, counters: Counters, gpu: int | None) -> None:
-        super().__init__(dataset, key)
+    def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
+        super().__init__(source, key)
         self._counters, self._gpu = counters, gpu
 
     def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
@@ -134,11 +134,11 @@ class DaliDecoder(VideoFiles):
             if absent.any():
                 frames = frames[absent]
                 raise self.lacking(memory, index, episode, int(frames[0]))
-            self.checked(index, packets)
+            self.checked(index, packets, episode)
         except DecodeError as error:
-            raise named(self._dataset, self.key, episode, frames, error) from error
+            raise named(self._source, self.key, episode, frames, error) from error
         if reason := refusal(self._gpu, self.format(index, int(packets[0])), index):
-            raise RouteChange([self.key], f"{self._dataset.data_store.where(index.path)}: {reason}")
+            raise RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
         return index
 
     def _pack(self, store: Store, request: _Request, clips: Clips) -> None:
@@ -149,7 +149,7 @@ class DaliDecoder(VideoFiles):
                 indices, shown_only = [request.file] * len(unique), self._gpu is not None
                 clip = pack(store, indices, unique.tolist(), shown_only=shown_only, timed=self._counters.timed)
         except HiddenFrames as error:
-            where = self._dataset.data_store.where(request.file.path)
+            where = self._source.data_store.where(request.file.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
             clips.failed[request.row] = self.named(request.episode, request.frames, request.file, error)

@@ -13,8 +13,8 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.slots import Slots
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.schedule.frames import FrameStep
+from dali_stream.lerobot.source import Source
+from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
@@ -83,10 +83,24 @@ class Decoder(Protocol):
 
 
 class Decoded:
-    """Frames on their way into slots, as `Work`."""
+    """Frames on their way into slots, as `Work`.
 
-    def __init__(self, slots: Slots, step: FrameStep, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
-        self._slots, self._step, self.tasks, self.failed = slots, step, tasks, failed
+    Args:
+        slots: where they go.
+        step: what is decoded and shown.
+        tasks, failed: as of `Work`.
+        absent: (B,) samples whose dataset lacks the camera. Their frames are zeros.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        step: FrameStep,
+        tasks: list[Future[None]],
+        failed: dict[int, DecodeError],
+        absent: npt.NDArray[np.bool_],
+    ) -> None:
+        self._slots, self._step, self.tasks, self.failed, self._absent = slots, step, tasks, failed, absent
 
     def ready(self) -> bool:
         return not self.failed and not self._slots.broken and all(map(succeeded, self.tasks))
@@ -94,6 +108,8 @@ class Decoded:
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
         frames = buffers.take((*self._step.show.shape, *self._slots.shape), dtype)
         self.failed |= self._slots.gather(self._step.show, frames, copiers)
+        if self._absent.any():
+            frames[self._absent] = 0
         return frames
 
 
@@ -103,6 +119,12 @@ class RouteChange(DaliStreamError):
     def __init__(self, cameras: Sequence[str], reason: str) -> None:
         super().__init__(f"{', '.join(cameras)}: {reason}")
         self.cameras, self.reason = cameras, reason
+
+
+def absent(source: Source, episode: int) -> tuple[Int64, Int64]:
+    """What `Decoder.learn` returns for an episode whose dataset lacks the camera."""
+    nothing = np.full(source.lengths[episode], NONE, np.int64)
+    return nothing, nothing
 
 
 def succeeded(task: Future[None]) -> bool:
@@ -116,9 +138,9 @@ def even_tasks(ends: Int64) -> Int64:
     return (ends - 1) * tasks // ends[-1]
 
 
-def named(dataset: DatasetFiles, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
+def named(source: Source, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
     """The error with camera, episode and frames in front."""
     which = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
-    found = DecodeError(f"{camera}: episode {dataset.episodes[episode]}, frame {which}: {error}")
+    found = DecodeError(f"{camera}: episode {source.episodes[episode]}, frame {which}: {error}")
     found.__cause__ = error
     return found

@@ -16,11 +16,11 @@ from PIL import ExifTags, Image, ImageOps
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
-from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named
+from dali_stream.decode.decoder import Decoded, Pool, absent, even_tasks, named
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import CHANNELS, Feature
+from dali_stream.lerobot.source import Source
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
 
@@ -32,19 +32,22 @@ class ImageDecoder:
     """A `Decoder` of a camera whose frames are images in Parquet rows, into slots.
 
     Args:
-        dataset: where they are.
+        source: where they are.
         key: the camera.
         counters: what to add to.
         slots: where decoded frames go.
         size: (height, width) that they are resized to.
     """
 
-    def __init__(self, dataset: DatasetFiles, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
-        self.key, self._dataset, self._counters, self._slots, self._size = key, dataset, counters, slots, size
+    def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
+        self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
+        self._present = source.present(key)
 
     def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
         """As of `Decoder`: each frame is a GOP of its own."""
-        frames = np.arange(self._dataset.lengths[episode])
+        if not self._present[episode]:
+            return absent(self._source, episode)
+        frames = np.arange(self._source.lengths[episode])
         return frames, frames
 
     def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Decoded:
@@ -56,23 +59,23 @@ class ImageDecoder:
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()
                 tasks.append(pool.submit(self._decode, *own))
-        return Decoded(self._slots, planned, tasks, {})
+        return Decoded(self._slots, planned, tasks, {}, ~self._present[step.samples.episode])
 
     def close(self) -> None:
         """Frees the slots."""
         self._slots.free()
 
     def _decode(self, encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
-        timed, feature = self._counters.timed, self._dataset.features[self.key]
+        timed = self._counters.timed
         with timed("decode_s"):
             for i, slot in enumerate(slots):
                 try:
-                    pixels = decode(encoded[i], feature)
+                    pixels = decode(encoded[i], self._source.feature(self.key, int(episode[i])))
                     with timed("resize_s"):
                         pixels = resize(pixels[None], self._size)
                     self._slots.put([slot], pixels)
                 except DecodeError as error:
-                    self._slots.fail(slot, named(self._dataset, self.key, int(episode[i]), frame[i : i + 1], error))
+                    self._slots.fail(slot, named(self._source, self.key, int(episode[i]), frame[i : i + 1], error))
         self._counters.add(clips=1, decoded_frames=len(slots))
 
 

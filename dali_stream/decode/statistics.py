@@ -48,7 +48,7 @@ def compute_stats(
         for episode, rows in _rows(dataset, store, from_rows, tabular):
             for key, each in sums.items():
                 each.add(rows[key])
-            seconds[episode] = dataset.seconds(rows)[chosen.get(episode, [])]
+            seconds[episode] = dataset.seconds(episode, rows)[chosen.get(episode, [])]
             steps.one_more()
         found: dict[str, dict[str, Any]] = {key: each.result() for key, each in sums.items()}
         for camera in cameras:

@@ -17,11 +17,11 @@ import torch
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters, Timed, untimed
-from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, Pool, even_tasks, named
+from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, Pool, absent, even_tasks, named
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, VideoIndex
@@ -75,19 +75,22 @@ class TorchcodecDecoder(VideoFiles):
         size: (height, width) that they are resized to.
     """
 
-    def __init__(self, dataset: DatasetFiles, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
-        super().__init__(dataset, key)
+    def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
+        super().__init__(source, key)
         self._counters, self._slots, self._size = counters, slots, size
         self._broken: dict[int, DecodeError] = {}  # episodes whose file cannot be used
+        self._present = source.present(key)
 
     def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
         """As of `Decoder`."""
+        if not self._present[episode]:
+            return absent(self._source, episode)
         packets = memory.packets(self.key, episode)
         there = packets != LACKING
         keyframes = np.full(len(packets), LACKING, np.int64)
         try:
             index = memory.index(self.key, episode)
-            self.checked(index, packets[there])
+            self.checked(index, packets[there], episode)
             keyframes[there] = index.decode_starts(packets[there])
         except DecodeError as error:
             self._broken[episode] = error
@@ -98,11 +101,12 @@ class TorchcodecDecoder(VideoFiles):
         """As of `Decoder`."""
         planned, episode = step.frames[self.key], step.samples.episode
         failed: dict[int, DecodeError] = {}
-        for row, t in np.argwhere(planned.show == LACKING).tolist():
+        present = self._present[episode]
+        for row, t in np.argwhere((planned.show == LACKING) & present[:, None]).tolist():
             if row not in failed:
                 failed[row] = self._missing(memory, int(episode[row]), int(frames[row, t]))
         tasks = [pool.submit(self._decode, store, task) for task in self._deal(self._gops(planned, memory))]
-        return Decoded(self._slots, planned, tasks, failed)
+        return Decoded(self._slots, planned, tasks, failed, ~present)
 
     def close(self) -> None:
         """Frees the slots."""
@@ -112,7 +116,7 @@ class TorchcodecDecoder(VideoFiles):
         """The error for a frame that has no packet."""
         if (error := self._broken.get(episode)) is None:
             error = self.lacking(memory, memory.index(self.key, episode), episode, frame)
-        return named(self._dataset, self.key, episode, np.array([frame]), error)
+        return named(self._source, self.key, episode, np.array([frame]), error)
 
     def _gops(self, step: FrameStep, memory: Memory) -> list[_Gop]:
         starts = np.flatnonzero(np.diff(step.gop, prepend=LACKING)).tolist()

@@ -11,7 +11,8 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.decode.decoder import named
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
+from dali_stream.lerobot.dataset import CLOCKS
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.timing import explain
@@ -24,30 +25,30 @@ class VideoFiles:
     """A camera's MP4s: their indices, and whether they hold what the metadata promise.
 
     Args:
-        dataset: where they are.
+        source: where they are.
         key: the camera.
     """
 
-    def __init__(self, dataset: DatasetFiles, key: str) -> None:
-        self.key, self._dataset = key, dataset
+    def __init__(self, source: Source, key: str) -> None:
+        self.key, self._source = key, source
         self._formats: dict[bytes, VideoFormat] = {}
 
     def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
         """Index and format of the file that holds an episode. Raises DecodeError."""
-        index = indices.of(self.key, episode, self._dataset.data_store)
+        index = indices.of(self.key, episode, self._source.data_store)
         return index, self.format(index, 0)
 
-    def checked(self, index: VideoIndex, packets: Int64) -> None:
-        """Checks the sample descriptions of these packets against the metadata. Raises DecodeError."""
+    def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
+        """Checks the sample descriptions of an episode's packets against the metadata. Raises DecodeError."""
         for number in np.unique(index.config[packets]).tolist():
-            self._check_size(index, self.format(index, int(np.argmax(index.config == number))))
+            self._check_size(index, self.format(index, int(np.argmax(index.config == number))), episode)
 
     def lacking(self, memory: Memory, index: VideoIndex, episode: int, frame: int) -> DecodeError:
         """The error for a frame that the video lacks."""
-        [seconds] = self._dataset.seconds({key: memory.gather(key, np.array([episode]), np.array([frame])) for key in CLOCKS})
-        interval = self._dataset.table.interval(self.key, self._dataset.rows[episode])
-        why = explain(index, interval, seconds, self._dataset.fps, self._dataset.tolerance_s)
-        return DecodeError(f"{self._dataset.data_store.where(index.path)}: {why}")
+        row = np.array([episode]), np.array([frame])
+        [seconds] = self._source.seconds(episode, {key: memory.gather(key, *row) for key in CLOCKS})
+        why = explain(index, self._source.interval(self.key, episode), seconds, *self._source.timing(episode))
+        return DecodeError(f"{self._source.data_store.where(index.path)}: {why}")
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:
         """What a packet's sample description says. Raises DecodeError."""
@@ -56,19 +57,19 @@ class VideoFiles:
             try:
                 self._formats[config] = describe(config)
             except DecodeError as error:
-                raise DecodeError(f"{self._dataset.data_store.where(index.path)}: {error}") from error
+                raise DecodeError(f"{self._source.data_store.where(index.path)}: {error}") from error
         return self._formats[config]
 
-    def _check_size(self, index: VideoIndex, video: VideoFormat) -> None:
+    def _check_size(self, index: VideoIndex, video: VideoFormat, episode: int) -> None:
         """Batches have one shape, and a corrupt frame size could allocate any amount of memory."""
-        size = self._dataset.picture_size(self.key)
+        size = self._source.feature(self.key, episode).frame_size
         if (video.height, video.width) != size:
             raise DecodeError(
-                f"{self._dataset.data_store.where(index.path)}: has frames of {video.height}×{video.width}, and "
+                f"{self._source.data_store.where(index.path)}: has frames of {video.height}×{video.width}, and "
                 f"meta/info.json promises {size[0]}×{size[1]}"
             )
 
     def named(self, episode: int, frames: Array, index: VideoIndex, error: DecodeError) -> DecodeError:
         """The error with camera, episode, frames and file in front."""
-        where = self._dataset.data_store.where(index.path)
-        return named(self._dataset, self.key, episode, frames, DecodeError(f"{where}: {error}"))
+        where = self._source.data_store.where(index.path)
+        return named(self._source, self.key, episode, frames, DecodeError(f"{where}: {error}"))

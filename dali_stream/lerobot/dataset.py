@@ -6,11 +6,8 @@ import copy
 import functools
 import hashlib
 import json
-import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,10 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
-from dali_stream.errors import DatasetError, StorageError, counted
+from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot import frame_ranges, metadata, v2
-from dali_stream.lerobot.features import CHANNELS, ENCODING
+from dali_stream.lerobot.address import opened, resolved
+from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
+from dali_stream.lerobot.rows import RowReader
+from dali_stream.lerobot.source import Timing
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store, open_store
 
@@ -30,7 +30,6 @@ NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  #
 CLOCKS = ("timestamp", "frame_index")
 Self = TypeVar("Self", bound="DatasetFiles")
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
-_log = logging.getLogger("dali_stream")
 
 
 class DatasetFiles:
@@ -66,8 +65,8 @@ class DatasetFiles:
             "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),
             "give_up_after_s": give_up_after_s,
         }
-        address, note = _address(self.uri, revision)
-        self.store = _opened(address, note, storage_options, revision=revision, **limits)
+        address, note = resolved(self.uri, revision)
+        self.store = opened(address, note, storage_options, revision=revision, **limits)
         self.data_store = self.store
         self.uri = self.store.address if "://" in self.uri else self.uri
         try:
@@ -178,7 +177,7 @@ class DatasetFiles:
     @functools.cached_property
     def subtasks(self) -> dict[int, str]:
         """{subtask_index: subtask}; empty for datasets without subtasks."""
-        return metadata.read_names(self.store, "meta/subtasks.parquet", "subtask_index")
+        return metadata.read_names(self.store, metadata.SUBTASKS, "subtask_index")
 
     @functools.cached_property
     def stats(self) -> metadata.Stats:
@@ -262,15 +261,51 @@ class DatasetFiles:
         """How many bytes a row takes in memory, beside images and text."""
         return sum(feature.row_bytes for feature in self.features.values())
 
+    @property
+    def dataset_of(self) -> npt.NDArray[np.int64]:
+        """(E,) zeros: all episodes are of this dataset. See `Source`, also for what follows."""
+        return np.zeros(self.num_episodes, np.int64)
+
+    @property
+    def constants(self) -> dict[str, npt.NDArray[Any]]:
+        return {}
+
+    def files(self, camera: str) -> npt.NDArray[np.int64]:
+        return self.table.video[camera].index[self.rows]
+
+    def present(self, key: str) -> npt.NDArray[np.bool_]:
+        return np.ones(self.num_episodes, np.bool_)
+
+    def path(self, camera: str, file: int) -> str:
+        return self.table.video[camera].paths[file]
+
+    def interval(self, camera: str, episode: int) -> tuple[float, float]:
+        return self.table.interval(camera, self.rows[episode])
+
+    def timing(self, episode: int) -> Timing:
+        return Timing(self.fps, self.tolerance_s)
+
+    def seconds(self, episode: int, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        if self.clock == "frame_index":
+            return rows["frame_index"] / self.fps
+        return rows["timestamp"].astype(np.float64)
+
+    def feature(self, key: str, episode: int) -> Feature:
+        return self.features[key]
+
     def picture_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames."""
         return self.features[camera].frame_size
 
-    def seconds(self, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
-        """(L,) seconds since their episode began of some rows, of which `timestamp` and `frame_index` are given."""
-        if self.clock == "frame_index":
-            return rows["frame_index"] / self.fps
-        return rows["timestamp"].astype(np.float64)
+    def row_reader(self, store: Store, at_once: int) -> RowReader:
+        return RowReader(self, store, at_once)
+
+    def names(self) -> dict[str, list[dict[int, str]]]:
+        subtasks = self.subtasks if "subtask_index" in self.features else {}
+        return {"task": [self.tasks if "task_index" in self.features else {}], "subtask": [subtasks]}
+
+    def names_place(self, key: str, dataset: int) -> str:
+        return self.store.where(self.tasks_place if key == "task" else metadata.SUBTASKS)
 
     def without(self: Self, keys: Collection[str]) -> Self:
         """The same dataset over the same open files, without these features and cameras. They are not read.
@@ -350,35 +385,6 @@ def _numbers(values: npt.NDArray[Any]) -> list[Any]:
     """Values of a statistic, whatever types and nesting a version writes them in."""
     flat = values.ravel()
     return [str(v) for v in flat] if flat.dtype.kind not in "biuf" else (flat.astype(np.float64) + 0.0).tolist()  # no -0.0
-
-
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def _address(uri: str, revision: str | None) -> tuple[str, str]:
-    """The address of a dataset; and where it could have been meant as another, what it is read as.
-
-    A repository id is read where LeRobot has downloaded it, or else from the Hub.
-    """
-    if "://" in uri or Path(uri).expanduser().exists() or not _REPOSITORY.fullmatch(uri):
-        return uri, ""
-    hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
-    if revision is None and (cached / metadata.INFO).is_file():
-        return str(cached), ""
-    address = f"hf://datasets/{uri}"
-    return address, f"{uri}: there is no such folder in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
-
-
-def _opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:
-    """The store for an address. `note` is logged first, and precedes the message of an error."""
-    if not note:
-        return open_store(address, storage_options, **options)
-    _log.warning("%s. Write %s to say that it is one", note, address)
-    try:
-        return open_store(address, storage_options, **options)
-    except (DatasetError, StorageError) as error:
-        raise type(error)(f"{note}. {error}") from error
 
 
 def _selected_cameras(info: metadata.Info, cameras: Sequence[str] | None) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from dali_stream.storage.store import SMALL, Ranges
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
 TASKS = "meta/tasks.parquet"
+SUBTASKS = "meta/subtasks.parquet"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20

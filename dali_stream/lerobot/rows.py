@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError, counted
-from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
 from dali_stream.storage.store import SMALL, Ranges
 from dali_stream.workers import Once
+
+if TYPE_CHECKING:
+    from dali_stream.lerobot.dataset import DatasetFiles
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]

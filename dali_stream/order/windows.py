@@ -17,7 +17,8 @@ class Windows:
     """Which frames a sample shows of each key.
 
     Attributes:
-        offsets: (T,) frame offsets of each key with a window, as `offsets` gives them. Other keys show the current frame.
+        offsets: (M, T) frame offsets of each key with a window, for each of M datasets, whose frame rates may differ. Other
+            keys show the current frame.
     """
 
     offsets: Mapping[str, Int64]
@@ -26,21 +27,27 @@ class Windows:
         return key in self.offsets
 
     def of(self, key: str) -> Int64:
-        """(T,) frame offsets of a key; [0] without a window."""
-        return self.offsets.get(key, np.zeros(1, np.int64))
+        """(M, T) frame offsets of a key; zeros (1, 1) without a window."""
+        return self.offsets.get(key, np.zeros((1, 1), np.int64))
+
+    def widest(self, key: str) -> Int64:
+        """(T,) those of the dataset in which they lie the farthest apart."""
+        found = self.of(key)
+        return found[np.argmax(np.ptp(found, axis=1))]
 
     def steps(self, key: str) -> int:
         """Frames of a key's window."""
-        return len(self.of(key))
+        return self.of(key).shape[1]
 
 
-def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[str]) -> dict[str, Int64]:
+def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[str], nearest: bool = False) -> dict[str, Int64]:
     """Frame offsets per key: round(delta * fps).
 
     Args:
         deltas: seconds relative to the current frame, per key.
         fps: frames per second of the dataset.
         keys: the keys that may have a window.
+        nearest: whether a delta may lie between two frames, and then is that of the nearer one.
 
     Raises:
         ValueError: an unknown key, an empty window, or a delta that is no multiple of 1/fps within 0.1 ms.
@@ -59,7 +66,7 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
             raise ValueError(f"delta_timestamps[{key!r}] is {values!r}; it is a list of one or more numbers, in seconds")
         frames = np.round(seconds * fps)
         wrong = np.abs(seconds * fps - frames) / fps > TOLERANCE_S
-        if wrong.any():
+        if wrong.any() and not nearest:
             raise ValueError(
                 f"delta_timestamps[{key!r}] has {seconds[wrong][0]}, which is no multiple of 1/fps = {1 / fps:.6g} s within "
                 f"{TOLERANCE_S} s; the nearest frame is at {frames[wrong][0] / fps:.6g} s"
@@ -74,13 +81,13 @@ def window(
     """Frames of a batch of windows, clamped to their episodes.
 
     Args:
-        offset: (T,) frame offsets.
+        offset: (T,) or (B, T) frame offsets.
         frame: (B,) current frame within its episode.
         length: (B,) frames of that episode.
 
     Returns:
         (B, T) frames in [0, length), and (B, T) bool: True where the frame asked for lies outside the episode.
     """
-    wanted = frame[:, None] + offset[None, :]
+    wanted = frame[:, None] + offset
     clamped = np.clip(wanted, 0, length[:, None] - 1)
     return clamped, clamped != wanted

@@ -7,22 +7,21 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.dataset import DatasetFiles
-from dali_stream.order import Order
+from dali_stream.lerobot.source import ABSENT, S, Source
 from dali_stream.order.batches import Batches
-from dali_stream.order.selected import SelectedOrder
+from dali_stream.order.orders import EpochOrder, Orders
 from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
 from dali_stream.schedule.budget import Sizes, batches_in_progress
 
-_D = TypeVar("_D", bound=DatasetFiles)
 _log = logging.getLogger("dali_stream")
 SUBSTITUTE = "is_substitute"  # the key of the mask of samples that could not be decoded
 SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
@@ -32,7 +31,8 @@ SAMPLE = "sample"  # the key of the random numbers that a sample brings for augm
 class Config:
     """Immutable configuration of a loader."""
 
-    dataset: DatasetFiles
+    dataset: Source
+    orders: Orders
     batches: Batches
     windows: Windows
     arguments: OrderArguments
@@ -47,17 +47,13 @@ class Config:
     gpu: int | None
     augments: bool
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochOrder:
         """The order of one epoch."""
-        shuffle, seed, *pools = self.arguments
-        ranges = self.dataset.frame_ranges
-        if ranges is None:
-            return Order(self.dataset.lengths, shuffle, seed, epoch, *pools)
-        return SelectedOrder(ranges, shuffle, seed, epoch, *pools)
+        return self.orders.of(epoch, self.arguments)
 
     def order_state(self) -> dict[str, Any]:
         """What order and augmentation are a function of, beside dataset and epoch."""
-        return self.arguments.state() | ({"seed": self.arguments.seed} if self.augments else {})
+        return self.arguments.state() | self.orders.state | ({"seed": self.arguments.seed} if self.augments else {})
 
     def frame_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames when the CPU has decoded and resized them."""
@@ -93,42 +89,38 @@ class Config:
         dataset, indices = self.dataset, {}
         for camera in dataset.videos:
             with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
-                indices[camera] = self.indices.of(camera, 0, dataset.data_store)
+                first = int(np.argmax(dataset.present(camera)))
+                indices[camera] = self.indices.of(camera, first, dataset.data_store)
         frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
         return Sizes(
             lengths=dataset.lengths,
             batch_size=self.batches.batch_size,
-            episodes=min(self._episodes(), dataset.num_episodes),
+            episodes=self.orders.episodes_in_use(self.arguments, self.batches),
             row_bytes=dataset.row_bytes,
             least_row_bytes=dataset.row_bytes_without_objects,
-            files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows])) for camera in dataset.videos},
+            files={camera: _count(dataset.files(camera)) for camera in dataset.videos},
             indices=indices,
-            windows={camera: self.windows.of(camera) for camera in dataset.videos},
+            windows={camera: self.windows.widest(camera) for camera in dataset.videos},
             fetched=dataset.data_store.remote,
             frame_bytes=sum(frame_bytes.values()),
             in_progress=self.depth * self.batches.largest * sum(self.windows.steps(c) * n for c, n in frame_bytes.items()),
         )
-
-    def _episodes(self) -> int:
-        """How many episodes a batch may show: as many as the pools hold, as lie beside each other, or as it has samples."""
-        batches, lengths = self.batches, self.dataset.sampled_lengths
-        shuffle, _, consumers, episode_pool_size = self.arguments
-        if shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
-            return consumers // batches.world_size * (episode_pool_size + 1)
-        if shuffle is False:
-            ends = np.cumsum(lengths)
-            return int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
-        return batches.batch_size
 
     def columns(self) -> list[str]:
         """Keys that go through DALI as plain arrays."""
         features = self.dataset.features.items()
         keys = [key for key, f in features if not (f.is_camera or f.is_text)]
         keys += [f"{key}_is_pad" for key in self.windows.offsets]
+        keys += self.dataset.constants
         return keys + [SUBSTITUTE] * (self.max_substitutes is not None) + [SAMPLE] * self.augments
 
 
-def delivered(dataset: _D, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> _D:
+def _count(files: npt.NDArray[np.int64]) -> int:
+    """How many files there are."""
+    return len(np.unique(files[files != ABSENT]))
+
+
+def delivered(dataset: S, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> S:
     """The dataset without the features whose keys batches have for something else. Logs which.
 
     Args:
@@ -147,9 +139,10 @@ def delivered(dataset: _D, offsets: Mapping[str, Any], augments: bool, substitut
         )
     added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
     added["task"] = "the text of task_index"
+    added |= dict.fromkeys(dataset.constants, "what the sample's dataset has")
     if substitutes:
         added[SUBSTITUTE] = "the mask of substituted samples"
-    if "subtask" in dataset.features and "subtask_index" in dataset.features and dataset.subtasks:
+    if "subtask" in dataset.features and "subtask_index" in dataset.features and any(dataset.names()["subtask"]):
         added["subtask"] = "the text of subtask_index"
     taken = [key for key in dataset.features if key in added]
     for key in taken:

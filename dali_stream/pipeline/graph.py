@@ -147,6 +147,9 @@ def _column(config: Config, key: str) -> tuple[Any, int, str]:
         return types.FLOAT, 1, ""
     if key == SUBSTITUTE and config.max_substitutes is not None:
         return types.BOOL, 0, ""
+    if key in config.dataset.constants:
+        constant = config.dataset.constants[key]
+        return _TYPES[constant.dtype], constant.ndim - 1, ""
     if key not in config.dataset.features:
         return types.BOOL, 1, ""  # a pad mask
     feature = config.dataset.features[key]

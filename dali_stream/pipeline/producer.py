@@ -78,7 +78,7 @@ class BatchProducer:
 
     def __init__(self, config: Config, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
         self._config, self._counters = config, counters
-        dataset = config.dataset
+        dataset, self._dataset_of = config.dataset, config.dataset.dataset_of
         self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
         self._on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
         self._past_dali = self._on_cpu if config.past_dali else []
@@ -94,6 +94,7 @@ class BatchProducer:
             self._limits(depth, sizes),
             self._storage(sizes),
             {key: config.windows.of(key) for key in self._on_dali},
+            dataset.dataset_of,
         )
         for (key, file), index_bytes in config.indices.held().items():
             self._schedule.reads.there(key, file, index_bytes)
@@ -234,7 +235,7 @@ class BatchProducer:
     def _storage(self, sizes: Sizes) -> Storage:
         dataset, remote = self._config.dataset, self._config.dataset.data_store.remote
         return Storage(
-            files={camera: dataset.table.video[camera].index[dataset.rows] for camera in dataset.videos},
+            files={camera: dataset.files(camera) for camera in dataset.videos},
             row_bytes=dataset.row_bytes * SPARE[0] // SPARE[1],
             index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
             fetched=dataset.videos if remote else (),
@@ -297,12 +298,14 @@ class BatchProducer:
         batch, stores = step.samples, self._read(step)
         columns: dict[str, Array] = {}
         shown, pads = {}, {}
-        for key, offset in config.windows.offsets.items():
-            shown[key], pads[f"{key}_is_pad"] = windows.window(offset, batch.frame, dataset.lengths[batch.episode])
+        which = self._dataset_of[batch.episode]
+        for key, offsets in config.windows.offsets.items():
+            shown[key], pads[f"{key}_is_pad"] = windows.window(offsets[which], batch.frame, dataset.lengths[batch.episode])
         for key in dataset.features:
             if key not in dataset.cameras:
                 with self._counters.timed("gather_s"):
                     columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
+        columns |= {key: values[which] for key, values in dataset.constants.items()}
         if config.augments:
             columns[SAMPLE] = uniforms(config.arguments.seed, batch.epoch, batch.position)
         if config.max_substitutes is not None:
@@ -362,16 +365,18 @@ class BatchProducer:
         """Text goes past DALI: string features, and the name of the current frame's task."""
         dataset = self._config.dataset
         texts = {key: columns[key].tolist() for key, f in dataset.features.items() if f.is_text}
-        for key, names in self._names.result().items():
+        for key, tables in self._names.result().items():
             index = f"{key}_index"
-            if index in columns and (names or key == "task"):
+            if index in columns and (any(tables) or key == "task"):
                 numbers = self._memory.gather(index, episode, frame).tolist()
+                which = self._dataset_of[episode].tolist()
                 try:
-                    texts[key] = [names[n] for n in numbers]
+                    texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
                 except KeyError as error:
+                    place = next(d for d, n in zip(which, numbers, strict=True) if n not in tables[d])
                     raise DatasetError(
-                        f"{dataset.store.where(f'meta/{key}s.parquet')}: has no {index} {error}, which rows of the dataset "
-                        f"name; it has {len(names)}. Copy the dataset again"
+                        f"{dataset.names_place(key, place)}: has no {index} {error}, which rows of the dataset "
+                        f"name; it has {len(tables[place])}. Copy the dataset again"
                     ) from error
         return texts
 

@@ -35,7 +35,7 @@ class Storage:
     """What storage has to offer, and how much of it may be in memory.
 
     Attributes:
-        files: per camera with video files, (E,) the number of each episode's file.
+        files: per camera with video files, (E,) the number of each episode's file; -1 where it has none.
         row_bytes: about what a row takes in memory.
         index_bytes: per camera, about what the index of a file takes in memory.
         fetched: cameras whose video is fetched into memory; that of others is read in place.
@@ -166,7 +166,7 @@ class ReadSchedule:
         """Adds the next batch of the order."""
         episodes = np.unique(found.episode)
         self._uses.add(found.number, episodes)
-        files = {camera: np.unique(numbers[episodes]).tolist() for camera, numbers in self._storage.files.items()}
+        files = {camera: _unique(numbers[episodes]) for camera, numbers in self._storage.files.items()}
         self._batches.append((found.epoch, episodes.tolist(), files))
 
     def there(self, camera: str, number: int, size: int) -> None:
@@ -390,15 +390,16 @@ class ReadSchedule:
         return kept
 
     def _is_there(self, episode: int) -> bool:
-        found = self._kinds([episode], {camera: [int(files[episode])] for camera, files in self._storage.files.items()})
-        return all(number in items.size and number not in items.coming for _, items, [number] in found)
+        found = self._kinds([episode], {camera: _unique(files[[episode]]) for camera, files in self._storage.files.items()})
+        return all(number in items.size and number not in items.coming for _, items, numbers in found for number in numbers)
 
     def _files_next(self, camera: str, files: Int64) -> Int64:
         """Per file, the next batch that shows an episode of it."""
         after = self._uses.next(np.arange(len(self._table.lengths)))
         episodes = np.flatnonzero(after < NEVER)
         found = np.full(len(self._seen[camera]), NEVER, np.int64)
-        np.minimum.at(found, self._storage.files[camera][episodes], after[episodes])
+        numbers = self._storage.files[camera][episodes]
+        np.minimum.at(found, numbers[numbers >= 0], after[episodes][numbers >= 0])
         return found[files]
 
     def _bytes(self, blocks: Mapping[str, Int64]) -> int:
@@ -409,3 +410,8 @@ class ReadSchedule:
             f"memory_budget leaves {self._storage.room} bytes for rows, indices and encoded video, and a batch needs {need} "
             f"beside {self.cache.taken} in use; give a larger memory_budget, or a smaller batch_size"
         )
+
+
+def _unique(files: npt.NDArray[np.integer]) -> list[int]:
+    """The files of some episodes, without those that have none."""
+    return np.unique(files[files >= 0]).tolist()

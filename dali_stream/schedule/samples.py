@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.order import Order
 from dali_stream.order.batches import Batches
+from dali_stream.order.orders import EpochOrder
 
 Int64 = npt.NDArray[np.int64]
 
@@ -29,14 +29,14 @@ class Samples(NamedTuple):
 
     number: int
     epoch: int
-    order: Order
+    order: EpochOrder
     position: Int64
     episode: Int64
     frame: Int64
     padded: int
 
 
-def samples(order: Callable[[int], Order], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
+def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
     """The batches from a position on, without end: one epoch follows another.
 
     Args:

@@ -70,10 +70,11 @@ class Schedule:
         lengths: (E,) frames of each selected episode.
         batches: what the batches show, from where the run begins.
         batch_size: samples of a batch at most.
-        windows: per camera whose frames are cached, its frame offsets (T,).
+        windows: per camera whose frames are cached, its frame offsets: (T,), or (M, T) for M datasets.
         limits: how far to look, how much to keep.
         storage: what there is to read; None: nothing, all of it is in memory.
         uncached: per camera whose frames are not cached, its frame offsets.
+        dataset_of: (E,) the number of each episode's dataset; None: there is one.
 
     Attributes:
         ahead: the batches that have been read and not planned.
@@ -91,8 +92,10 @@ class Schedule:
         limits: Limits,
         storage: Storage | None = None,
         uncached: Mapping[str, Int64] | None = None,
+        dataset_of: Int64 | None = None,
     ) -> None:
         self._lengths, self._batches = lengths, batches
+        self._dataset_of = dataset_of
         self._read_ahead = max(limits.horizon // batch_size, 1)
         self.ahead: deque[Samples] = deque()
         self._table = FrameTable(lengths)
@@ -106,7 +109,7 @@ class Schedule:
                 self._offsets[name], self._uses[name] = offsets, Uses(self._table, name)
 
         def cache(name: str, camera: str, kept: int) -> FrameCache:
-            uses, frames = self._uses[self._window[camera]], batch_size * len(windows[camera])
+            uses, frames = self._uses[self._window[camera]], batch_size * windows[camera].shape[-1]
             keep_all = kept >= int(lengths.sum())
             return FrameCache(
                 self._table, name, uses, kept=kept, batch_frames=frames, in_flight=limits.in_flight, keep_all=keep_all
@@ -224,5 +227,8 @@ class Schedule:
 
     def _rows(self, name: str, samples: Samples) -> Int64:
         """(B, T) rows of the frames that a batch shows through a window."""
-        frames, _ = window(self._offsets[name], samples.frame, self._lengths[samples.episode])
+        offsets = self._offsets[name]
+        if offsets.ndim == 2:
+            offsets = offsets[0 if self._dataset_of is None or len(offsets) == 1 else self._dataset_of[samples.episode]]
+        frames, _ = window(offsets, samples.frame, self._lengths[samples.episode])
         return self._table.rows(samples.episode, frames)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.mp4.format import describe
-from dali_stream.order import Order
 from dali_stream.order.batches import Batches
+from dali_stream.order.orders import EpochOrder
 from dali_stream.schedule.budget import divide, horizon
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule
@@ -69,7 +69,7 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
     found: list[Forecast] = []
     for budget in sorted(budgets):
         shares = divide(budget, config.sizes(cameras))
-        offsets, gop = config.windows.of(cameras[0]), median_gop([tables[cameras[0]]])
+        offsets, gop = config.windows.widest(cameras[0]), median_gop([tables[cameras[0]]])
         first, later = decodes(dataset.lengths, config.order, config.batches, offsets, gop, shares.frames, config.rank)
         rate = config.threads / (seconds * later) if later else None
         found.append(Forecast(budget, shares.frames, later, first, rate))
@@ -85,7 +85,7 @@ def median_gop(tables: Sequence[VideoIndex]) -> int:
 
 def decodes(
     lengths: npt.NDArray[np.int64],
-    order: Callable[[int], Order],
+    order: Callable[[int], EpochOrder],
     batches: Batches,
     offsets: npt.NDArray[np.int64],
     gop: int,

@@ -43,7 +43,7 @@ class Rows:
         return self._seconds.get(episode)
 
     def _keep(self, episode: int, rows: Columns) -> None:
-        self._seconds[episode] = self._dataset.seconds(rows)
+        self._seconds[episode] = self._dataset.seconds(episode, rows)
         for name, found in self.named.items():
             for value in np.unique(rows[name]).tolist():
                 found.setdefault(value, episode)

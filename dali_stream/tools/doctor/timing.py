@@ -49,7 +49,7 @@ class Timing:
             interval = self._dataset.table.interval(self._camera, self._dataset.rows[episode])
             found = packets[episode] = find_packets(table, interval, seconds, self._dataset.fps, self._dataset.tolerance_s)
             try:
-                self._files.checked(table, found[found != LACKING])
+                self._files.checked(table, found[found != LACKING], episode)
             except DecodeError as error:
                 self.faults.setdefault(episode, f": {error}")
                 del packets[episode]

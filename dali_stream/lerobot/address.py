@@ -1,0 +1,42 @@
+"""Where a dataset lies: a folder, a repository of the Hub by its id, or an address."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from dali_stream.errors import DatasetError, StorageError
+from dali_stream.lerobot.metadata import INFO
+from dali_stream.storage import Store, open_store
+
+_log = logging.getLogger("dali_stream")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolved(uri: str, revision: str | None) -> tuple[str, str]:
+    """The address of a dataset; and where it could have been meant as another, what it is read as.
+
+    A repository id is read where LeRobot has downloaded it, or else from the Hub.
+    """
+    if "://" in uri or Path(uri).expanduser().exists() or not _REPOSITORY.fullmatch(uri):
+        return uri, ""
+    hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri
+    if revision is None and (cached / INFO).is_file():
+        return str(cached), ""
+    address = f"hf://datasets/{uri}"
+    return address, f"{uri}: there is no such folder in {Path.cwd()}, so it is read as the id of a Hub dataset, {address}"
+
+
+def opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:
+    """The store for an address. `note` is logged first, and precedes the message of an error."""
+    if not note:
+        return open_store(address, storage_options, **options)
+    _log.warning("%s. Write %s to say that it is one", note, address)
+    try:
+        return open_store(address, storage_options, **options)
+    except (DatasetError, StorageError) as error:
+        raise type(error)(f"{note}. {error}") from error

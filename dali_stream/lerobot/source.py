@@ -1,0 +1,130 @@
+"""What is recorded, as the loader sees it: the episodes of one dataset, or those of several as if they were one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.rows import Found
+from dali_stream.storage import Store
+
+Int64 = npt.NDArray[np.int64]
+S = TypeVar("S", bound="Source")
+ABSENT = -1  # in place of a file number: the episode's dataset lacks the camera
+
+
+class Timing(NamedTuple):
+    """Which frame of a video a row of an episode has: that at its time, within a tolerance.
+
+    Attributes:
+        fps: frames per second.
+        tolerance_s: how far the frame may be from the row's time, in seconds.
+    """
+
+    fps: float
+    tolerance_s: float
+
+
+class Rows(Protocol):
+    """Reads rows, such as `lerobot.rows.RowReader`. Safe to use from several threads."""
+
+    def read(self, episode: int) -> Found:
+        """The rows of an episode, and of others that had to be read with it. Raises DatasetError, StorageError."""
+        ...
+
+
+class Source(Protocol):
+    """Episodes, numbered from 0, with their features and files. `DatasetFiles` and `Union` are such.
+
+    Attributes:
+        features: by key, without cameras that are not selected.
+        cameras: keys of the features that hold frames.
+        videos: those of the cameras whose frames are in MP4 files.
+        lengths: (E,) int64, frames of each episode.
+        sampled_lengths: (E,) int64, frames of each that an epoch shows.
+        episodes: (E,) int64, their indices in their datasets, for messages.
+        dataset_of: (E,) int64, the number of each episode's dataset.
+        constants: values that a batch has of each sample's dataset: per key, (M, ...), M the number of datasets.
+        data_store: where rows and video are.
+        cache_dir: where fetched bytes are kept on the disk, or None.
+        row_bytes: about how many bytes a row takes in memory.
+        row_bytes_without_objects: the same beside images and text.
+    """
+
+    @property
+    def features(self) -> Mapping[str, Feature]: ...
+    @property
+    def cameras(self) -> tuple[str, ...]: ...
+    @property
+    def videos(self) -> tuple[str, ...]: ...
+    @property
+    def lengths(self) -> Int64: ...
+    @property
+    def sampled_lengths(self) -> Int64: ...
+    @property
+    def episodes(self) -> Int64: ...
+    @property
+    def dataset_of(self) -> Int64: ...
+    @property
+    def constants(self) -> Mapping[str, npt.NDArray[Any]]: ...
+    @property
+    def data_store(self) -> Store: ...
+    @property
+    def cache_dir(self) -> str | os.PathLike[str] | None: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def row_bytes_without_objects(self) -> int: ...
+
+    def files(self, camera: str) -> Int64:
+        """(E,) the number of each episode's MP4 file; `ABSENT` where its dataset lacks the camera."""
+        ...
+
+    def present(self, key: str) -> npt.NDArray[np.bool_]:
+        """(E,) whether each episode's dataset has a feature."""
+        ...
+
+    def path(self, camera: str, file: int) -> str:
+        """The path of an MP4 file in `data_store`."""
+        ...
+
+    def interval(self, camera: str, episode: int) -> tuple[float, float]:
+        """Where an episode lies in its MP4 file: [start, stop) in seconds."""
+        ...
+
+    def timing(self, episode: int) -> Timing:
+        """Of an episode's rows and frames."""
+        ...
+
+    def seconds(self, episode: int, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        """(L,) seconds since their episode began of some rows, of which `timestamp` and `frame_index` are given."""
+        ...
+
+    def feature(self, key: str, episode: int) -> Feature:
+        """A feature as the dataset of an episode has it."""
+        ...
+
+    def picture_size(self, camera: str) -> tuple[int, int]:
+        """(height, width) of a camera's frames. Raises ValueError where datasets differ in it."""
+        ...
+
+    def row_reader(self, store: Store, at_once: int) -> Rows:
+        """Reads the rows of all features, from a session of `data_store`. `at_once` as of `RowReader`."""
+        ...
+
+    def names(self) -> dict[str, list[dict[int, str]]]:
+        """{"task": a table {task_index: task} of each dataset, "subtask": ...}. Raises DatasetError, StorageError."""
+        ...
+
+    def names_place(self, key: str, dataset: int) -> str:
+        """The file that has one of these tables, for messages."""
+        ...
+
+    def without(self: S, keys: Collection[str]) -> S:
+        """The same episodes without these features and cameras. Raises ValueError."""
+        ...

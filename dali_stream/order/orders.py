@@ -1,0 +1,78 @@
+"""The orders of a run, one for each epoch."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.order.batches import Batches
+from dali_stream.order.order import Order
+from dali_stream.order.selected import Ranges, SelectedOrder
+from dali_stream.order.state import OrderArguments
+
+Int64 = npt.NDArray[np.int64]
+
+
+class EpochOrder(Protocol):
+    """The order of one epoch, such as `Order`."""
+
+    def read(self, start: int, count: int, rank: int = 0, world_size: int = 1) -> tuple[Int64, Int64]:
+        """As of `Order`."""
+        ...
+
+
+class Orders(Protocol):
+    """The orders of a run.
+
+    Attributes:
+        positions: of each epoch.
+        state: what the order is a function of, beside the arguments, the dataset and the epoch.
+    """
+
+    @property
+    def positions(self) -> int: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
+
+    def of(self, epoch: int, arguments: OrderArguments) -> EpochOrder:
+        """The order of an epoch."""
+        ...
+
+    def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
+        """How many episodes a rank draws from at a time, about."""
+        ...
+
+
+class DatasetOrders:
+    """The orders of one dataset, as `Orders`.
+
+    Args:
+        lengths: (E,) frames of each episode.
+        ranges: the frames that are sampled; None: all.
+    """
+
+    def __init__(self, lengths: Int64, ranges: Ranges | None = None) -> None:
+        self._lengths, self._ranges = lengths, ranges
+        self._sampled = lengths if ranges is None else ranges.counts
+        self.positions = int(self._sampled.sum())
+        self.state: dict[str, Any] = {}
+
+    def of(self, epoch: int, arguments: OrderArguments) -> Order:
+        shuffle, seed, *pools = arguments
+        if self._ranges is None:
+            return Order(self._lengths, shuffle, seed, epoch, *pools)
+        return SelectedOrder(self._ranges, shuffle, seed, epoch, *pools)
+
+    def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
+        lengths = self._sampled
+        shuffle, _, consumers, episode_pool_size = arguments
+        if shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
+            found = consumers // batches.world_size * (episode_pool_size + 1)
+        elif shuffle is False:  # those that lie beside each other
+            ends = np.cumsum(lengths)
+            found = int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
+        else:
+            found = batches.batch_size
+        return min(found, len(lengths))
