@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, ResumeError, StorageError
+from dali_stream.mixture import Mixture
 from dali_stream.normalize import Normalizer
 from dali_stream.order import Order
+from dali_stream.order.mixture import MixtureOrder
 
 if TYPE_CHECKING:
     from dali_stream import augment
@@ -31,6 +33,8 @@ __all__ = [
     "FrameSampler",
     "Loader",
     "MemoryBudgetError",
+    "Mixture",
+    "MixtureOrder",
     "Normalizer",
     "Order",
     "ResumeError",

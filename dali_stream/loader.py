@@ -17,6 +17,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
 from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import DaliStreamError, ResumeError, counted
+from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
@@ -45,7 +46,7 @@ class Loader:
     Iterate a Loader itself, in the process that trains: it takes the place of PyTorch's DataLoader, and cannot be copied.
 
     Args:
-        dataset: a `Dataset`, or anything that it takes.
+        dataset: a `Dataset`, or anything that it takes; or a `Mixture` of several.
         batch_size: samples per batch and rank.
         delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
             `{"action": [i / dataset.fps for i in range(16)]}`. A step shows the row that is round(seconds * fps) rows away in
@@ -92,7 +93,7 @@ class Loader:
     @known_arguments
     def __init__(
         self,
-        dataset: Dataset | str | os.PathLike[str],
+        dataset: Dataset | Mixture | str | os.PathLike[str],
         *,
         batch_size: int = 64,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
@@ -128,12 +129,15 @@ class Loader:
         pools = default_pools(batch_size, world_size, consumers, episode_pool_size)
         arguments = OrderArguments(shuffle, seed, *pools).checked(rank, world_size)
         threads = process.cores() if threads is None else positive("threads", threads)
-        self.dataset = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+        self.dataset = dataset if isinstance(dataset, (Dataset, Mixture)) else Dataset(dataset)
         orders = self.dataset.orders()
         batches = Batches(orders.positions, batch_size, world_size, last_batch).checked()
         keys = [key for key, feature in self.dataset.features.items() if not feature.is_text]
         offsets = self.dataset.window_offsets(delta_timestamps or {}, keys)
         streamed = delivered(self.dataset, offsets, pipeline is not None, on_error == "substitute")
+        if image_size is None:
+            for camera in streamed.cameras:
+                streamed.picture_size(camera)
         self.normalizer = Normalizer(streamed, normalize)
         if image_dtype != "float32" and (frames := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
             raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')

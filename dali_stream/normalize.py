@@ -10,7 +10,7 @@ As LeRobot's NormalizerProcessorStep has it, but for dimensions that never chang
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments
 from dali_stream.errors import DatasetError
+from dali_stream.mixture import Mixture
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,11 @@ _COMPUTE = (
     "Dataset(uri, stats=dataset.compute_stats()), or `dali-stream stats URI --out stats.json` once and "
     'Dataset(uri, stats=json.load(open("stats.json")))'
 )
-Modes = str | Mapping[str, str | None] | None
+WHOSE = ("merged", "own")
+INDEX = "dataset_index"  # the key of the number of each sample's dataset
+Mode = str | tuple[str, str] | None
+Modes = Mode | Mapping[str, Mode]
+Affine = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 _log = logging.getLogger("dali_stream")
 
 
@@ -38,9 +43,11 @@ class Normalizer:
 
     Args:
         dataset: whose features, and whose `stats`: those of `meta/stats.json`, which are of all episodes, or those that were
-            given as `Dataset(stats=...)`.
+            given as `Dataset(stats=...)`. Or a `Mixture`.
         normalize: {key: "mean_std", "min_max", "quantiles" or None}; or one of them for the action and all of
             `observation.*` that is floats and no camera. A camera's statistics are of frames in [0, 1], per channel.
+            Of a mixture also ("min_max", "own"), by the statistics of each sample's own dataset; "min_max" alone is
+            ("min_max", "merged"), by those of all together, see `Mixture.stats`. What a dataset lacks stays 0.
 
     Attributes:
         modes: {key: mode} of what is normalised.
@@ -51,73 +58,133 @@ class Normalizer:
     """
 
     @known_arguments
-    def __init__(self, dataset: Dataset, normalize: Modes) -> None:
-        self.modes = _modes(dataset, normalize)
-        self._affine = {key: _affine(dataset, key, mode) for key, mode in self.modes.items()}
+    def __init__(self, dataset: Dataset | Mixture, normalize: Modes) -> None:
+        chosen = _modes(dataset, normalize)
+        self.modes = {key: mode for key, (mode, _) in chosen.items()}
+        # (shift, scale) of each key; where the datasets of a mixture differ, one after the other.
+        self._affine = {key: _affine(dataset, key, *mode) for key, mode in chosen.items()}
+        self._shape = {key: _shape(dataset, key) for key in chosen}
         self._on: dict[tuple[str, Any], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch with its keys normalised. Tensors are (B, ...) or (B, T, ...) float, as the Loader delivers them."""
-        return {key: self._forward(key, value) if key in self._affine else value for key, value in batch.items()}
+        return self._mapped(batch, lambda value, shift, scale: (value - shift) / scale)
 
     def inverse(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes it back, for example of {"action": what a policy predicts}. Keys that are not normalised stay as they are."""
-        return {key: self._back(key, value) if key in self._affine else value for key, value in batch.items()}
+        """Takes it back, for example of {"action": what a policy predicts}. Keys that are not normalised stay as they are.
 
-    def _forward(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        shift, scale = self._tensors(key, value)
-        return (value - shift) / scale
+        Of a mixture whose datasets are normalised differently, the batch also needs `dataset_index`, int64 (B,).
+        """
+        return self._mapped(batch, lambda value, shift, scale: value * scale + shift)
 
-    def _back(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        shift, scale = self._tensors(key, value)
-        return value * scale + shift
+    def _mapped(self, batch: Mapping[str, Any], change: Callable[[Any, Any, Any], Any]) -> dict[str, Any]:
+        index = batch.get(INDEX)
+        return {
+            key: change(value, *self._tensors(key, value, index)) if key in self._affine else value
+            for key, value in batch.items()
+        }
 
-    def _tensors(self, key: str, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tensors(self, key: str, like: torch.Tensor, index: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shift and scale in a shape that broadcasts to a tensor."""
         import torch
 
         if (key, like.device) not in self._on:
-            shift, scale = self._affine[key]
-            self._on[key, like.device] = (torch.tensor(shift, device=like.device), torch.tensor(scale, device=like.device))
-        of = self._affine[key][0].shape
+            on_device = (torch.tensor(values, device=like.device) for values in self._affine[key])
+            self._on[key, like.device] = (next(on_device), next(on_device))
+        shift, scale = self._on[key, like.device]
+        of = self._shape[key]
         # What is not of that shape would be broadcast to something else without a word.
         if like.shape[like.ndim - len(of) :][: 1 if len(of) == 3 else None] != of[: 1 if len(of) == 3 else None]:
             raise ValueError(f"{key} has shape {tuple(like.shape)}, and what is normalised of it ends in {of}; see `normalize`")
-        return self._on[key, like.device]
+        if shift.ndim == len(of):
+            return shift, scale
+        if index is None:
+            raise ValueError(
+                f"{key} is normalised by the statistics of each sample's own dataset, and the batch has no {INDEX!r}: int64 "
+                "(B,), as the Loader delivers it. Keep it beside what is normalised"
+            )
+        index = index.to(like.device)
+        shape = len(index), *(1,) * (like.ndim - 1 - len(of)), *of
+        return shift[index].reshape(shape), scale[index].reshape(shape)
 
 
-def _modes(dataset: Dataset, normalize: Modes) -> dict[str, str]:
+def _modes(dataset: Dataset | Mixture, normalize: Modes) -> dict[str, tuple[str, str]]:
+    """{key: (mode, whose)} of what is normalised."""
     if normalize is None:
         return {}
-    if not isinstance(normalize, (str, Mapping)):
+    if not isinstance(normalize, (str, tuple, Mapping)):
         raise ValueError(
             f"normalize is {normalize!r}; it is one of {', '.join(map(repr, MODES))}, or a dict with one of them or None per "
             "key, or None"
         )
-    if isinstance(normalize, str):
+    if not isinstance(normalize, Mapping):
         normalize = {key: normalize for key in dataset.features if _is_floats(dataset, key) and key not in dataset.cameras
                      and (key == "action" or key.startswith("observation."))}  # fmt: skip
-    for key, mode in normalize.items():
-        if mode is not None and not (isinstance(mode, str) and mode in MODES):
-            raise ValueError(f"normalize has {mode!r} for {key}; allowed are {', '.join(map(repr, MODES))} and None")
+    found = {}
+    for key, given in normalize.items():
+        mode = (given, WHOSE[0]) if given is None or isinstance(given, str) else given
+        if not (isinstance(mode, tuple) and len(mode) == 2 and mode[0] in (*MODES, None) and mode[1] in WHOSE):
+            raise ValueError(
+                f"normalize has {given!r} for {key}; allowed are {', '.join(map(repr, MODES))} and None, and of a mixture "
+                f'one of them with {" or ".join(map(repr, WHOSE))}, such as ("min_max", "own")'
+            )
+        if isinstance(given, tuple) and not dataset.dataset_names:
+            raise ValueError(f"normalize has {given!r} for {key}, and only a mixture has statistics of several datasets")
         if key not in dataset.features or not _is_floats(dataset, key):
             can = [other for other in dataset.features if _is_floats(dataset, other)]
             raise ValueError(f"normalize names {key!r}, which is no feature of floats or frames; those are {', '.join(can)}")
-    return {key: mode for key, mode in normalize.items() if mode is not None}
+        if mode[0] is not None:
+            found[key] = (mode[0], mode[1])
+    return found
 
 
-def _is_floats(dataset: Dataset, key: str) -> bool:
+def _is_floats(dataset: Dataset | Mixture, key: str) -> bool:
     return key in dataset.cameras or dataset.features[key].is_float
 
 
-def _affine(dataset: Dataset, key: str, mode: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """(shift, scale): a value is normalised as (value - shift) / scale."""
-    first, second = (_statistic(dataset, key, name) for name in MODES[mode])
+def _shape(dataset: Dataset | Mixture, key: str) -> tuple[int, ...]:
+    """The shape of what is normalised alike: of a row, or (C, 1, 1) of a camera."""
+    feature = dataset.features[key]
+    return (feature.channels, 1, 1) if feature.is_camera else feature.row_shape
+
+
+def _affine(dataset: Dataset | Mixture, key: str, mode: str, whose: str) -> Affine:
+    """(shift, scale): a value is normalised as (value - shift) / scale. (M, ...) where M datasets have different ones."""
+    if not isinstance(dataset, Mixture):
+        return _of_statistics({name: _statistic(dataset, key, name) for name in _names(dataset, key, mode)}, dataset, key, mode)
+    having, shape = dataset.having(key), _shape(dataset, key)
+    shift, scale = np.zeros((len(dataset.datasets), *shape), np.float32), np.ones((len(dataset.datasets), *shape), np.float32)
+    merged = None
+    if whose == "merged":
+        for part, own in having.values():
+            for name in MODES[mode]:
+                _statistic(part, own, name)  # raises where it is missing
+        merged = _of_statistics(dataset.merged_stats(key), dataset, key, mode)
+    for number, (part, own) in having.items():
+        there = dataset.dimensions(key, number)
+        if merged is None:
+            found = _affine(part, own, mode, whose)
+            shift[number, ...][there], scale[number, ...][there] = (values.reshape(-1) for values in found)
+        else:
+            shift[number, ...][there], scale[number, ...][there] = (values[there] for values in merged)
+    same = bool((shift == shift[:1]).all() and (scale == scale[:1]).all())
+    return (shift[0], scale[0]) if same else (shift, scale)
+
+
+def _names(dataset: Dataset, key: str, mode: str) -> list[str]:
+    """The statistics that a mode needs, and the extremes where there are any."""
+    extremes = ("min", "max") if {"min", "max"} <= dataset.stats.get(key, {}).keys() else ()
+    return [*dict.fromkeys((*MODES[mode], *extremes))]
+
+
+def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
+    first, second = (stats[name] for name in MODES[mode])
     shift, scale = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
     flat = scale == 0
     why = "std is 0" if mode == "mean_std" else f"{MODES[mode][0]} is {MODES[mode][1]}"
-    if {"min", "max"} <= dataset.stats.get(key, {}).keys():
+    if {"min", "max"} <= stats.keys():
         # LeRobot adds a deviation up in float32, so that of a dimension that never changes is seldom quite 0.
-        least, most = (_statistic(dataset, key, name) for name in ("min", "max"))
+        least, most = stats["min"], stats["max"]
         why = why if flat.any() else "min is max"
         flat, shift = flat | (least == most), np.where(least == most, least, shift)
     if flat.any():
@@ -149,7 +216,7 @@ def _statistic(dataset: Dataset, key: str, name: str) -> npt.NDArray[np.float64]
     return found.astype(np.float64).reshape(() if shape == (1,) else shape)
 
 
-def _name(dataset: Dataset, key: str, place: int) -> str:
+def _name(dataset: Dataset | Mixture, key: str, place: int) -> str:
     names = dataset.features[key].get("names")
     if isinstance(names, Mapping) and len(names) == 1:
         [names] = names.values()

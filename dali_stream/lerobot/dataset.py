@@ -267,6 +267,10 @@ class DatasetFiles:
         return np.zeros(self.num_episodes, np.int64)
 
     @property
+    def dataset_names(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def constants(self) -> dict[str, npt.NDArray[Any]]:
         return {}
 

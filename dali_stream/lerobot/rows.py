@@ -39,10 +39,12 @@ class Found(dict[int, Columns]):
     Attributes:
         rows: per episode index that was there, how many.
         bytes_read: that it took.
+        renamed: the one that it was made of, if any; while it is referenced, it is not read again.
     """
 
     rows: dict[int, int]
     bytes_read: int
+    renamed: Found | None = None
 
     def take_bytes(self) -> int:
         """`bytes_read`, to whoever asks first; 0 to others."""

@@ -49,6 +49,7 @@ class Source(Protocol):
         sampled_lengths: (E,) int64, frames of each that an epoch shows.
         episodes: (E,) int64, their indices in their datasets, for messages.
         dataset_of: (E,) int64, the number of each episode's dataset.
+        dataset_names: of the M datasets of a mixture; empty of a single dataset.
         constants: values that a batch has of each sample's dataset: per key, (M, ...), M the number of datasets.
         data_store: where rows and video are.
         cache_dir: where fetched bytes are kept on the disk, or None.
@@ -70,6 +71,8 @@ class Source(Protocol):
     def episodes(self) -> Int64: ...
     @property
     def dataset_of(self) -> Int64: ...
+    @property
+    def dataset_names(self) -> tuple[str, ...]: ...
     @property
     def constants(self) -> Mapping[str, npt.NDArray[Any]]: ...
     @property

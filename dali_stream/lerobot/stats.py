@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,3 +116,48 @@ def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
     stats: dict[str, list[Any]] = {name: value.reshape(-1, 1, 1).tolist() for name, value in result.items()}
     stats["count"] = [size]
     return stats
+
+
+def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Statistics of a mixture out of those of its parts, of which it has these shares.
+
+    It has those that all parts have; NaN stands for a number that a part lacks. `min` and `max` are the
+    extremes, `mean` and `std` those of the mixed samples. Quantiles are approximate: values are taken to be evenly spread
+    between the quantiles of a part that are known.
+
+    Args:
+        shares: of each part.
+        parts: of each, float64 arrays of one shape: `mean`, `std`, `min`, `max` and quantiles, all or some of them.
+    """
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    stacked = {name: np.stack([part[name] for part in parts]) for name in names}
+    weight = np.asarray(shares, np.float64).reshape(-1, *(1,) * (next(iter(stacked.values())).ndim - 1))
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        there = ~np.isnan(values)
+        return np.where(there, values * weight, 0).sum(axis=0) / (there * weight).sum(axis=0)
+
+    found = {name: least(stacked[name], axis=0) for name, least in (("min", np.nanmin), ("max", np.nanmax)) if name in names}
+    if "mean" in names:
+        found["mean"] = mean(stacked["mean"])
+        if "std" in names:
+            found["std"] = np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - found["mean"]) ** 2))
+    known = {name: share for name, share in {"min": 0.0, **QUANTILES, "max": 1.0}.items() if name in names}
+    points = np.stack([stacked[name] for name in known], axis=1) if known else np.empty(0)  # (parts, quantiles, ...)
+    for name in (name for name in QUANTILES if name in names):
+        found[name] = np.empty(points.shape[2:])
+        for place in np.ndindex(points.shape[2:]):
+            own = points[(slice(None), slice(None), *place)]
+            there = ~np.isnan(own[:, 0])
+            found[name][place] = _mixed_quantile(np.asarray(shares)[there], own[there], list(known.values()), QUANTILES[name])
+    return found
+
+
+def _mixed_quantile(shares: np.ndarray, points: np.ndarray, levels: Sequence[float], level: float) -> float:
+    """The value below which `level` of a mixture lies, whose parts have quantiles `points` (parts, levels)."""
+    low, high = float(points.min()), float(points.max())
+    for _ in range(60):  # halvings: to the last bits of a float64
+        middle = (low + high) / 2
+        below = np.array([np.interp(middle, own, levels, left=0.0, right=1.0) for own in points])
+        low, high = (middle, high) if below @ shares < level * shares.sum() else (low, middle)
+    return high

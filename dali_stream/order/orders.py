@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.order.batches import Batches
+from dali_stream.order.mixture import MixtureOrder
 from dali_stream.order.order import Order
 from dali_stream.order.selected import Ranges, SelectedOrder
+from dali_stream.order.shares import Shares
 from dali_stream.order.state import OrderArguments
 
 Int64 = npt.NDArray[np.int64]
@@ -76,3 +79,30 @@ class DatasetOrders:
         else:
             found = batches.batch_size
         return min(found, len(lengths))
+
+
+class MixtureOrders:
+    """The orders of a mixture, as `Orders`.
+
+    Args:
+        lengths: of each dataset, (E,) frames of each episode.
+        ranges: of each dataset, the frames that are sampled; None: all.
+        shares: how many samples each dataset gives.
+    """
+
+    def __init__(self, lengths: Sequence[Int64], ranges: Sequence[Ranges | None], shares: Shares) -> None:
+        self._ranges, self._shares = ranges, shares
+        self._sampled = [own if taken is None else taken.counts for own, taken in zip(lengths, ranges, strict=True)]
+        self.positions = shares.epoch_samples
+        self.state: dict[str, Any] = {"mixture": shares.state()}
+
+    def of(self, epoch: int, arguments: OrderArguments) -> MixtureOrder:
+        shuffle, seed, *pools = arguments
+        return MixtureOrder(self._sampled, self._shares, shuffle, seed, epoch, *pools, ranges=self._ranges)
+
+    def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
+        episodes = sum(map(len, self._sampled))
+        if arguments.shuffle is not True:
+            return min(batches.batch_size if arguments.shuffle else 2 * len(self._sampled), episodes)
+        pools = self._shares.pools(arguments.episode_pool_size)
+        return min(arguments.consumers // batches.world_size * int((pools + 1).sum()), episodes)

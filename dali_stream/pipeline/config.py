@@ -24,6 +24,7 @@ from dali_stream.schedule.budget import Sizes, batches_in_progress
 
 _log = logging.getLogger("dali_stream")
 SUBSTITUTE = "is_substitute"  # the key of the mask of samples that could not be decoded
+DATASET = "dataset"  # the key of the name of each sample's dataset, of a mixture
 SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
 
 
@@ -140,6 +141,8 @@ def delivered(dataset: S, offsets: Mapping[str, Any], augments: bool, substitute
     added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
     added["task"] = "the text of task_index"
     added |= dict.fromkeys(dataset.constants, "what the sample's dataset has")
+    if dataset.dataset_names:
+        added[DATASET] = "the name of the sample's dataset"
     if substitutes:
         added[SUBSTITUTE] = "the mask of substituted samples"
     if "subtask" in dataset.features and "subtask_index" in dataset.features and any(dataset.names()["subtask"]):

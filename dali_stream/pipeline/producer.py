@@ -34,7 +34,7 @@ from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
-from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE, Config
+from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
 from dali_stream.process import trim_memory
 from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon
@@ -378,6 +378,8 @@ class BatchProducer:
                         f"{dataset.names_place(key, place)}: has no {index} {error}, which rows of the dataset "
                         f"name; it has {len(tables[place])}. Copy the dataset again"
                     ) from error
+        if names := dataset.dataset_names:
+            texts[DATASET] = [names[d] for d in self._dataset_of[episode].tolist()]
         return texts
 
     # ---- the thread that runs DALI

@@ -1,0 +1,82 @@
+"""The features that several datasets have in common, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.lerobot.features import Feature
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Common:
+    """Features under common keys, of M datasets.
+
+    Attributes:
+        features: by key. A vector is as wide as the widest; a camera has the size of its largest frames.
+        missing: (M,) which datasets lack the key, for each key that some lack.
+        padded: (M, D) which dimensions of the widest are padding, for each key of vectors whose widths differ.
+        differences: keys that some lack, or that have other widths.
+        conflicts: keys under which datasets have what cannot be one feature.
+    """
+
+    features: dict[str, Feature] = field(default_factory=dict)
+    missing: dict[str, Bools] = field(default_factory=dict)
+    padded: dict[str, Bools] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+
+
+def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
+    """The features of datasets, by their common keys, in the order in which they first appear."""
+    found = Common()
+    for key in dict.fromkeys(key for features in datasets for key in features):
+        have = [features.get(key) for features in datasets]
+        there = [feature for feature in have if feature is not None]
+        if len({_kind(feature) for feature in there}) > 1:
+            found.conflicts.append(key)
+            continue
+        found.features[key] = max(there, key=lambda feature: np.prod(feature.shape or (1,)))
+        if len(there) < len(have):
+            found.missing[key] = np.array([feature is None for feature in have])
+        if len({feature.row_shape for feature in there}) > 1 and not there[0].is_camera:
+            [width] = found.features[key].row_shape
+            widths = [width if feature is None else (feature.row_shape or (1,))[0] for feature in have]
+            found.padded[key] = np.arange(width) >= np.array(widths)[:, None]
+        if key in found.missing or key in found.padded:
+            found.differences.append(key)
+    return found
+
+
+def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:
+    """What each dataset has under some keys, a line for each key."""
+    lines = [("key", *names)]
+    lines += [(key, *(described(features.get(key)) for features in datasets)) for key in keys]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def described(feature: Feature | None) -> str:
+    """A feature in a few characters."""
+    if feature is None:
+        return "missing"
+    if feature.is_camera:
+        height, width = feature.frame_size
+        return f"{feature.dtype} {height}×{width}" + (f"×{feature.channels}" if feature.channels != 3 else "")
+    return f"{feature.dtype} {feature.row_shape}" if feature.row_shape else feature.dtype
+
+
+def _kind(feature: Feature) -> tuple[Any, ...]:
+    """What has to be equal for two features to be one."""
+    if feature.is_camera:
+        return feature.dtype, feature.channels
+    shape = feature.row_shape
+    return ("string" if feature.is_text else feature.numpy), None if len(shape) < 2 and not feature.is_text else shape

@@ -1,0 +1,317 @@
+"""Several datasets as if they were one: episodes end to end, features under common keys."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.lerobot.common import common, table
+from dali_stream.lerobot.dataset import NEEDED, DatasetFiles
+from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.rows import Columns, Found, RowReader
+from dali_stream.lerobot.source import ABSENT, Timing
+from dali_stream.storage import Store
+
+Int64 = npt.NDArray[np.int64]
+D = TypeVar("D", bound=DatasetFiles)
+Self = TypeVar("Self", bound="Union[Any]")
+MISSING = ("error", "pad")
+
+
+class Union(Generic[D]):
+    """A `Source` of several datasets.
+
+    `constants` has `dataset_index`, the number of the dataset. A feature that a dataset lacks is zeros there, or empty text,
+    and `constants` has `<key>_is_missing` (M,). Of vectors that are shorter in some datasets, the rest is zeros, and
+    `constants` has `<key>_dim_is_pad` (M, D).
+
+    Args:
+        datasets: by name.
+        keys: per name, {key in the dataset: common key}; features that are not named keep their key.
+        missing: "pad"; or "error", a ValueError where datasets have other features, or vectors of other widths.
+
+    Attributes:
+        datasets: by name, as given.
+        first: (M,) the number of each dataset's first episode.
+
+    Raises:
+        ValueError: bad `keys`; datasets have what cannot be one feature under a key; or they differ, and `missing` is "error".
+    """
+
+    def __init__(self, datasets: Mapping[str, D], keys: Mapping[str, Mapping[str, str]], missing: str = "error") -> None:
+        self.datasets, self._missing = dict(datasets), missing
+        self._parts = list(self.datasets.values())
+        self._own = [_own_keys(name, part, keys.get(name, {})) for name, part in self.datasets.items()]
+        self.dataset_names = tuple(self.datasets)
+        lengths = [part.lengths for part in self._parts]
+        counts = np.array([len(found) for found in lengths])
+        self.first = np.cumsum(counts) - counts
+        self.dataset_of = np.repeat(np.arange(len(counts)), counts)
+        self.lengths = np.concatenate(lengths)
+        self.sampled_lengths = np.concatenate([part.sampled_lengths for part in self._parts])
+        self.episodes = np.concatenate([part.episodes for part in self._parts])
+        self.num_episodes = len(self.lengths)
+        self.data_store: Store = UnionStore([part.data_store for part in self._parts])
+        have = [{key: part.features[own] for key, own in own_keys.items()} for part, own_keys in self._each()]
+        found, names = common(have), list(self.datasets)
+        if found.conflicts:
+            raise ValueError(
+                "the datasets have features under one key that cannot be one:\n"
+                f"{table(found.conflicts, names, have)}\nGive one of them another key with keys=, or leave it out with "
+                "Dataset.without"
+            )
+        if found.differences and missing == "error":
+            raise ValueError(
+                f"the datasets differ:\n{table(found.differences, names, have)}\n"
+                'Give missing="pad" to fill up with zeros and masks; keys={name: {key: common key}} where they are the same '
+                "under other keys; or leave features out with Dataset.without"
+            )
+        self.features, self._features = found.features, have
+        self.cameras = tuple(key for key, feature in self.features.items() if feature.is_camera)
+        self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
+        self.constants: dict[str, npt.NDArray[Any]] = {"dataset_index": np.arange(len(self._parts))}
+        self.constants |= {f"{key}_is_missing": lacks for key, lacks in found.missing.items()}
+        self.constants |= {f"{key}_dim_is_pad": padded for key, padded in found.padded.items()}
+        self._files = {key: self._number_files(key) for key in self.videos}
+
+    def _each(self) -> list[tuple[D, dict[str, str]]]:
+        """Each dataset with its own keys, by common key."""
+        return list(zip(self._parts, self._own, strict=True))
+
+    def _place(self, episode: int) -> tuple[int, int]:
+        """(number of the dataset, number of the episode in it)."""
+        dataset = int(self.dataset_of[episode])
+        return dataset, int(episode - self.first[dataset])
+
+    def _number_files(self, camera: str) -> tuple[Int64, Int64]:
+        """(E,) the number of each episode's file; and (M,) how many files the datasets before each have."""
+        numbers, before, count = [], [], 0
+        for part, own in self._each():
+            before.append(count)
+            if camera in own:
+                numbers.append(count + part.files(own[camera]))
+                count += len(part.table.video[own[camera]].paths)
+            else:
+                numbers.append(np.full(part.num_episodes, ABSENT))
+        return np.concatenate(numbers).astype(np.int64), np.array(before, np.int64)
+
+    @property
+    def stores(self) -> list[Store]:
+        """Where they are read from."""
+        return [store for part in self._parts for store in part.stores]
+
+    @property
+    def cache_dir(self) -> str | os.PathLike[str] | None:
+        """A folder for fetched bytes, if every dataset that is fetched has one."""
+        found = [part.cache_dir for part in self._parts if part.data_store.remote]
+        return found[0] if found and all(found) else None
+
+    @functools.cached_property
+    def row_bytes_without_objects(self) -> int:
+        """How many bytes a row takes in memory, beside images and text."""
+        return sum(feature.row_bytes for feature in self.features.values())
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """About how many bytes a row takes in memory."""
+        return self.row_bytes_without_objects + sum(feature.object_bytes for feature in self.features.values())
+
+    def having(self, key: str) -> dict[int, tuple[D, str]]:
+        """The datasets that have a feature, by their number, each with its own key for it."""
+        return {d: (part, own[key]) for d, (part, own) in enumerate(self._each()) if key in own}
+
+    def files(self, camera: str) -> Int64:
+        return self._files[camera][0]
+
+    def present(self, key: str) -> npt.NDArray[np.bool_]:
+        return np.array([key in own for own in self._own])[self.dataset_of]
+
+    def path(self, camera: str, file: int) -> str:
+        _, before = self._files[camera]
+        dataset = max(d for d, own in enumerate(self._own) if camera in own and before[d] <= file)
+        return f"{dataset}/{self._parts[dataset].path(self._own[dataset][camera], int(file - before[dataset]))}"
+
+    def interval(self, camera: str, episode: int) -> tuple[float, float]:
+        dataset, number = self._place(episode)
+        return self._parts[dataset].interval(self._own[dataset][camera], number)
+
+    def timing(self, episode: int) -> Timing:
+        dataset, number = self._place(episode)
+        return self._parts[dataset].timing(number)
+
+    def seconds(self, episode: int, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        dataset, number = self._place(episode)
+        return self._parts[dataset].seconds(number, rows)
+
+    def feature(self, key: str, episode: int) -> Feature:
+        return self._features[self.dataset_of[episode]][key]
+
+    def picture_size(self, camera: str) -> tuple[int, int]:
+        """(height, width) of a camera's frames. Raises ValueError where datasets differ in it."""
+        if len({have[camera].frame_size for have in self._features if camera in have}) > 1:
+            raise ValueError(
+                f"image_size is None, and the frames of {camera!r} differ in size:\n"
+                f"{table([camera], list(self.datasets), self._features)}\nGive image_size=(height, width) to make them equal"
+            )
+        return self.features[camera].frame_size
+
+    def row_reader(self, store: Store, at_once: int) -> UnionReader:
+        return UnionReader(self, store, at_once)
+
+    def names(self) -> dict[str, list[dict[int, str]]]:
+        found: dict[str, list[dict[int, str]]] = {"task": [], "subtask": []}
+        for part in self._parts:
+            for key, tables in part.names().items():
+                found[key] += tables
+        if any(found["subtask"]):
+            found["subtask"] = [names or {0: ""} for names in found["subtask"]]
+        return found
+
+    def names_place(self, key: str, dataset: int) -> str:
+        return self._parts[dataset].names_place(key, 0)
+
+    def without(self: Self, keys: Collection[str]) -> Self:
+        """The same episodes over the same open files, without these features and cameras. They are not read.
+
+        Raises:
+            ValueError: an unknown key, or one that every dataset needs.
+        """
+        for key in keys:
+            if key not in self.features or key in NEEDED:
+                can = ", ".join(other for other in self.features if other not in NEEDED)
+                raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
+        rest = object.__new__(type(self))
+        vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
+        left = {
+            name: part.without([own[key] for key in keys if key in own])
+            for (name, part), own in zip(self.datasets.items(), self._own, strict=True)
+        }
+        renamed = {
+            name: {own: key for key, own in own_keys.items() if key not in keys}
+            for name, own_keys in zip(self.datasets, self._own, strict=True)
+        }
+        Union.__init__(rest, left, renamed, self._missing)
+        return rest
+
+    def close(self) -> None:
+        """Closes file handles and connections; reading opens them again."""
+        for part in self._parts:
+            part.close()
+
+
+class UnionReader:
+    """The rows of several datasets, under the common keys. Safe to use from several threads.
+
+    Args:
+        union: the datasets.
+        store: a session of its `data_store`.
+        at_once: as of `RowReader`.
+    """
+
+    def __init__(self, union: Union[Any], store: Store, at_once: int) -> None:
+        assert isinstance(store, UnionStore)
+        self._union = union
+        self._readers = [RowReader(part, of, at_once) for (part, _), of in zip(union._each(), store.stores, strict=True)]
+
+    def read(self, episode: int) -> Found:
+        """As of `RowReader`."""
+        union = self._union
+        dataset, number = union._place(episode)
+        read = self._readers[dataset].read(number)
+        first = int(union.first[dataset])
+        found = Found({first + own: self._renamed(dataset, columns) for own, columns in read.items()})
+        found.rows, found.bytes_read, found.renamed = read.rows, read.take_bytes(), read
+        return found
+
+    def _renamed(self, dataset: int, columns: Columns) -> Columns:
+        """An episode's rows under the common keys, filled up where the dataset has less."""
+        union, own = self._union, self._union._own[dataset]
+        length = len(columns["frame_index"])
+        found: Columns = {}
+        for key, feature in union.features.items():
+            if feature.is_video:
+                continue
+            if key not in own:
+                found[key] = _nothing(feature, length)
+            elif f"{key}_dim_is_pad" not in union.constants:
+                found[key] = columns[own[key]]
+            else:
+                values = columns[own[key]].reshape(length, -1)
+                found[key] = np.zeros((length, *feature.row_shape), values.dtype)
+                found[key][:, : values.shape[1]] = values
+        return found
+
+
+class UnionStore(Store):
+    """The stores of several datasets as one, whose paths begin with the number of the dataset.
+
+    Args:
+        stores: one for each dataset.
+    """
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = list(stores)
+        self.address = "a mixture"
+        self.remote = any(store.remote for store in stores)
+
+    def _of(self, path: str) -> tuple[Store, str]:
+        dataset, _, rest = path.partition("/")
+        return self.stores[int(dataset)], rest
+
+    def size(self, path: str) -> int:
+        store, path = self._of(path)
+        return store.size(path)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        store, path = self._of(path)
+        return store.read(path, start, stop)
+
+    def exists(self, path: str) -> bool:
+        store, path = self._of(path)
+        return store.exists(path)
+
+    def files(self, folder: str) -> list[str]:
+        store, path = self._of(folder)
+        number = folder.partition("/")[0]
+        return [f"{number}/{name}" for name in store.files(path)]
+
+    def session(self) -> UnionStore:
+        return UnionStore([store.session() for store in self.stores])
+
+    def where(self, path: str) -> str:
+        store, path = self._of(path)
+        return store.where(path)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+def _nothing(feature: Feature, length: int) -> npt.NDArray[Any]:
+    """Rows of a feature that a dataset lacks."""
+    if feature.is_image or feature.is_text:
+        return np.full((length, *(() if feature.is_image else feature.row_shape)), b"" if feature.is_image else "", object)
+    return np.zeros((length, *feature.row_shape), feature.numpy)
+
+
+def _own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[str, str]:
+    """{common key: key in the dataset}."""
+    for key, other in keys.items():
+        if key not in dataset.features or (key in NEEDED and key != other):
+            can = ", ".join(key for key in dataset.features if key not in NEEDED)
+            raise ValueError(f"keys[{name!r}] has {key!r}, which dataset {name!r} cannot rename. Available: {can}")
+    found: dict[str, str] = {}
+    for key in dataset.features:
+        new = keys.get(key, key)
+        if new in found:
+            raise ValueError(
+                f"keys[{name!r}] gives {new!r} to both {found[new]!r} and {key!r} of dataset {name!r}; give one of them "
+                "another key, or leave it out with Dataset.without"
+            )
+        found[new] = key
+    return found

@@ -1,0 +1,216 @@
+"""The public mixture: several datasets in one epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import numpy as np
+
+from dali_stream.arguments import known_arguments, one_of
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot.metadata import Stats
+from dali_stream.lerobot.stats import merged
+from dali_stream.lerobot.union import MISSING, Union
+from dali_stream.order import windows
+from dali_stream.order.orders import MixtureOrders
+from dali_stream.order.shares import shares
+
+_OPENED_AT_ONCE = 16  # datasets: opening one is a few round trips, one after the other
+
+
+class Mixture(Union[Dataset]):
+    """Several datasets, of which each batch has samples in given shares. A `Loader` takes it in place of a `Dataset`.
+
+        mixture = dali_stream.Mixture({"pick": "owner/pick", "fold": "s3://bucket/fold"}, weights={"pick": 2, "fold": 1})
+        loader = dali_stream.Loader(mixture, batch_size=64, image_size=(224, 224))
+
+    At most one of `weights`, `repeats` and `temperature` says how many samples of an epoch are of which dataset:
+
+    none of them    an epoch shows every frame of every dataset once
+    repeats         an epoch shows each dataset so many times; half a pass is half of its frames, and the next epoch has the
+                    other half
+    weights         shares of the samples
+    temperature     shares that are proportional to frames ** (1 / temperature): 1 is the union's, large ones are equal
+
+    In each of them, every prefix of an epoch has each dataset's share within one sample per consumer, on each rank and over
+    all, and each dataset goes through its own frames, each once, before any comes again. See docs/mixtures.md.
+
+    A batch has `dataset`, a list of str, and `dataset_index`, int64 (B,), which of `datasets` each sample is of. Where
+    datasets differ and `missing` is "pad", it also has `<key>_is_missing`, bool (B,), for each key that some lack, whose values
+    are zeros there (or empty text), and `<key>_dim_is_pad`, bool (B, D), for vectors that are shorter in some. Frames of
+    different sizes need `Loader(image_size=...)`. A window is laid out in seconds on each dataset's own clock.
+
+    Args:
+        datasets: by name, a `Dataset` or anything that it takes. Several are opened at once.
+        weights: per name, a number above 0.
+        repeats: per name, passes per epoch, a number above 0.
+        temperature: above 0.
+        epoch_samples: of an epoch, with `weights` or `temperature`, which have no end of their own. None: as many as the
+            datasets have frames.
+        keys: per name, {key in that dataset: common key}, for features that are the same under different keys.
+        missing: "error", a ValueError that lists in what the datasets differ; or "pad", see above.
+        nearest: whether an offset of a window that is no multiple of 1/fps of a dataset means the nearest frame there. If not,
+            it is an error.
+
+    Attributes:
+        datasets: by name.
+        features: under the common keys; vectors as wide as the widest.
+        cameras: the common camera keys.
+        num_frames: of all datasets, those that can be sampled.
+        num_episodes: of all datasets.
+        shares: what each dataset gives: `targets` (M,), its share of the samples, and `passes` (M,) over it in an epoch.
+        fps: per name, frames per second.
+
+    Raises:
+        ValueError: a bad argument, or the datasets differ and `missing` is "error".
+        DatasetError, StorageError: as `Dataset`, with the name of the one.
+    """
+
+    @known_arguments
+    def __init__(
+        self,
+        datasets: Mapping[str, Dataset | str | os.PathLike[str]],
+        *,
+        weights: Mapping[str, float] | None = None,
+        repeats: Mapping[str, float] | None = None,
+        temperature: float | None = None,
+        epoch_samples: int | None = None,
+        keys: Mapping[str, Mapping[str, str]] | None = None,
+        missing: str = "error",
+        nearest: bool = False,
+    ) -> None:
+        one_of("missing", missing, MISSING)
+        if not isinstance(datasets, Mapping) or not datasets or not all(isinstance(name, str) for name in datasets):
+            raise ValueError(f"datasets is {str(datasets)[:80]}; it is a dict of one or more datasets by name")
+        for what, given in (("weights", weights), ("repeats", repeats), ("keys", keys)):
+            _check_names(what, given, datasets, every=what != "keys")
+        opened = _opened(datasets)
+        try:
+            super().__init__(opened, keys or {}, missing)
+            self.fps = {name: dataset.fps for name, dataset in opened.items()}
+            self.nearest = nearest
+            self.num_frames = int(self.sampled_lengths.sum())
+            self.shares = shares(
+                [dataset.num_frames for dataset in opened.values()],
+                weights=None if weights is None else [weights[name] for name in opened],
+                repeats=None if repeats is None else [repeats[name] for name in opened],
+                temperature=temperature,
+                epoch_samples=epoch_samples,
+                names=list(opened),
+            )
+        except BaseException:
+            for name, dataset in opened.items():
+                if dataset is not datasets[name]:
+                    dataset.close()
+            raise
+        self.uri = f"the mixture of {', '.join(opened)}"
+        self._keys = {name: dict((keys or {}).get(name, {})) for name in opened}
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits over the names, keys and fingerprints of the datasets. Shares do not count."""
+        parts = [[name, dataset.fingerprint, sorted(self._keys[name].items())] for name, dataset in self.datasets.items()]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def has_fingerprint(self, found: object) -> bool:
+        """Whether a saved state is of this mixture."""
+        return found == self.fingerprint
+
+    def orders(self) -> MixtureOrders:
+        """The orders of its epochs, as a Loader reads them."""
+        parts = self.datasets.values()
+        return MixtureOrders([part.lengths for part in parts], [part.frame_ranges for part in parts], self.shares)
+
+    def window_offsets(self, deltas: Mapping[str, Sequence[float]], keys: Sequence[str]) -> dict[str, np.ndarray]:
+        """{key: (M, T) int64 frame offsets} of `delta_timestamps`, on each dataset's own clock. Raises ValueError."""
+        found = []
+        for name, fps in self.fps.items():
+            try:
+                found.append(windows.offsets(deltas, fps, keys, self.nearest))
+            except ValueError as error:
+                hint = ". Mixture(nearest=True) takes the nearest frame" if "no multiple of" in str(error) else ""
+                raise ValueError(f"dataset {name!r}: {error}{hint}") from error
+        return {key: np.stack([offsets[key] for offsets in found]) for key in found[0]}
+
+    @property
+    def stats(self) -> Stats:
+        """Statistics of the samples per common key, merged from those of the datasets by their shares.
+
+        Means and deviations are those of the mixed samples, `min` and `max` the extremes, and quantiles approximate. Of each
+        feature it has what all datasets have that have the feature.
+        """
+        return {key: found for key in self.features if (found := self.merged_stats(key))}
+
+    def merged_stats(self, key: str) -> dict[str, np.ndarray]:
+        """Those of one feature, in the shape of a row, or (C, 1, 1) of a camera."""
+        having = self.having(key)
+        feature = self.features[key]
+        shape = (feature.channels, 1, 1) if feature.is_camera else feature.row_shape
+        parts = []
+        for number, (part, own) in having.items():
+            there = self.dimensions(key, number)
+            stats = {}
+            for name, values in part.stats.get(own, {}).items():
+                if name != "count" and values.dtype.kind in "iuf" and values.size == there.sum():
+                    stats[name] = np.full(shape, np.nan)
+                    stats[name][there] = values.reshape(-1)
+            parts.append(stats)
+        return merged([float(self.shares.targets[number]) for number in having], parts) if all(parts) else {}
+
+    def dimensions(self, key: str, number: int) -> np.ndarray:
+        """Which numbers of a row of a feature, (C, 1, 1) of a camera, dataset `number` has, and are no padding."""
+        feature = self.features[key]
+        padded = self.constants.get(f"{key}_dim_is_pad")
+        shape = (feature.channels, 1, 1) if feature.is_camera else feature.row_shape
+        return np.ones(shape, np.bool_) if padded is None else ~padded[number]
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return self.shares.epoch_samples
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError("a dali_stream.Mixture has no items; its datasets are in `datasets`, and Loader(mixture, ...) reads it")
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name} {target:.3g}" for name, target in zip(self.datasets, self.shares.targets, strict=True))
+        return f"Mixture({counted(len(self.datasets), 'dataset')}, {counted(len(self), 'sample')} an epoch: {parts})"
+
+
+def _check_names(what: str, given: object, datasets: Mapping[str, Any], every: bool) -> None:
+    """Raises ValueError where an argument is no dict by the datasets' names."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{what} is {str(given)[:80]}; it is a dict by the names of the datasets, {', '.join(datasets)}")
+    if unknown := [name for name in given if name not in datasets]:
+        raise ValueError(f"{what} names {unknown[0]!r}, which is no dataset. Available: {', '.join(datasets)}")
+    if every and (left := [name for name in datasets if name not in given]):
+        raise ValueError(f"{what} lacks {left[0]!r}; give each dataset one, or leave the dataset out")
+
+
+def _opened(datasets: Mapping[str, Dataset | str | os.PathLike[str]]) -> dict[str, Dataset]:
+    """All of them, opened."""
+
+    def opened(name: str) -> Dataset:
+        dataset = datasets[name]
+        try:
+            return dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+        except (DaliStreamError, ValueError) as error:
+            raise type(error)(f"dataset {name!r}: {error}") from error
+
+    with ThreadPoolExecutor(min(len(datasets), _OPENED_AT_ONCE), "dali_stream open") as pool:
+        futures = {name: pool.submit(opened, name) for name in datasets}
+    failed = [future.exception() for future in futures.values() if future.exception()]
+    if failed:
+        for name, future in futures.items():
+            if not future.exception() and future.result() is not datasets[name]:
+                future.result().close()
+        assert failed[0] is not None
+        raise failed[0]
+    return {name: future.result() for name, future in futures.items()}
