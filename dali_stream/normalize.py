@@ -154,19 +154,20 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str, whose: str) -> Affi
         return _of_statistics({name: _statistic(dataset, key, name) for name in _names(dataset, key, mode)}, dataset, key, mode)
     having, shape = dataset.having(key), _shape(dataset, key)
     shift, scale = np.zeros((len(dataset.datasets), *shape), np.float32), np.ones((len(dataset.datasets), *shape), np.float32)
-    merged = None
-    if whose == "merged":
-        for part, own in having.values():
-            for name in MODES[mode]:
-                _statistic(part, own, name)  # raises where it is missing
-        merged = _of_statistics(dataset.merged_stats(key), dataset, key, mode)
     for number, (part, own) in having.items():
-        there = dataset.dimensions(key, number)
-        if merged is None:
-            found = _affine(part, own, mode, whose)
+        try:
+            statistics = {name: _statistic(part, own, name) for name in _names(part, own, mode)}
+        except (ValueError, DatasetError) as error:
+            raise type(error)(f"dataset {dataset.dataset_names[number]!r}: {error}") from error
+        if whose == "own":
+            there = dataset.dimensions(key, number)
+            found = _of_statistics(statistics, part, own, mode)
             shift[number, ...][there], scale[number, ...][there] = (values.reshape(-1) for values in found)
-        else:
-            shift[number, ...][there], scale[number, ...][there] = (values[there] for values in merged)
+    if whose == "merged":
+        found = _of_statistics(dataset.merged_stats(key), dataset, key, mode)
+        for number in having:
+            there = dataset.dimensions(key, number)
+            shift[number, ...][there], scale[number, ...][there] = (values[there] for values in found)
     same = bool((shift == shift[:1]).all() and (scale == scale[:1]).all())
     return (shift[0], scale[0]) if same else (shift, scale)
 

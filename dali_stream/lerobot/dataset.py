@@ -256,6 +256,10 @@ class DatasetFiles:
         """About how many bytes a row takes in memory. Encoded images are taken for half of their pixels, text for 64."""
         return self.row_bytes_without_objects + sum(feature.object_bytes for feature in self.features.values())
 
+    @property
+    def row_bytes_of(self) -> npt.NDArray[np.int64]:
+        return np.array([self.row_bytes])
+
     @functools.cached_property
     def row_bytes_without_objects(self) -> int:
         """How many bytes a row takes in memory, beside images and text."""

@@ -53,7 +53,8 @@ class Source(Protocol):
         constants: values that a batch has of each sample's dataset: per key, (M, ...), M the number of datasets.
         data_store: where rows and video are.
         cache_dir: where fetched bytes are kept on the disk, or None.
-        row_bytes: about how many bytes a row takes in memory.
+        row_bytes: about how many bytes a row takes in memory, on average.
+        row_bytes_of: the same of each dataset, (M,) int64.
         row_bytes_without_objects: the same beside images and text.
     """
 
@@ -81,6 +82,8 @@ class Source(Protocol):
     def cache_dir(self) -> str | os.PathLike[str] | None: ...
     @property
     def row_bytes(self) -> int: ...
+    @property
+    def row_bytes_of(self) -> Int64: ...
     @property
     def row_bytes_without_objects(self) -> int: ...
 

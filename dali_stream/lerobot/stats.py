@@ -143,21 +143,21 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
         if "std" in names:
             found["std"] = np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - found["mean"]) ** 2))
     known = {name: share for name, share in {"min": 0.0, **QUANTILES, "max": 1.0}.items() if name in names}
-    points = np.stack([stacked[name] for name in known], axis=1) if known else np.empty(0)  # (parts, quantiles, ...)
     for name in (name for name in QUANTILES if name in names):
-        found[name] = np.empty(points.shape[2:])
-        for place in np.ndindex(points.shape[2:]):
-            own = points[(slice(None), slice(None), *place)]
-            there = ~np.isnan(own[:, 0])
-            found[name][place] = _mixed_quantile(np.asarray(shares)[there], own[there], list(known.values()), QUANTILES[name])
+        points = np.stack([stacked[level] for level in known], axis=1)  # (parts, levels, ...)
+        columns = np.moveaxis(points.reshape(*points.shape[:2], -1), -1, 0)
+        values = [_mixed_quantile(shares, column, list(known.values()), QUANTILES[name]) for column in columns]
+        found[name] = np.reshape(values, points.shape[2:])
     return found
 
 
-def _mixed_quantile(shares: np.ndarray, points: np.ndarray, levels: Sequence[float], level: float) -> float:
+def _mixed_quantile(shares: Sequence[float], points: np.ndarray, levels: Sequence[float], level: float) -> float:
     """The value below which `level` of a mixture lies, whose parts have quantiles `points` (parts, levels)."""
+    there = ~np.isnan(points[:, 0])
+    points, weight = points[there], np.asarray(shares)[there]
     low, high = float(points.min()), float(points.max())
     for _ in range(60):  # halvings: to the last bits of a float64
         middle = (low + high) / 2
         below = np.array([np.interp(middle, own, levels, left=0.0, right=1.0) for own in points])
-        low, high = (middle, high) if below @ shares < level * shares.sum() else (low, middle)
+        low, high = (middle, high) if below @ weight < level * weight.sum() else (low, middle)
     return high

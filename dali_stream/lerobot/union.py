@@ -118,8 +118,14 @@ class Union(Generic[D]):
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        """About how many bytes a row takes in memory."""
-        return self.row_bytes_without_objects + sum(feature.object_bytes for feature in self.features.values())
+        """About how many bytes a row takes in memory, on average."""
+        return int(np.average(self.row_bytes_of[self.dataset_of], weights=self.lengths))
+
+    @functools.cached_property
+    def row_bytes_of(self) -> Int64:
+        """(M,) about how many bytes a row of each dataset takes: with the images and text that it has."""
+        objects = [sum(feature.object_bytes for feature in have.values()) for have in self._features]
+        return self.row_bytes_without_objects + np.array(objects, np.int64)
 
     def having(self, key: str) -> dict[int, tuple[D, str]]:
         """The datasets that have a feature, by their number, each with its own key for it."""

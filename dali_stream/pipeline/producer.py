@@ -236,7 +236,7 @@ class BatchProducer:
         dataset, remote = self._config.dataset, self._config.dataset.data_store.remote
         return Storage(
             files={camera: dataset.files(camera) for camera in dataset.videos},
-            row_bytes=dataset.row_bytes * SPARE[0] // SPARE[1],
+            row_bytes=(dataset.row_bytes_of * SPARE[0] // SPARE[1])[self._dataset_of],
             index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
             fetched=dataset.videos if remote else (),
             room=self._shares.encoded,

@@ -36,7 +36,7 @@ class Storage:
 
     Attributes:
         files: per camera with video files, (E,) the number of each episode's file; -1 where it has none.
-        row_bytes: about what a row takes in memory.
+        row_bytes: about what a row takes in memory; or (E,) of each episode.
         index_bytes: per camera, about what the index of a file takes in memory.
         fetched: cameras whose video is fetched into memory; that of others is read in place.
         room: bytes that rows, indices and encoded video may take together.
@@ -45,7 +45,7 @@ class Storage:
     """
 
     files: Mapping[str, npt.NDArray[np.integer]]
-    row_bytes: int
+    row_bytes: int | Int64
     index_bytes: Mapping[str, int]
     fetched: tuple[str, ...]
     room: int
@@ -137,6 +137,7 @@ class ReadSchedule:
         self, storage: Storage, table: FrameTable, uses: Mapping[str, Uses], slots: Mapping[str, str], keeps_frames: bool
     ) -> None:
         self._storage, self._table, self._keeps_frames = storage, table, keeps_frames
+        self._row_bytes = np.broadcast_to(storage.row_bytes, len(table.lengths))
         self._uses = Uses(_Episodes(len(table.lengths)), "rows")
         self._rows = Items(self._uses.next)
         self._indices = {camera: Items(partial(self._files_next, camera)) for camera in storage.files}
@@ -362,7 +363,7 @@ class ReadSchedule:
     def _estimate(self, read: Read) -> int:
         if read.camera:
             return self._index_bytes.get(read.camera, 0)
-        return int(self._table.lengths[read.number]) * self._storage.row_bytes
+        return int(self._table.lengths[read.number] * self._row_bytes[read.number])
 
     def _take(self, read: Read) -> None:
         items, size = self._items(read.camera), self._estimate(read)

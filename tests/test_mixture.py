@@ -1,0 +1,359 @@
+"""Mixtures: every sample is the one that its own dataset's Loader delivers, in shares that hold, resumed on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.batches import equal
+from support.datasets import ODD_CAMERA, SIDE, TOP, Column, build, read_rows, write_odd
+from support.faults import reset_inside, short, status
+from support.servers import Server
+
+from dali_stream import Dataset, DatasetError, Loader, Mixture, ResumeError
+
+WRIST = "observation.images.wrist"
+KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}
+LOADER: dict[str, Any] = {"image_size": (48, 64), "image_dtype": "uint8", "consumers": 4, "episode_pool_size": 4, "threads": 2}
+WINDOWS = {TOP: [-0.1, 0.0], "action": [0.0, 0.1, 0.3], "observation.state": [-0.2, 0.0]}
+ADDED = ("dataset", "dataset_index")
+
+
+@pytest.fixture(scope="session")
+def datasets(demo: Path, h264_demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Dataset]:
+    """Three that differ: in codec, cameras, widths, columns, tasks, and one in its fps."""
+    rows = write_odd(tmp_path_factory.mktemp("mixture") / "rows")
+    return {
+        "demo": Dataset(demo, episodes=[1, 3]),
+        "h264": Dataset(h264_demo, episodes=[2]).without([SIDE]),
+        "rows": Dataset(rows, stats=Dataset(rows).compute_stats()),
+    }
+
+
+@pytest.fixture(scope="session")
+def alone(datasets: Mapping[str, Dataset]) -> Mapping[str, Mapping[int, dict[str, Any]]]:
+    """Per dataset and `index`, the sample that its own Loader delivers."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, dataset in datasets.items():
+        named = {new: old for old, new in KEYS.get(name, {}).items()}
+        deltas = {named.get(key, key): seconds for key, seconds in WINDOWS.items() if named.get(key, key) in dataset.features}
+        options = LOADER | {"shuffle": False, "batch_size": 1}
+        with Loader(dataset, delta_timestamps=deltas, **{k: v for k, v in options.items() if "pool" not in k}) as loader:
+            found[name] = {batch["index"].item(): batch for batch in loader}
+    return found
+
+
+def mixture(datasets: Mapping[str, Any], **arguments: Any) -> Mixture:
+    return Mixture(datasets, **{"keys": {name: KEYS[name] for name in KEYS if name in datasets}, "missing": "pad"} | arguments)
+
+
+def split(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The samples of a batch, each as a batch of one."""
+    for row in range(len(batch["dataset"])):
+        yield {key: values[row : row + 1] for key, values in batch.items()}
+
+
+def check(sample: dict[str, Any], alone: Mapping[str, Mapping[int, dict[str, Any]]]) -> None:
+    """Holds a sample of a mixture against the one that its dataset's own Loader delivers, in all keys."""
+    [name] = sample["dataset"]
+    assert sample["dataset_index"].item() == list(alone).index(name)
+    expected = {KEYS.get(name, {}).get(key, key): value for key, value in alone[name][sample["index"].item()].items()}
+    for key, value in sample.items():
+        own = expected.pop(key.removesuffix("_is_pad") + "_is_pad" if key.endswith("_is_pad") else key, None)
+        if key in ADDED or key.endswith(("_is_missing", "_dim_is_pad")):
+            continue
+        if (lacks := sample.get(f"{key}_is_missing")) is not None and lacks.item():
+            assert own is None
+            assert value == [""] if isinstance(value, list) else not value.any(), key
+        elif (padded := sample.get(f"{key}_dim_is_pad")) is not None:
+            width = int((~padded).sum())
+            assert torch.equal(value[..., :width].flatten(), own.flatten()), key
+            assert not value[..., width:].any()
+        elif own is not None:
+            assert value == own if isinstance(value, list) else torch.equal(value, own), key
+        else:  # a mask of a window on what this dataset lacks, a text of what it lacks
+            assert key.endswith("_is_pad") or value == [""], key
+    left = [key for key in expected if not key.endswith("_is_pad")]
+    assert not left
+
+
+@pytest.mark.parametrize("shuffle", [True, "global", False])
+def test_every_frame_of_every_dataset_once_and_as_it_is_alone(
+    datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]], shuffle: bool | str
+) -> None:
+    found = []
+    with Loader(
+        mixture(datasets), batch_size=8, delta_timestamps=WINDOWS, shuffle=shuffle, last_batch="partial", **LOADER
+    ) as loader:
+        for batch in loader:
+            for sample in split(batch):
+                check(sample, alone)
+                found.append((*sample["dataset"], sample["index"].item()))
+    assert sorted(found) == sorted((name, index) for name, samples in alone.items() for index in samples)
+    assert len(loader.dataset) == len(found) == loader.dataset.num_frames
+
+
+@pytest.mark.parametrize("budget", ["4GiB", "12MB"])
+def test_batches_are_the_same_with_any_threads_and_memory(datasets: Mapping[str, Dataset], budget: str) -> None:
+    options = {"batch_size": 6, "delta_timestamps": WINDOWS, "seed": 5}
+    with (
+        Loader(mixture(datasets), **options, **LOADER) as first,
+        Loader(mixture(datasets), **options, **LOADER | {"threads": 1, "memory_budget": budget, "prefetch": 1}) as second,
+    ):
+        for _ in range(2):
+            for one, other in zip(first, second, strict=True):
+                assert equal(one, other)
+
+
+def test_masks_say_what_a_dataset_lacks(datasets: Mapping[str, Dataset]) -> None:
+    mixed = mixture(datasets)
+    assert mixed.features["action"].shape == (4,)
+    assert mixed.cameras == (TOP, SIDE, WRIST)
+    with Loader(mixed, batch_size=8, **LOADER) as loader:
+        batch = next(iter(loader))
+    for key, there in ((TOP, ("demo", "h264")), (SIDE, ("demo",)), (WRIST, ("rows",)), ("matrix", ("rows",))):
+        assert batch[f"{key}_is_missing"].tolist() == [name not in there for name in batch["dataset"]]
+    assert "action_is_missing" not in batch
+    assert batch["action_dim_is_pad"].tolist() == [
+        [False, True, True, True] if name == "rows" else [False] * 4 for name in batch["dataset"]
+    ]
+        assert loader.routes[TOP].decoder == "torchcodec"
+    assert batch["matrix"].shape == (8, 2, 3)
+
+
+def test_weights_repeats_and_temperature_set_what_an_epoch_has(datasets: Mapping[str, Dataset]) -> None:
+    frames = {name: len(dataset) for name, dataset in datasets.items()}
+    for arguments, expected in (
+        ({"repeats": {"demo": 0.5, "h264": 1, "rows": 3}}, [-(-frames["demo"] // 2), frames["h264"], 3 * frames["rows"]]),
+        ({"weights": {"demo": 2, "h264": 1, "rows": 1}, "epoch_samples": 96}, [48, 24, 24]),
+        ({"temperature": 1e9, "epoch_samples": 96}, [32, 32, 32]),
+    ):
+        mixed = mixture(datasets, **arguments)
+        with Loader(mixed, batch_size=4, last_batch="partial", **LOADER) as loader:
+            names = [name for batch in loader for name in batch["dataset"]]
+        assert [names.count(name) for name in datasets] == expected
+        assert len(names) == len(mixed) == sum(expected)
+
+
+def test_a_rank_has_the_shares_too_and_only_episodes_of_its_own(datasets: Mapping[str, Dataset]) -> None:
+    mixed = mixture(datasets, weights={"demo": 2, "h264": 1, "rows": 1}, epoch_samples=160)
+    everything = []
+    for rank in range(4):
+        with Loader(mixed, batch_size=4, rank=rank, world_size=4, **LOADER) as loader:
+            names = []
+            for batch in loader:
+                names += batch["dataset"]
+                for name, share in (("demo", 0.5), ("h264", 0.25), ("rows", 0.25)):
+                    assert abs(names.count(name) - share * len(names)) <= 1  # one consumer of four
+                everything += zip(batch["dataset"], batch["index"].tolist(), strict=True)
+    assert len(everything) == 160
+
+
+@pytest.mark.parametrize("clock", ["own", "nearest"])
+def test_a_window_is_laid_out_on_each_datasets_clock(tmp_path: Path, clock: str) -> None:
+    """0.1 s is one frame at 10 fps, two at 20 fps, and between two at 15 fps."""
+    roots = {}
+    for fps in (10, 20) if clock == "own" else (10, 20, 15):
+        values = np.arange(60, dtype=np.float32)
+        roots[f"fps {fps}"] = build(tmp_path / str(fps), [30, 30], {"value": Column("float32", [1], values)}, fps=fps)
+    mixed = Mixture(roots, nearest=clock == "nearest")
+    steps = {"fps 10": 2, "fps 20": 4, "fps 15": 3}
+    with Loader(mixed, batch_size=8, delta_timestamps={"value": [0.0, 0.2]}, consumers=4) as loader:
+        for batch in loader:
+            for sample in split(batch):
+                now, later = sample["value"][0].tolist()
+                last = 30 * (1 + int(now) // 30) - 1
+                assert later == min(now + steps[sample["dataset"][0]], last)
+                assert sample["value_is_pad"][0].tolist() == [False, now + steps[sample["dataset"][0]] > last]
+    with pytest.raises(ValueError, match="dataset 'fps 10': .*no multiple of 1/fps = 0.1 s.*nearest=True"):
+        Loader(Mixture(roots), batch_size=8, delta_timestamps={"value": [0.05]})
+
+
+def test_texts_are_those_of_the_samples_dataset(tmp_path: Path) -> None:
+    roots = {
+        name: build(tmp_path / name, [6], {}, labels={"task": [f"do {name}"]} | subtasks)
+        for name, subtasks in (("a", {}), ("b", {}))
+    }
+    roots["c"] = write_odd(tmp_path / "c", lengths=(4, 4))
+    with Loader(Mixture(roots, missing="pad"), batch_size=4, image_size=(16, 16), consumers=2) as loader:
+        for sample in (sample for batch in loader for sample in split(batch)):
+            name, index = sample["dataset"][0], sample["index"].item()
+            assert sample["task"] == [f"do {name}" if name != "c" else f"task {index // 4}"]
+            assert sample["subtask"] == ([""] if name != "c" else [f"subtask {sample['subtask_index'].item()}"])
+            assert sample["note"] == ([""] if name != "c" else [f"note {index}"])
+
+
+@pytest.mark.parametrize("whose", ["own", "merged"])
+@pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantiles"])
+def test_normalises_by_own_or_by_merged_statistics(datasets: Mapping[str, Dataset], mode: str, whose: str) -> None:
+    weights = {"demo": 3, "h264": 1, "rows": 2}
+    mixed = mixture(datasets, weights=weights, epoch_samples=48)
+    plain = {"batch_size": 8, **LOADER}
+    chosen = {"action": (mode, whose), "observation.state": (mode, whose)}
+    with Loader(mixed, **plain) as raw, Loader(mixed, normalize=chosen, **plain) as loader:
+        for before, after in zip(raw, loader, strict=True):
+            for row, name in enumerate(before["dataset"]):
+                for key in chosen:
+                    padded = before[f"{key}_dim_is_pad"][row]
+                    stats = _statistics(datasets, name, key) if whose == "own" else {k: v for k, v in mixed.stats[key].items()}
+                    first, second = (
+                        np.resize(np.ravel(stats[which]), len(padded)) if whose == "own" else stats[which]
+                        for which in {"mean_std": ("mean", "std"), "min_max": ("min", "max"), "quantiles": ("q01", "q99")}[mode]
+                    )
+                    shift, scale = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
+                    expected = (before[key][row].numpy() - shift) / np.where(scale == 0, 1, scale)
+                    np.testing.assert_allclose(
+                        after[key][row].numpy(), np.where(padded, 0, expected), rtol=1e-4, atol=1e-4
+                    )
+            back = loader.normalizer.inverse(after)
+            for key in chosen:
+                torch.testing.assert_close(back[key], before[key], rtol=1e-4, atol=1e-3)
+        if whose == "own":
+            with pytest.raises(ValueError, match="has no 'dataset_index'"):
+                loader.normalizer.inverse({"action": after["action"]})
+
+
+def _statistics(datasets: Mapping[str, Dataset], name: str, key: str) -> Mapping[str, np.ndarray]:
+    named = {new: old for old, new in KEYS.get(name, {}).items()}
+    return datasets[name].stats[named.get(key, key)]
+
+
+def test_merged_statistics_are_those_of_the_mixed_samples(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    values = {"a": rng.normal(0, 1, (4000, 3)), "b": rng.normal(5, 3, (1000, 2))}
+    roots = {
+        name: build(tmp_path / name, [len(rows)], {"action": Column("float32", [rows.shape[1]], rows)})
+        for name, rows in values.items()
+    }
+    opened = {name: Dataset(root, stats=Dataset(root).compute_stats(["action"])) for name, root in roots.items()}
+    merged = Mixture(opened, weights={"a": 1, "b": 3}, missing="pad").stats["action"]
+    sample = np.concatenate([rng.choice(values["a"], 50_000)[:, :2], rng.choice(values["b"], 150_000)])
+    np.testing.assert_allclose(merged["mean"][:2], sample.mean(0), atol=0.05)
+    np.testing.assert_allclose(merged["std"][:2], sample.std(0), atol=0.05)
+    np.testing.assert_array_equal(merged["min"][:2], sample.min(0).astype(np.float32))
+    np.testing.assert_array_equal(merged["max"][:2], sample.max(0).astype(np.float32))
+    for name, level in (("q01", 0.01), ("q10", 0.1), ("q50", 0.5), ("q90", 0.9), ("q99", 0.99)):
+        np.testing.assert_allclose(merged[name][:2], np.quantile(sample, level, axis=0), atol=0.6)
+    np.testing.assert_allclose(merged["mean"][2], values["a"][:, 2].mean(), atol=1e-3)  # only one has it
+
+
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 4), (4, 1)])
+def test_resumes_at_the_very_next_sample_on_other_ranks(datasets: Mapping[str, Dataset], first: int, then: int) -> None:
+    mixed = mixture(datasets, weights={"demo": 2, "h264": 1, "rows": 1}, epoch_samples=96)
+
+    def loaders(world: int) -> list[Loader]:
+        return [Loader(mixed, batch_size=8 // world, rank=r, world_size=world, **LOADER) for r in range(world)]
+
+    def batches(ranks: list[Loader], count: int) -> Iterator[list[tuple[str, int]]]:
+        for parts in zip(*ranks, strict=True):
+            samples = zip(*(zip(part["dataset"], part["index"].tolist(), strict=True) for part in parts), strict=True)
+            yield [sample for turn in samples for sample in turn]
+            if (count := count - 1) == 0:
+                return
+
+    [whole] = loaders(1)
+    expected = [batch for _ in range(2) for batch in batches([whole], 99)]
+    before, after = loaders(first), loaders(then)
+    found = list(batches(before, 5))
+    states = [loader.state_dict() for loader in before]
+    assert all(state == states[0] for state in states)
+    assert len(str(states[0])) < 500
+    for loader in after:
+        loader.load_state_dict(states[0])
+    found += [batch for _ in range(2) for batch in batches(after, 99)]
+    assert found == expected
+    other = Loader(mixture(datasets, weights={"demo": 1, "h264": 1, "rows": 1}, epoch_samples=96), batch_size=8, **LOADER)
+    with pytest.raises(ResumeError, match="weights"):
+        other.load_state_dict(states[0])
+    for loader in (whole, other, *before, *after):
+        loader.close()
+
+
+def test_streams_from_http_with_faults_and_a_local_one_beside(
+    datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]], demo: Path, h264_demo: Path
+) -> None:
+    faults = [None, None, status(503), None, reset_inside, None, None, short, None] * 3
+    with Server(demo, faults=faults) as one, Server(h264_demo, faults=faults) as two:
+        mixed = mixture({
+            "demo": Dataset(one.url, episodes=[1, 3]),
+            "h264": Dataset(two.url, episodes=[2]).without([SIDE]),
+            "rows": datasets["rows"],
+        })  # fmt: skip
+        with Loader(mixed, batch_size=8, delta_timestamps=WINDOWS, last_batch="partial", **LOADER) as loader:
+            for sample in (sample for batch in loader for sample in split(batch)):
+                check(sample, alone)
+            assert loader.stats()["retries"] > 0
+        assert not any(SIDE in request.path for request in two.requests)
+
+
+def test_datasets_that_differ_are_an_error_that_lists_how(datasets: Mapping[str, Dataset], demo: Path) -> None:
+    with pytest.raises(ValueError, match="the datasets differ") as error:
+        Mixture(datasets, keys=KEYS)
+    lines = {line.split()[0]: line for line in str(error.value).splitlines() if line.startswith("  ")}
+    assert lines["key"].split() == ["key", "demo", "h264", "rows"]
+    assert lines[SIDE].split()[1:] == ["video", "128×160", "missing", "missing"]
+    assert "float32 (8,)" in lines["observation.state"]
+    assert "float64 (3,)" in lines["observation.state"]
+    assert "timestamp" not in lines
+    same = Mixture({"a": demo, "b": Dataset(demo, episodes=[1])})
+    assert list(same.constants) == ["dataset_index"]
+
+
+def test_what_cannot_be_one_feature_is_an_error(tmp_path: Path) -> None:
+    a = build(tmp_path / "a", [4], {"x": Column("float32", [2, 3], np.zeros((4, 2, 3))), "y": Column("int64", [1], np.zeros(4))})
+    b = build(tmp_path / "b", [4], {"x": Column("float32", [6], np.zeros((4, 6))), "y": Column("float32", [1], np.zeros(4))})
+    with pytest.raises(ValueError, match=r"cannot be one:\n(.|\n)*x +float32 \(2, 3\) +float32 \(6,\)\n +y +int64 +float32"):
+        Mixture({"a": a, "b": b}, missing="pad")
+    left_out = Mixture({"a": Dataset(a).without(["x", "y"]), "b": b}, missing="pad")
+    assert set(left_out.constants) == {"dataset_index", "x_is_missing", "y_is_missing"}
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        ({"weights": {"a": 1}}, "weights lacks 'b'"),
+        ({"weights": {"a": 1, "b": 1, "c": 1}}, "weights names 'c', which is no dataset. Available: a, b"),
+        ({"weights": {"a": 0, "b": 1}}, "'a' is 0"),
+        ({"weights": [1, 2]}, "dict by the names"),
+        ({"weights": {"a": 1, "b": 1}, "temperature": 2}, "one of weights, repeats and temperature"),
+        ({"repeats": {"a": 1, "b": -1}}, "'b' is -1"),
+        ({"epoch_samples": 10}, "epoch_samples"),
+        ({"temperature": 0}, "temperature is 0"),
+        ({"keys": {"c": {}}}, "keys names 'c'"),
+        ({"keys": {"a": {"nothing": "x"}}}, "'nothing', which dataset 'a' cannot rename. Available: "),
+        ({"keys": {"a": {"index": "x"}}}, "'index', which dataset 'a' cannot rename"),
+        ({"keys": {"a": {TOP: SIDE}}}, "to both"),
+        ({"missing": "zeros"}, "missing is 'zeros'"),
+        ({"weigths": {"a": 1, "b": 1}}, "Did you mean 'weights'"),
+    ],
+)
+def test_bad_arguments_are_errors_that_say_what_is_allowed(demo: Path, arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        Mixture({"a": demo, "b": demo}, **arguments)
+
+
+def test_sizes_that_differ_need_image_size(demo: Path, written: Callable[..., Path]) -> None:
+    mixed = Mixture({"a": demo, "b": written(episodes=2, size=(120, 128))})
+    with pytest.raises(ValueError, match=r"differ in size:\n(.|\n)*video 128×160 +video 120×128(.|\n)*image_size=\(height, width\)"):
+        Loader(mixed)
+
+
+def test_an_error_names_the_dataset(demo: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="dataset 'b': "):
+        Mixture({"a": demo, "b": tmp_path / "nowhere"})
+    with pytest.raises(ValueError, match="dict of one or more datasets"):
+        Mixture({})
+    with pytest.raises(TypeError, match="has no items"):
+        Mixture({"a": demo})[0]
+
+
+def test_rows_of_the_right_dataset_are_read(datasets: Mapping[str, Dataset]) -> None:
+    rows = {name: read_rows(Path(dataset.uri)) for name, dataset in datasets.items()}
+    with Loader(mixture(datasets), batch_size=8, **LOADER) as loader:
+        for sample in (sample for batch in loader for sample in split(batch)):
+            [name] = sample["dataset"]
+            assert rows[name]["episode_index"][sample["index"].item()] == sample["episode_index"].item()
