@@ -169,7 +169,7 @@ def test_a_window_is_laid_out_on_each_datasets_clock(tmp_path: Path, clock: str)
                 last = 30 * (1 + int(now) // 30) - 1
                 assert later == min(now + steps[sample["dataset"][0]], last)
                 assert sample["value_is_pad"][0].tolist() == [False, now + steps[sample["dataset"][0]] > last]
-    with pytest.raises(ValueError, match="dataset 'fps 10': .*no multiple of 1/fps = 0.1 s.*nearest=True"):
+    with pytest.raises(ValueError, match=r"dataset 'fps 10': .*no multiple of 1/fps = 0.1 s.*nearest=True"):
         Loader(Mixture(roots), batch_size=8, delta_timestamps={"value": [0.05]})
 
 
@@ -199,7 +199,7 @@ def test_normalises_by_own_or_by_merged_statistics(datasets: Mapping[str, Datase
             for row, name in enumerate(before["dataset"]):
                 for key in chosen:
                     padded = before[f"{key}_dim_is_pad"][row]
-                    stats = _statistics(datasets, name, key) if whose == "own" else {k: v for k, v in mixed.stats[key].items()}
+                    stats = _statistics(datasets, name, key) if whose == "own" else mixed.stats[key]
                     first, second = (
                         np.resize(np.ravel(stats[which]), len(padded)) if whose == "own" else stats[which]
                         for which in {"mean_std": ("mean", "std"), "min_max": ("min", "max"), "quantiles": ("q01", "q99")}[mode]
@@ -239,7 +239,7 @@ def test_merged_statistics_are_those_of_the_mixed_samples(tmp_path: Path) -> Non
     np.testing.assert_allclose(merged["mean"][2], values["a"][:, 2].mean(), atol=1e-3)  # only one has it
 
 
-@pytest.mark.parametrize("first, then", [(1, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 4), (4, 1)])
 def test_resumes_at_the_very_next_sample_on_other_ranks(datasets: Mapping[str, Dataset], first: int, then: int) -> None:
     mixed = mixture(datasets, weights={"demo": 2, "h264": 1, "rows": 1}, epoch_samples=96)
 
@@ -312,7 +312,7 @@ def test_what_cannot_be_one_feature_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, match",
+    ("arguments", "match"),
     [
         ({"weights": {"a": 1}}, "weights lacks 'b'"),
         ({"weights": {"a": 1, "b": 1, "c": 1}}, "weights names 'c', which is no dataset. Available: a, b"),
