@@ -89,11 +89,9 @@ class MixtureOrder:
         self._first_episode = np.cumsum([0, *map(len, lengths)])
         start = int(philox("rounding", seed).random_raw()) if shuffle else 0
         quotas = Quotas(weights, positions, self._count, start)
-        total = sum(weights)
-        pools = [max(1, (2 * episode_pool_size * weight + total) // (2 * total)) for weight in weights]
         self._passes = [
             _Passes(i, each, quotas, shuffle, seed, epoch, pool)
-            for i, (each, pool) in enumerate(zip(lengths, pools, strict=True))
+            for i, (each, pool) in enumerate(zip(lengths, shares.pools(episode_pool_size), strict=True))
         ]
         self._weights, self._slack = weights, Slack(weights, quotas.draws(0))
         self._phases = _Phases(shuffle, seed, epoch, len(weights), self._count)

@@ -97,12 +97,12 @@ class MixtureOrders:
         self.state: dict[str, Any] = {"mixture": shares.state()}
 
     def of(self, epoch: int, arguments: OrderArguments) -> MixtureOrder:
-        shuffle, seed, *pools = arguments
-        return MixtureOrder(self._sampled, self._shares, shuffle, seed, epoch, *pools, ranges=self._ranges)
+        shuffle, seed, consumers, pool = arguments
+        return MixtureOrder(self._sampled, self._shares, shuffle, seed, epoch, consumers, pool, self._ranges)
 
     def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
         episodes = sum(map(len, self._sampled))
         if arguments.shuffle is not True:
             return min(batches.batch_size if arguments.shuffle else 2 * len(self._sampled), episodes)
         pools = self._shares.pools(arguments.episode_pool_size)
-        return min(arguments.consumers // batches.world_size * int((pools + 1).sum()), episodes)
+        return min(arguments.consumers // batches.world_size * (sum(pools) + len(pools)), episodes)

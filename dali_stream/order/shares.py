@@ -49,6 +49,15 @@ class Shares:
         """(M,) how often an epoch shows each frame of a dataset, on average."""
         return self.targets * self.epoch_samples / self.frames
 
+    def pools(self, episode_pool_size: int) -> list[int]:
+        """Segments of each dataset in the pool of a consumer: in the ratio of the shares, each one or more."""
+        total = int(self.weights.sum())
+        return [max(1, (2 * episode_pool_size * weight + total) // (2 * total)) for weight in self.weights.tolist()]
+
+    def state(self) -> dict[str, Any]:
+        """What the state of a run notes of them."""
+        return {"kind": self.kind, "weights": self.weights.tolist(), "epoch_samples": self.epoch_samples}
+
 
 def shares(
     frames: Sequence[int] | npt.NDArray[np.integer[Any]],
