@@ -143,21 +143,22 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
         if "std" in names:
             found["std"] = np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - found["mean"]) ** 2))
     known = {name: share for name, share in {"min": 0.0, **QUANTILES, "max": 1.0}.items() if name in names}
-    for name in (name for name in QUANTILES if name in names):
+    quantiles = [name for name in QUANTILES if name in names]
+    if quantiles:
         points = np.stack([stacked[level] for level in known], axis=1)  # (parts, levels, ...)
         columns = np.moveaxis(points.reshape(*points.shape[:2], -1), -1, 0)
-        values = [_mixed_quantile(shares, column, list(known.values()), QUANTILES[name]) for column in columns]
-        found[name] = np.reshape(values, points.shape[2:])
+        levels, wanted = list(known.values()), [QUANTILES[name] for name in quantiles]
+        values = np.array([_mixed_quantiles(shares, column, levels, wanted) for column in columns])
+        found |= {name: row.reshape(points.shape[2:]) for name, row in zip(quantiles, values.T, strict=True)}
     return found
 
 
-def _mixed_quantile(shares: Sequence[float], points: np.ndarray, levels: Sequence[float], level: float) -> float:
-    """The value below which `level` of a mixture lies, whose parts have quantiles `points` (parts, levels)."""
+def _mixed_quantiles(
+    shares: Sequence[float], points: np.ndarray, levels: Sequence[float], wanted: Sequence[float]
+) -> np.ndarray:
+    """The values below which `wanted` of a mixture lies, whose parts have quantiles `points` (parts, levels)."""
     there = ~np.isnan(points[:, 0])
     points, weight = points[there], np.asarray(shares)[there]
-    low, high = float(points.min()), float(points.max())
-    for _ in range(60):  # halvings: to the last bits of a float64
-        middle = (low + high) / 2
-        below = np.array([np.interp(middle, own, levels, left=0.0, right=1.0) for own in points])
-        low, high = (middle, high) if below @ weight < level * weight.sum() else (low, middle)
-    return high
+    at = np.unique(points)
+    below = sum(share * np.interp(at, own, levels, left=0.0, right=1.0) for share, own in zip(weight, points, strict=True))
+    return np.interp(np.asarray(wanted) * weight.sum(), below, at)
