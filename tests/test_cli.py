@@ -60,7 +60,7 @@ def test_demo_writes_a_dataset_and_delivers_every_frame_exactly_once(tmp_path: P
     assert report["exactly_once"] is True
     assert report["episodes"] == info["total_episodes"] == 2
     assert report["batches"] == -(-report["frames"] // 16)
-    assert report["pictures_checked"] == 2 * 16
+    assert report["frames_checked"] == 2 * 16
     assert set(report["routes"]) == {TOP, SIDE}
     assert all(route["decoder"] and route["reason"] for route in report["routes"].values())
     assert report["frames_per_s"] == pytest.approx(2 * report["samples_per_s"])

@@ -137,7 +137,7 @@ def _table(report: dict[str, Any]) -> Table:
     if report["peak_gpu_bytes"] is not None:
         made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
     made.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
-    made.add_row("correct frames", f"yes: {report['pictures_checked']} frames of the first batch are the requested ones")
+    made.add_row("correct frames", f"yes: {report['frames_checked']} frames of the first batch are the requested ones")
     made.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
     made.add_row("contact sheet", report["sheet"])
     return made

@@ -61,7 +61,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, progress
         "frames": len(indices),
         "unique_frames": len(set(indices)),
         "exactly_once": sorted(indices) == list(range(dataset.num_frames)),
-        "pictures_checked": _check_frames(dataset, first),
+        "frames_checked": _check_frames(dataset, first),
         "samples_per_s": timed / seconds,
         "frames_per_s": timed * len(dataset.cameras) / seconds,
         "epoch_s": ends[-1] - started,

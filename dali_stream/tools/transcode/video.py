@@ -100,7 +100,7 @@ class Writer:
             episodes = self._shown(source, file)
             place = Path(store.address) / file.path
             size, codec = store.size(file.path), describe(source.table.configs[0]).codec
-            note: dict[str, Any] = {"pictures": len(source.table), "bytes_before": size, "codec_before": codec}
+            note: dict[str, Any] = {"frames": len(source.table), "bytes_before": size, "codec_before": codec}
             note |= {"bytes_after": size, "codec_after": codec, "encoder": "", "psnr": {}}
             if file.depth or not self._refusal(source, place):
                 copy(store, file.path, self._folder, file.path, note, share)
