@@ -15,13 +15,7 @@ _log = logging.getLogger("dali_stream")
 
 
 def choose_routes(dataset: DatasetFiles, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
-    """The route of each camera. Logs them.
-
-    Args:
-        dataset: the selected part of a dataset.
-        indices: where the first video file of each camera is looked up.
-        decode: "auto", "dali" or "torchcodec".
-        gpu: index of the CUDA device; None where batches are made on the CPU.
+    """The route of each camera, by its first video file. Logs them. `decode` and `gpu` are as for `route.choose`.
 
     Raises:
         ValueError: `decode` is "dali" and DALI cannot decode a camera here.

@@ -21,12 +21,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class VideoFiles:
-    """A camera's MP4s: their indices, and whether they hold what the metadata promise.
-
-    Args:
-        dataset: where they are.
-        key: the camera.
-    """
+    """A camera's MP4s: their indices, and whether they hold what the metadata promise."""
 
     def __init__(self, dataset: DatasetFiles, key: str) -> None:
         self.key, self._dataset = key, dataset

@@ -284,8 +284,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, file
     """Describes a camera's videos.
 
     Args:
-        tables: indices of one or more files.
-        store: of these files.
+        tables, store: indices of one or more files, and where these are.
         gpu: CUDA device that the route is for; None for the CPU.
         files, size: number of files of the camera, and their bytes.
 

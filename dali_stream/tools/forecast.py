@@ -96,11 +96,9 @@ def decodes(
 
     Args:
         lengths: (E,) frames of each episode.
-        order: of each epoch.
-        batches: of an epoch.
+        order, batches: of an epoch.
         offsets: of the window, in frames.
-        gop: frames of each GOP.
-        kept: decoded frames that the cache keeps.
+        gop, kept: frames of each GOP, and decoded frames that the cache keeps.
         rank: whose batches are planned.
     """
     frames, camera = int(lengths.sum()), ""

@@ -85,9 +85,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
     """Draws samples row by row, and writes the sheet as PNG.
 
     Args:
-        path: of the PNG.
-        title: above all.
-        shown: the samples.
+        path, title, shown: the PNG, its title, and the samples.
         columns: of the grid. None: those that bring the sheet nearest to 4:3, up to a width of 2400 pixels.
 
     Raises:

@@ -45,14 +45,8 @@ def unreadable(error: DaliStreamError) -> Finding:
 def examine(
     dataset: Dataset, decoders: Decoders, limit_s: float, deep: Deep | None = None
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """Findings, and the facts for the report.
-
-    Args:
-        dataset: the selected part of a dataset.
-        decoders: available on this machine.
-        limit_s: seconds for a decoder's frames.
-        deep: decodes every frame; None: one frame of each camera, and of a large dataset only a part is checked.
-    """
+    """Findings, and the facts for the report. Without `deep`, one frame of each camera is decoded within `limit_s` seconds, and
+    of a large dataset only a part is checked."""
     size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
     findings = [Finding("dataset", "metadata", OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps")]
     findings.append(_statistics(dataset))

@@ -74,15 +74,7 @@ class Share:
 
 
 class Writer:
-    """Writes files into a folder.
-
-    Args:
-        program, encoder: to encode with.
-        gop: longest GOP in frames.
-        fps: of the dataset.
-        store: of the source.
-        folder: to write to.
-    """
+    """Writes files of `store` into a folder, with GOPs of up to `gop` frames."""
 
     def __init__(self, program: Program, encoder: Encoder, gop: int, fps: float, store: Store, folder: Folder) -> None:
         self._program, self._encoder, self._gop, self._fps = program, encoder, gop, fps
