@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,23 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a demo dataset, or gives the one of these settings that any process of this run has written. Read only."""
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What all processes of this run share; `support.videos.encode` finds it in the environment."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "written"
     folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WRITTEN_BY_TESTS", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def written(shared_folder: Path) -> Callable[..., Path]:
+    """Writes a demo dataset, or gives the one of these settings that any process of this run has written. Read only."""
 
     def write(**settings: Any) -> Path:
-        root = folder / re.sub(r"\W+", "-", str(settings)).strip("-")
+        root = shared_folder / re.sub(r"\W+", "-", str(settings)).strip("-")
         with FileLock(f"{root}.lock"):
             if not root.exists():
                 shutil.rmtree(unfinished := root.with_name(f"unfinished-{root.name}"), ignore_errors=True)

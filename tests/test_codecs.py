@@ -40,7 +40,11 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("name", CODECS)
+# Between GOPs of 1 and 12 frames and of one for the whole file, which the fast tests have too.
+_SLOW = [f"{codec}-{gop}" for codec in ("h264", "h264-open", "hevc", "hevc-open") for gop in (2, 30)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in CODECS])
 def test_every_frame_of_every_codec_is_the_frame_asked_for(name: str, tmp_path: Path) -> None:
     video = data.encode(data.draw(), tmp_path / "video.mp4", CODECS[name])
     if "hidden" in name:

@@ -20,8 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 from support import broken
 from support.datasets import VIDEO, copied
-from support.doctor import cpu_torch, doctor, found, run, shadows
+from support.doctor import bad, cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
+from support.programs import driver
 from support.servers import Server
 from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader, shifted, vp9, write_dataset
 
@@ -60,9 +61,31 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 # ---- healthy datasets
 
 
-def test_a_frame_of_each_camera_by_every_decoder(vp9_demo: Path) -> None:
-    code, report = doctor(vp9_demo)
-    assert code == 0
+@pytest.fixture(scope="module")
+def healthy(vp9_demo: Path) -> dict[str, Any]:
+    """The report on this machine and a healthy dataset."""
+    return doctor(vp9_demo)
+
+
+def test_a_healthy_machine_without_a_gpu(healthy: dict[str, Any]) -> None:
+    if driver():
+        pytest.skip("this machine has a driver")
+    report = healthy
+    assert list(report) == ["findings", "gpus", "software", "machine", "dataset", "status"]
+    assert report["status"] in ("ok", "warning")
+    assert not [f for f in bad(report) if f[0] == "problem"]
+    assert all(list(f) == ["area", "name", "status", "text", "remedy"] for f in report["findings"])
+    assert len({(f["area"], f["name"]) for f in report["findings"]}) == len(report["findings"])
+    assert report["gpus"] == []
+    assert set(report["software"]) == {
+        "python", "dali", "dali_builds", "torch", "torch_cuda", "torchcodec", "ffmpeg", "ffmpeg_program",
+    }  # fmt: skip
+    assert report["software"]["ffmpeg"]["decoders"]["h264"]["default"] == "h264"
+    assert report["machine"]["cores"] >= 1
+
+
+def test_a_frame_of_each_camera_by_every_decoder(healthy: dict[str, Any]) -> None:
+    report = healthy
     assert [(f["status"], f["name"]) for f in report["findings"] if f["area"] == "dataset" and f["status"] != "ok"] == []
     assert set(report["dataset"]) == {"uri", "address", "episodes", "frames", "fps", "cameras"}
     for camera in (TOP, SIDE):
@@ -76,11 +99,11 @@ def test_a_frame_of_each_camera_by_every_decoder(vp9_demo: Path) -> None:
 
 
 def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
-    vp9_demo: Path, monkeypatch: pytest.MonkeyPatch
+    vp9_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = {"torchcodec": frames.Decoded(""), "DALI on the CPU": frames.Decoded("no surface")}
     monkeypatch.setattr(frames, "decode", lambda tasks, _: {task.camera: decoded for task in tasks})
-    report = dali_stream.doctor(vp9_demo).as_dict()
+    report = doctor(vp9_demo, libraries=shadows(tmp_path))
     finding = found(report, f"{TOP} frame, DALI on the CPU")
     assert (finding["status"], finding["text"]) == ("problem", "no surface; torchcodec decodes it")
     assert "copy" not in finding["remedy"]
@@ -448,20 +471,19 @@ def test_a_decoder_that_crashes_takes_nothing_with_it(demo: Path, tmp_path: Path
         assert facts["cameras"][camera]["decoded"]["torchcodec"]["error"]
 
 
-def test_broken_metadata_is_a_finding(demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(shadows(tmp_path / "libraries"))
+def test_broken_metadata_is_a_finding(demo_copy: Path, tmp_path: Path) -> None:
     (demo_copy / INFO).write_text("{")
-    report = dali_stream.doctor(demo_copy)
-    assert (report.status, report.dataset, found(report, "metadata")["status"]) == ("problem", None, "problem")
+    report = doctor(demo_copy, libraries=shadows(tmp_path / "libraries"))
+    assert (report["status"], report["dataset"], found(report, "metadata")["status"]) == ("problem", None, "problem")
     assert str(demo_copy / INFO) in found(report, "metadata")["text"]
 
 
-def test_a_storage_that_does_not_answer_is_a_finding_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(shadows(tmp_path))
+def test_a_storage_that_does_not_answer_is_a_finding_without_secrets(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: it refuses
         address = f"http://me:hunter2@127.0.0.1:{unused.getsockname()[1]}/data?sig=hunter2"
-        report = dali_stream.doctor(address, give_up_after_s=0.3, storage_options={"headers": {"Authorization": "hunter2"}})
+        options = {"give_up_after_s": 0.3, "storage_options": {"headers": {"Authorization": "hunter2"}}}
+        report = doctor(address, libraries=shadows(tmp_path), **options)
     assert found(report, "storage")["status"] == "problem"
     assert "127.0.0.1" in found(report, "storage")["text"]
-    assert "hunter2" not in json.dumps(report.as_dict())
+    assert "hunter2" not in json.dumps(report)

@@ -93,8 +93,8 @@ def test_every_program_writes_its_report_without_paths() -> None:
     assert sum("environment.report_json(" in text for text in programs.values()) >= 8
 
 
-def test_single_frame_pipeline_crops_every_camera(demo: Path) -> None:
-    out = run("pipelines/single_frame.py", demo, "--batch-size", 4, "--batches", 2)
+def test_single_frame_pipeline_crops_every_camera(demo: Path, run_here: Callable[..., str]) -> None:
+    out = run_here("pipelines/single_frame.py", demo, "--batch-size", 4, "--batches", 2)
     assert "observation.images.top: (4, 3, 116, 144) torch.float32" in out
     assert "observation.images.side: (4, 3, 116, 144) torch.float32" in out
 

@@ -22,18 +22,11 @@ from support.tools import resharded as written
 from support.videos import frames_by_ffmpeg, top_boxes
 
 from dali_stream import Dataset, DatasetError, Loader
-from dali_stream.demo import write_demo
 from dali_stream.mp4.boxes import UPRIGHT, box
 from dali_stream.mp4.index import read_index
 from dali_stream.mp4.muxer import Track, head
 from dali_stream.storage import LocalStore
 from dali_stream.tools.reshard import reshard
-
-
-@pytest.fixture(scope="module")
-def h264_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four episodes of H.264 with B-frames and GOP 12, in whose middle episodes begin. Read only."""
-    return write_demo(tmp_path_factory.mktemp("demo") / "h264", episodes=4, size=(120, 128), codec="h264", gop=12)
 
 
 @pytest.fixture(scope="module")

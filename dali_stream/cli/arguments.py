@@ -1,4 +1,4 @@
-"""Values of command line options. Unlike typer's own errors, these say what was found."""
+"""Options that several commands have, and values of options. Unlike typer's own errors, these say what was found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import typer
 if TYPE_CHECKING:
     from dali_stream import Dataset
 
-# Options of every command that reads a dataset.
+Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset.")]
+Episodes = Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")]
+Cameras = Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")]
+# Of every command that reads a dataset.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
 DataFilesRoot = Annotated[
     str | None, typer.Option(metavar="URI", help="Location of data/ and videos/ if not next to meta/, such as a bucket.")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
+    uri: arguments.Uri,
     mode: Annotated[
         str, typer.Option(metavar="single|sarm|action_chunk", help="Current frames; 8 steps 1 s apart; frames and 50 actions.")
     ] = "single",
@@ -56,7 +56,6 @@ def bench(
     Rates are sustained: frames per wall-clock time from the end of the warm-up to the last batch, per node. For several ranks:
     accelerate launch benchmarks/streaming.py URI ... Exit code 1 if no frame was measured.
     """
-    console.load_library()
     from dali_stream.tools.bench import run, write
 
     if source is not None and not re.fullmatch(r"[\w.-]{1,64}", source):

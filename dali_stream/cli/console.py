@@ -1,4 +1,4 @@
-"""Shared by the commands: results on stdout, progress on stderr, loading the heavy part of the library."""
+"""Shared by the commands: results on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
-
-    from dali_stream import Loader
 
 
 def results() -> Console:
@@ -70,17 +68,6 @@ def stages(bar: Progress, *, files: tuple[str, ...]) -> Callable[[str, int, int]
         bar.update(task, description=f"{stage}, {what}", completed=done // unit, total=-(-total // unit))
 
     return show
-
-
-def load_library() -> type[Loader]:
-    """The Loader with torchcodec and DALI, loaded now, so that a missing one is reported before any work is done.
-
-    Raises:
-        DaliStreamError: one of them is not installed or cannot be loaded.
-    """
-    from dali_stream import Loader
-
-    return Loader
 
 
 def megabytes(count: float) -> str:

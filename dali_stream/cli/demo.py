@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dali_stream import Dataset
-    from dali_stream.tools.epoch import Epoch
+    from dali_stream.tools.sheet import Sample
 
 _ROBOT = "simulated_pusher"  # marks a demo dataset
 
@@ -44,22 +44,22 @@ def demo(
     """
     wanted = {"episodes": episodes, "size": arguments.size("--size", size), "codec": codec}
     out = Path(f"{root.absolute()}-sheet.png") if out is None else arguments.png("--out", out)
-    console.load_library()
-    dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
-    from dali_stream.tools.epoch import stream
+    from dali_stream.tools.epoch import stream  # a missing library is an error before the dataset is written
 
+    dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
     with console.progress() as bar:
         task = bar.add_task("streaming one epoch", total=None)
         show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
-        epoch = stream(dataset, batch_size, device, decode, show)
-    _draw_sheet(out, dataset, epoch)
+        report, first = stream(dataset, batch_size, device, decode, show)
+    _draw_sheet(out, dataset, first)
+    report["sheet"] = str(out)
     if as_json:
-        console.print_json(epoch.report | {"sheet": str(out)})
+        console.print_json(report)
     else:
-        console.results().print(_table(epoch.report | {"sheet": str(out)}))
-    if not epoch.report["exactly_once"]:
+        console.results().print(_table(report))
+    if not report["exactly_once"]:
         raise DaliStreamError(
-            f"{epoch.report['frames']} frames were delivered, {epoch.report['unique_frames']} of them different, and the epoch "
+            f"{report['frames']} frames were delivered, {report['unique_frames']} of them different, and the epoch "
             f"has {dataset.num_frames}. This is a bug of dali_stream; please report it with the output of --json"
         )
 
@@ -110,12 +110,12 @@ def _text(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _draw_sheet(out: Path, dataset: Dataset, epoch: Epoch) -> None:
+def _draw_sheet(out: Path, dataset: Dataset, first: list[Sample]) -> None:
     from dali_stream.tools import sheet
 
-    title = f"{Path(dataset.uri).name}: the first batch, {len(epoch.first)} of {dataset.num_frames} frames"
-    width = sum(strip.frames.shape[2] for strip in epoch.first[0].strips)
-    sheet.save(out, title, epoch.first, columns=max(1, 2000 // width))
+    title = f"{Path(dataset.uri).name}: the first batch, {len(first)} of {dataset.num_frames} frames"
+    width = sum(strip.frames.shape[2] for strip in first[0].strips)
+    sheet.save(out, title, first, columns=max(1, 2000 // width))
 
 
 def _table(report: dict[str, Any]) -> Table:
@@ -137,7 +137,7 @@ def _table(report: dict[str, Any]) -> Table:
     if report["peak_gpu_bytes"] is not None:
         made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
     made.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
-    made.add_row("correct frames", f"yes: {report['pictures_checked']} frames of the first batch are the requested ones")
+    made.add_row("correct frames", f"yes: {report['frames_checked']} frames of the first batch are the requested ones")
     made.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
     made.add_row("contact sheet", report["sheet"])
     return made

@@ -24,8 +24,8 @@ def doctor(
     deep: Annotated[
         bool, typer.Option("--deep", help="Check all files and rows of the dataset, and decode every frame.")
     ] = False,
-    cameras: Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")] = None,
-    episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
+    cameras: arguments.Cameras = None,
+    episodes: arguments.Episodes = None,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,

@@ -24,7 +24,7 @@ def index(
     cache_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Size limit of the cache, such as 200GiB. Default: none.")
     ] = None,
-    cameras: Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")] = None,
+    cameras: arguments.Cameras = None,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
     storage_options: arguments.StorageOptions = None,

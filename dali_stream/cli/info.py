@@ -22,12 +22,12 @@ _TASKS, _MISSING = 20, 20  # shown in the text
 
 
 def info(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
+    uri: arguments.Uri,
     image_size: Annotated[
         tuple[int, int] | None,
         typer.Option(metavar="HEIGHT WIDTH", help="Estimate what memory_budget brings at this size; decodes a few frames."),
     ] = None,
-    episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
+    episodes: arguments.Episodes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import dali_stream
 from dali_stream import DatasetError
-from dali_stream.cli import arguments, console
+from dali_stream.cli import arguments
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _PLOTTED = 4  # episodes of a dataset without cameras, at most
 
 
 def preview(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
+    uri: arguments.Uri,
     out: Annotated[Path, typer.Option(metavar="PNG", help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples on the sheet.")] = 8,
     window: Annotated[
@@ -32,8 +33,8 @@ def preview(
     seed: Annotated[
         int, typer.Option(metavar="N", parser=arguments.natural, help="Seed of the order; another seed shows other frames.")
     ] = 0,
-    episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
-    cameras: Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")] = None,
+    episodes: arguments.Episodes = None,
+    cameras: arguments.Cameras = None,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
@@ -54,8 +55,7 @@ def preview(
         for key in windows:
             if key not in dataset.cameras:
                 raise ValueError(f"--window has unknown camera {key!r}. Available: {', '.join(dataset.cameras)}")
-        make_loader = console.load_library()
-        with make_loader(
+        with dali_stream.Loader(
             dataset, batch_size=batch_size, delta_timestamps=windows, image_size=size, image_dtype="uint8", seed=seed,
             last_batch="partial", rank=0, world_size=1,
         ) as loader:  # fmt: skip

@@ -28,7 +28,7 @@ def selftest(
     important codecs and tests first; tests without time are listed. Without a GPU nothing is tested, with exit code 0;
     --device cpu tests the codecs that DALI decodes there. Exit code 1 if a test failed or was left out.
     """
-    console.load_library()
+    import dali_stream.loader  # noqa: F401 - a missing library is an error before all work
     from dali_stream.tools import environment
     from dali_stream.tools.selftest import selftest as run
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def stats(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset.")],
+    uri: arguments.Uri,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file. Default: standard output.")] = None,
-    episodes: Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")] = None,
+    episodes: arguments.Episodes = None,
     cameras: Annotated[
         str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas; '' for none.")
     ] = None,

@@ -24,16 +24,16 @@ def transcode(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or new.")],
     codec: Annotated[str, typer.Option(help="hevc, h264, av1 or vp9.")],
     gop: Annotated[
-        int, typer.Option(parser=arguments.count, metavar="N", help="Distance of keyframes: 2 is best for single frames.")
+        int, typer.Option(metavar="N", parser=arguments.count, help="Distance of keyframes: 2 is best for single frames.")
     ] = 2,
     encoder: Annotated[str, typer.Option(help="nvenc, cpu, or auto: NVENC where it works.")] = "auto",
     crf: Annotated[
         int | None,
-        typer.Option(parser=arguments.natural, metavar="N", help="Quality, lower is better. Default: close to the source."),
+        typer.Option(metavar="N", parser=arguments.natural, help="Quality, lower is better. Default: close to the source."),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(parser=arguments.count, metavar="N", help="Files at a time. Default: enough to keep the encoder busy."),
+        typer.Option(metavar="N", parser=arguments.count, help="Files at a time. Default: enough to keep the encoder busy."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     revision: arguments.Revision = None,

@@ -17,13 +17,7 @@ _log = logging.getLogger("dali_stream")
 
 
 def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
-    """The route of each camera. Logs them.
-
-    Args:
-        source: the episodes.
-        indices: where the first video file of each camera and dataset is looked up.
-        decode: "auto", "dali" or "torchcodec".
-        gpu: index of the CUDA device; None where batches are made on the CPU.
+    """The route of each camera, by the first video file of each dataset. Logs them. `decode` and `gpu` are as for `route.choose`.
 
     Raises:
         ValueError: `decode` is "dali" and DALI cannot decode a camera here.

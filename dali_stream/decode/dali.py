@@ -1,6 +1,7 @@
 """Decoding with DALI: frames from packed clips, on NVDEC where there is a GPU, else VP8, VP9 and MJPEG on the CPU.
 
-The loader has the operator in its graph, and `DaliDecoder` packs the clips for it; `decode` runs it by itself.
+The loader has the operator in its graph, and `DaliDecoder` packs the clips for it; `decode` runs it by itself. `gpu` is a CUDA
+device everywhere, and None for the CPU.
 """
 
 from __future__ import annotations
@@ -88,14 +89,7 @@ class _Request(NamedTuple):
 
 
 class DaliDecoder(VideoFiles):
-    """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them.
-
-    Args:
-        source: where the video is.
-        key: the camera.
-        counters: what to add to.
-        gpu: the CUDA device; None on a CPU.
-    """
+    """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them."""
 
     def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
         super().__init__(source, key)
@@ -161,14 +155,7 @@ class DaliDecoder(VideoFiles):
 
 
 def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int) -> Pipeline:
-    """A pipeline without operators, with the executor's settings that all pipelines share.
-
-    Args:
-        batch_size: samples of a batch at most.
-        gpu: the CUDA device; None on a CPU.
-        threads: of the decoder and other operators.
-        prefetch: batches that it is ahead.
-    """
+    """A pipeline without operators, with the executor's settings that all pipelines share, `prefetch` batches ahead."""
     return Pipeline(
         batch_size=batch_size,
         num_threads=threads,
@@ -181,16 +168,9 @@ def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int
 
 
 def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
-    """The decoder in a pipeline.
+    """The decoder in a pipeline: (F, H, W, 3) uint8 RGB of each sample, which is an MP4 in memory.
 
-    Args:
-        clips: MP4s in memory, one a sample.
-        frames: per sample, which frames of it, rising and each once: DALI would decode from the beginning again for one
-            that is repeated.
-        gpu: the CUDA device; None on a CPU.
-
-    Returns:
-        (F, H, W, 3) uint8 RGB a sample.
+    `frames` of it are rising and each once: DALI would decode from the beginning again for one that is repeated.
     """
     # pad_mode "none" makes a frame that is not there an error; other modes return padding without a word. affine pins
     # threads to cores, to the same ones in every process of a machine.
@@ -206,15 +186,7 @@ def encoded(clip: Clip) -> Encoded:
 def pipeline(
     source: Callable[[], Sequence[Encoded]], batch_size: int, gpu: int | None, threads: int, prefetch: int
 ) -> Pipeline:
-    """A pipeline that does nothing but decode.
-
-    Args:
-        source: gives a batch of clips each time it is called.
-        batch_size: how many those are at most.
-        gpu: the CUDA device; None on a CPU.
-        threads: of the decoder.
-        prefetch: batches that it is ahead.
-    """
+    """A pipeline that does nothing but decode: at each call, `source` gives a batch of up to `batch_size` clips."""
     made = empty_pipeline(batch_size, gpu, threads, prefetch)
     with made:
         clips, frames = fn.external_source(
@@ -226,15 +198,7 @@ def pipeline(
 
 
 def decode(clips: Sequence[Encoded], gpu: int | None, threads: int) -> list[Frames]:
-    """Decodes clips in one batch.
-
-    Args:
-        clips: the batch.
-        gpu: the CUDA device; None on a CPU.
-        threads: of the decoder.
-
-    Returns:
-        Per clip, (F, H, W, 3) uint8 RGB, in the CPU's memory.
+    """Decodes clips in one batch: of each, (F, H, W, 3) uint8 RGB in the CPU's memory.
 
     Raises:
         DecodeError: DALI cannot decode one of them.

@@ -29,15 +29,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class ImageDecoder:
-    """A `Decoder` of a camera whose frames are images in Parquet rows, into slots.
-
-    Args:
-        source: where they are.
-        key: the camera.
-        counters: what to add to.
-        slots: where decoded frames go.
-        size: (height, width) that they are resized to.
-    """
+    """A `Decoder` of a camera whose frames are images in Parquet rows, into slots, resized to `size` (height, width)."""
 
     def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size

@@ -31,9 +31,7 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
     Args:
         decode: "auto", "dali" or "torchcodec".
         gpu: index of the CUDA device; None where batches are made on the CPU.
-        video: what the camera's file says of its video.
-        index: the index of that file.
-        store: where it is.
+        video, index, store: what the camera's first file says of its video, the file's index, and where it is.
 
     Raises:
         ValueError: `decode` is "dali" and DALI cannot decode this video here.

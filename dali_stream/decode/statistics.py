@@ -40,7 +40,7 @@ def compute_stats(
     cameras = [key for key in wanted if key in dataset.cameras]
     chosen = _sample(dataset)
     from_rows = range(dataset.num_episodes) if tabular else list(chosen) if set(cameras) & set(dataset.videos) else []
-    steps = _Steps(progress, len(from_rows) + len(cameras) * len(chosen))
+    done, total = itertools.count(1), len(from_rows) + len(cameras) * len(chosen)
     store = dataset.data_store.session()
     try:
         sums = {key: TableStats(int(dataset.lengths.sum())) for key in tabular}
@@ -49,7 +49,7 @@ def compute_stats(
             for key, each in sums.items():
                 each.add(rows[key])
             seconds[episode] = dataset.seconds(episode, rows)[chosen.get(episode, [])]
-            steps.one_more()
+            progress(next(done), total)
         found: dict[str, dict[str, Any]] = {key: each.result() for key, each in sums.items()}
         for camera in cameras:
             of_episode = (
@@ -58,22 +58,11 @@ def compute_stats(
             histograms: list[Histogram] = []
             for parts in _in_order(dataset, (functools.partial(of_episode, *each) for each in chosen.items())):
                 histograms.append(add_histograms(parts))
-                steps.one_more()
+                progress(next(done), total)
             found[camera] = image_stats([add_histograms(histograms)])
     finally:
         store.close()
     return stats_of({key: found[key] for key in wanted})
-
-
-class _Steps:
-    """Counts episodes that are done."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._done, self._total = progress, 0, total
-
-    def one_more(self) -> None:
-        self._done += 1
-        self._progress(self._done, self._total)
 
 
 def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:

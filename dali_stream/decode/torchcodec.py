@@ -68,12 +68,7 @@ class _Gop(NamedTuple):
 
 
 class TorchcodecDecoder(VideoFiles):
-    """A `Decoder` of a camera's video, into slots.
-
-    Args:
-        slots: where decoded frames go.
-        size: (height, width) that they are resized to.
-    """
+    """A `Decoder` of a camera's video, into slots, resized to `size` (height, width)."""
 
     def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         super().__init__(source, key)
@@ -170,10 +165,9 @@ def decode(
     """Decodes packets, in the order asked for.
 
     Args:
-        store: where the files are.
-        indices: per request, the index of its file; all with the same sample description.
-        packets: per request, the packet in its file.
-        expected: what the sample description says, in particular the size of the frames.
+        store: of the files.
+        indices, packets: per request, the index of its file, and the packet there; all with the same sample description.
+        expected: what that says, in particular the size of the frames.
         timed: counts the time of reading and packing.
 
     Returns:

@@ -20,13 +20,7 @@ _LIKE_BT601 = (None, "unknown", "unspecified", "reserved", "smpte170m", "bt470bg
 
 
 def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
-    """Why DALI must not decode a file; empty where its first frames come out as FFmpeg's do.
-
-    Args:
-        store: where the file is.
-        index: its index.
-        video: what its sample description says.
-        gpu: the CUDA device; None on a CPU.
+    """Why DALI must not decode a file; empty where its first frames come out as FFmpeg's do. `gpu` None: the CPU.
 
     Raises:
         DecodeError: FFmpeg cannot decode them either.

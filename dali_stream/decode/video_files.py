@@ -22,12 +22,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class VideoFiles:
-    """A camera's MP4s: their indices, and whether they hold what the metadata promise.
-
-    Args:
-        source: where they are.
-        key: the camera.
-    """
+    """A camera's MP4s: their indices, and whether they hold what the metadata promise."""
 
     def __init__(self, source: Source, key: str) -> None:
         self.key, self._source = key, source

@@ -10,6 +10,8 @@ along the lower edge, placed in fractions of the frame's size, so that a resize 
 
 from __future__ import annotations
 
+import binascii
+
 import numpy as np
 
 ROWS, COLUMNS = 2, 24
@@ -17,9 +19,6 @@ STRIP = 1 / 15  # the strip's share of the frame's height: 16 of 240 rows
 MIN_SIZE = (120, 128)  # (height, width): a cell is then 4 rows by 5 columns; smaller ones were not tried
 MAX_EPISODE, MAX_FRAME, MAX_CAMERA = 2**16 - 1, 2**12 - 1, 2**4 - 1
 _BLACK, _WHITE = 16, 235
-_FIELDS = ("episode", "frame", "camera")
-_BITS = (16, 12, 4)
-_CRC_BITS = 16
 
 
 def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
@@ -66,9 +65,9 @@ def read_identities(batch: np.ndarray) -> np.ndarray:
     """
     batch = np.asarray(batch)
     _check_images(batch)
-    bits = _sample_cells(batch) > (_BLACK + _WHITE) / 2
-    payload, found = bits[:, :-_CRC_BITS], _numbers(bits[:, -_CRC_BITS:])
-    expected = _crc16(payload)
+    cells = np.packbits(_sample_cells(batch) > (_BLACK + _WHITE) / 2, axis=1)
+    payload, found = cells[:, :4].view(">u4")[:, 0].astype(np.int64), cells[:, 4:].view(">u2")[:, 0]
+    expected = np.array([_checksum(row.tobytes()) for row in cells[:, :4]], np.uint16)
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
         first = int(wrong[0])
@@ -77,21 +76,17 @@ def read_identities(batch: np.ndarray) -> np.ndarray:
             f"{int(found[first]):#06x}, expected {int(expected[first]):#06x}. The frame must be a whole frame of a "
             "demo dataset (channels last; not cropped, flipped or normalised)."
         )
-    episode_end, frame_end = _BITS[0], _BITS[0] + _BITS[1]
-    parts = (payload[:, :episode_end], payload[:, episode_end:frame_end], payload[:, frame_end:])
-    return np.stack([_numbers(part) for part in parts], axis=1)
+    return np.stack([payload >> 16, payload >> 4 & MAX_FRAME, payload & MAX_CAMERA], axis=1)
 
 
 def encode_cells(episode: int, frame: int, camera: int) -> np.ndarray:
     """The 48 cells of an identity as bool (48,), row by row, True for white; ValueError where a number is too large."""
-    values = []
-    for name, value, bits in zip(_FIELDS, (episode, frame, camera), _BITS, strict=True):
-        if not 0 <= value < 2**bits:
-            raise ValueError(f"Invalid {name} ({value}). The stamp holds 0 to {2**bits - 1} in {bits} bits.")
-        values.append([bool(value >> shift & 1) for shift in reversed(range(bits))])
-    payload = np.array([bit for value in values for bit in value])
-    checksum = int(_crc16(payload[None])[0])
-    return np.concatenate([payload, [bool(checksum >> shift & 1) for shift in reversed(range(_CRC_BITS))]])
+    limits = {"episode": (episode, MAX_EPISODE), "frame": (frame, MAX_FRAME), "camera": (camera, MAX_CAMERA)}
+    for name, (value, most) in limits.items():
+        if not 0 <= value <= most:
+            raise ValueError(f"Invalid {name} ({value}). The stamp holds 0 to {most} in {most.bit_length()} bits.")
+    payload = (episode << 16 | frame << 4 | camera).to_bytes(4, "big")
+    return np.unpackbits(np.frombuffer(payload + _checksum(payload).to_bytes(2, "big"), np.uint8)).astype(bool)
 
 
 def _sample_cells(batch: np.ndarray) -> np.ndarray:
@@ -104,22 +99,12 @@ def _sample_cells(batch: np.ndarray) -> np.ndarray:
     return points.reshape(len(batch), ROWS, 3, COLUMNS, 3, 3).mean(axis=(2, 4, 5)).reshape(len(batch), -1)
 
 
-def _crc16(bits: np.ndarray) -> np.ndarray:
-    """CRC-16/CCITT-FALSE of bits (N, n), as int64 (N,).
+def _checksum(payload: bytes) -> int:
+    """CRC-16/CCITT-FALSE, which finds every error of up to three bits at this length.
 
-    Polynomial 0x1021 finds every error of up to three bits at this length; the start value 0xFFFF makes plain black
-    and plain white strips invalid.
+    Its start value makes plain black and plain white strips invalid.
     """
-    register = np.full(len(bits), 0xFFFF, dtype=np.int64)
-    for column in bits.T.astype(np.int64):
-        feedback = (register >> 15) ^ column
-        register = ((register << 1) & 0xFFFF) ^ (feedback * 0x1021)
-    return register
-
-
-def _numbers(bits: np.ndarray) -> np.ndarray:
-    """Bits (N, n), most significant first, as int64 (N,)."""
-    return bits.astype(np.int64) @ (1 << np.arange(bits.shape[1], dtype=np.int64)[::-1])
+    return binascii.crc_hqx(payload, 0xFFFF)
 
 
 def _check_images(batch: np.ndarray) -> None:

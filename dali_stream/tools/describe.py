@@ -153,7 +153,7 @@ def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
     except DatasetError as error:
         broken.append(str(error))
     cameras = {key: _camera(dataset, key, look_at) for key in dataset.cameras}
-    data_files = _paths(dataset, dataset.table.data)
+    data_files = used(dataset, dataset.table.data)
     robot_type = info.get("robot_type")
     return DatasetReport(
         uri=dataset.uri,
@@ -206,11 +206,11 @@ def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]
 
 def selected_files(dataset: Dataset) -> list[str]:
     """The Parquet and video files of the selected episodes and cameras."""
-    return [path for files in (dataset.table.data, *dataset.table.video.values()) for path in _paths(dataset, files)]
+    return [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
 
 
-def _paths(dataset: Dataset, files: metadata.Files) -> list[str]:
-    """Files of the selected episodes, in order of the episodes."""
+def used(dataset: Dataset, files: metadata.Files) -> list[str]:
+    """The files of the selected episodes, in order of the episodes."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
 
 
@@ -275,7 +275,7 @@ def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, 
 
 def video_files(dataset: Dataset, key: str, look_at: int = LOOK_AT) -> tuple[list[str], list[str]]:
     """The video files of a camera, and those to look at: the first, the last, and others in between."""
-    paths = _paths(dataset, dataset.table.video[key])
+    paths = used(dataset, dataset.table.video[key])
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int)).tolist()
     return paths, [paths[i] for i in chosen]
 
@@ -284,8 +284,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, file
     """Describes a camera's videos.
 
     Args:
-        tables: indices of one or more files.
-        store: of these files.
+        tables, store: indices of one or more files, and where these are.
         gpu: CUDA device that the route is for; None for the CPU.
         files, size: number of files of the camera, and their bytes.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,13 @@ from dali_stream.loader import Loader
 from dali_stream.tools import environment, sheet
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """The report of an epoch, and the samples of its first batch."""
-
-    report: dict[str, Any]
-    first: list[sheet.Sample]
-
-
-def stream(dataset: Dataset, batch_size: int, device: str, decode: str, progress: Callable[[int, int], None]) -> Epoch:
+def stream(
+    dataset: Dataset, batch_size: int, device: str, decode: str, progress: Callable[[int, int], None]
+) -> tuple[dict[str, Any], list[sheet.Sample]]:
     """Streams one epoch of a demo dataset. `progress` is called as (samples, samples in all).
+
+    Returns:
+        The report, and the samples of the first batch.
 
     Raises:
         DecodeError: a frame of the first batch is not the frame of its row.
@@ -61,7 +57,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, progress
         "frames": len(indices),
         "unique_frames": len(set(indices)),
         "exactly_once": sorted(indices) == list(range(dataset.num_frames)),
-        "pictures_checked": _check_frames(dataset, first),
+        "frames_checked": _check_frames(dataset, first),
         "samples_per_s": timed / seconds,
         "frames_per_s": timed * len(dataset.cameras) / seconds,
         "epoch_s": ends[-1] - started,
@@ -77,7 +73,7 @@ def stream(dataset: Dataset, batch_size: int, device: str, decode: str, progress
         **environment.ran_on(device_used),
         "indices": indices,
     }
-    return Epoch(report, first)
+    return report, first
 
 
 def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:

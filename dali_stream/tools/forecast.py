@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,11 +95,9 @@ def decodes(
 
     Args:
         lengths: (E,) frames of each episode.
-        order: of each epoch.
-        batches: of an epoch.
+        order, batches: of an epoch.
         offsets: of the window, in frames.
-        gop: frames of each GOP.
-        kept: decoded frames that the cache keeps.
+        gop, kept: frames of each GOP, and decoded frames that the cache keeps.
         rank: whose batches are planned.
     """
     frames, camera = int(lengths.sum()), ""
@@ -137,7 +134,7 @@ def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
         started = time.perf_counter()
         frames: npt.NDArray[np.uint8]
         for _, frames, _ in decode.decode_in_parts(
-            config.dataset.data_store, list(itertools.repeat(table, len(packets))), packets, video, len(packets)
+            config.dataset.data_store, [table] * len(packets), packets, video, len(packets)
         ):
             resize(frames, config.frame_size(camera))
         taken.append(time.perf_counter() - started)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-import pyarrow.parquet as pq
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
-from dali_stream.lerobot.metadata import Files, parquet_errors
 from dali_stream.mp4.index import read_index
 from dali_stream.storage import Store
+from dali_stream.tools.describe import used
+from dali_stream.tools.output.work import Work
+from dali_stream.tools.reshard.rows import read_footer
 
 THREADS = 16  # nearly all time is spent waiting for responses
 
@@ -58,52 +56,22 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
         )
     jobs, traffic = _jobs(dataset), dataset.data_store.traffic
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
-    progress(0, len(jobs))
-    broken: dict[str, str] = {}
-    futures: dict[Future[str | None], str] = {}
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream index") as pool:
-        try:
-            for path, read in jobs.items():
-                futures[pool.submit(_error, read, dataset.data_store, path)] = path
-            for done, future in enumerate(as_completed(futures), start=1):
-                if why := future.result():
-                    broken[futures[future]] = why
-                progress(done, len(jobs))
-        except BaseException:
-            _end(pool, futures, dataset)
-            raise
+    work = Work(lambda _, done, total: progress(done, total), dataset.close, THREADS)
+    errors = work.each("index", list(jobs), lambda path: _error(jobs[path], dataset.data_store, path))
     return IndexReport(
         files=len(jobs),
         fetched_bytes=traffic.fetched_bytes - fetched,
         cached_bytes=traffic.cached_bytes - cached,
-        broken=dict(sorted(broken.items())),
+        broken={path: why for path, why in sorted(zip(jobs, errors, strict=True)) if why},
     )
-
-
-def _end(pool: ThreadPoolExecutor, futures: Iterable[Future[str | None]], dataset: Dataset) -> None:
-    """Aborts running reads and cancels the others."""
-    pool.shutdown(wait=False, cancel_futures=True)
-    dataset.close()
-    begun = [future for future in futures if not future.cancelled()]  # `wait` never returns for the others
-    while wait(begun, timeout=0.5).not_done:
-        dataset.close()  # a thread was between two reads
 
 
 def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], object]]:
     """The files of the selected cameras and episodes, each with the function that reads its index."""
-    jobs: dict[str, Callable[[Store, str], object]] = dict.fromkeys(_used(dataset, dataset.table.data), _read_footer)
+    jobs: dict[str, Callable[[Store, str], object]] = dict.fromkeys(used(dataset, dataset.table.data), read_footer)
     for camera in dataset.videos:
-        jobs |= dict.fromkeys(_used(dataset, dataset.table.video[camera]), read_index)
+        jobs |= dict.fromkeys(used(dataset, dataset.table.video[camera]), read_index)
     return jobs
-
-
-def _used(dataset: Dataset, files: Files) -> list[str]:
-    return [files.paths[number] for number in np.unique(files.index[dataset.rows])]
-
-
-def _read_footer(store: Store, path: str) -> None:
-    with parquet_errors(store, path), store.open(path) as file:
-        pq.ParquetFile(file)
 
 
 def _error(read: Callable[[Store, str], object], store: Store, path: str) -> str | None:

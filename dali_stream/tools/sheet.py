@@ -14,6 +14,7 @@ Each sample is a cell: its cameras side by side, each camera's window as a strip
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -58,16 +59,6 @@ class Sample:
     index: int
 
 
-@dataclass(frozen=True)
-class Placed:
-    """The place of a frame on the sheet: `box` is (left, top, right, bottom)."""
-
-    sample: int
-    camera: str
-    step: int
-    box: tuple[int, int, int, int]
-
-
 def samples(batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[str, Sequence[float]]) -> list[Sample]:
     """Copies the samples of a sheet from a batch. Frames are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
     strips = [_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras]
@@ -90,13 +81,15 @@ def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -
     return [Strip(camera, shown, seconds, tuple(mask)) for shown, mask in zip(found, masks, strict=True)]
 
 
-def draw(title: str, shown: Sequence[Sample], columns: int | None = None) -> tuple[Image.Image, list[Placed]]:
-    """Draws samples in `columns`, row by row. Returns the sheet and the place of each frame.
+def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = None) -> None:
+    """Draws samples row by row, and writes the sheet as PNG.
 
     Args:
-        title: above all.
-        shown: the samples.
+        path, title, shown: the PNG, its title, and the samples.
         columns: of the grid. None: those that bring the sheet nearest to 4:3, up to a width of 2400 pixels.
+
+    Raises:
+        DaliStreamError: it cannot be written there.
     """
     layout = _Layout(shown, columns) if columns else _grid(shown)
     image = Image.new("RGB", layout.size, BACKGROUND)
@@ -108,24 +101,7 @@ def draw(title: str, shown: Sequence[Sample], columns: int | None = None) -> tup
     for number, sample in enumerate(shown):
         left, top = layout.left(number % layout.columns), layout.top(number // layout.columns)
         frames += _draw_cell(image, pen, number, sample, left, top, layout)
-    return image, frames
-
-
-def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = None) -> None:
-    """Draws a sheet, as `draw`, and writes it as PNG.
-
-    Raises:
-        DaliStreamError: it cannot be written there.
-    """
-    image, frames = draw(title, shown, columns)
-    where = [
-        {
-            "sample": p.sample, "camera": p.camera, "step": p.step, "box": p.box,
-            "episode": shown[p.sample].episode, "frame": shown[p.sample].frame, "index": shown[p.sample].index,
-        }
-        for p in frames
-    ]  # fmt: skip
-    write(path, image, {"title": title, "pictures": where})
+    write(path, image, {"title": title, "frames": frames})
 
 
 def write(path: Path, image: Image.Image, described: Mapping[str, Any]) -> None:
@@ -188,13 +164,15 @@ def _draw_header(pen: ImageDraw.ImageDraw, sample: Sample, left: int, top: int, 
 
 def _draw_cell(
     image: Image.Image, pen: ImageDraw.ImageDraw, number: int, sample: Sample, left: int, top: int, layout: _Layout
-) -> list[Placed]:
+) -> list[dict[str, Any]]:
+    """Draws a sample; returns where each of its frames is."""
+    which = {"sample": number, "episode": sample.episode, "frame": sample.frame, "index": sample.index}
     frames, at = [], left
     for strip in sample.strips:
         height, width = strip.frames.shape[1:3]
         for step, (one, padded) in enumerate(zip(strip.frames, strip.padded, strict=True)):
             image.paste(Image.fromarray(one), (at, top))
-            frames.append(Placed(number, strip.camera, step, (at, top, at + width, top + height)))
+            frames.append({**which, "camera": strip.camera, "step": step, "box": (at, top, at + width, top + height)})
             if padded:
                 _mark_padded(pen, at, top, width)
             at += width + STEP_GAP
@@ -255,11 +233,7 @@ def line(size: int) -> int:
     return size + size // 3
 
 
+@functools.cache
 def font(size: int) -> Any:
     """Pillow's own font."""
-    if size not in _FONTS:
-        _FONTS[size] = ImageFont.load_default(size)
-    return _FONTS[size]
-
-
-_FONTS: dict[int, Any] = {}
+    return ImageFont.load_default(size)

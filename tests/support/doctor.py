@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dali_stream.tools.doctor import Report
+import pytest
+
+import dali_stream
 
 TORCH = """
 class version: cuda = {cuda!r}
@@ -58,12 +60,16 @@ def cpu_torch() -> str:
 
 
 def doctor(
-    *arguments: object, environment: Mapping[str, str] | None = None, libraries: Path | None = None
-) -> tuple[int, dict[str, Any]]:
-    """Runs `python -m dali_stream doctor --json` and returns its exit code and what it printed."""
-    done = run("--json", *arguments, environment=environment, libraries=libraries)
-    assert done.stderr == ""
-    return done.returncode, json.loads(done.stdout)
+    *arguments: Any, environment: Mapping[str, str] | None = None, libraries: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """What `dali_stream.doctor` reports where the processes that it starts have these variables and packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        if libraries is not None:
+            patch.syspath_prepend(libraries)
+        report: dict[str, Any] = json.loads(json.dumps(dali_stream.doctor(*arguments, **options).as_dict()))
+    return report
 
 
 def run(
@@ -77,10 +83,9 @@ def run(
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env, check=False)
 
 
-def found(report: Report | Mapping[str, Any], name: str, area: str | None = None) -> dict[str, str]:
+def found(report: Mapping[str, Any], name: str) -> dict[str, str]:
     """The one finding of a name."""
-    content = report.as_dict() if isinstance(report, Report) else report
-    [finding] = [f for f in content["findings"] if f["name"] == name and area in (None, f["area"])]
+    [finding] = [f for f in report["findings"] if f["name"] == name]
     assert bool(finding["remedy"]) == (finding["status"] != "ok"), finding
     return finding
 

@@ -36,7 +36,7 @@ def pictures(path: Path) -> list[tuple[dict[str, Any], np.ndarray]]:
     """What a contact sheet says of its frames, and the frames cut out of it."""
     with Image.open(path) as sheet:
         assert sheet.format == "PNG"
-        said = json.loads(sheet.text["dali_stream"])["pictures"]  # type: ignore[attr-defined]  # PNGs have it
+        said = json.loads(sheet.text["dali_stream"])["frames"]  # type: ignore[attr-defined]  # PNGs have it
         pixels = np.asarray(sheet.convert("RGB"))
     boxes = [picture["box"] for picture in said]
     return [(picture, pixels[b[1] : b[3], b[0] : b[2]]) for picture, b in zip(said, boxes, strict=True)]

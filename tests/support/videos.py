@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from filelock import FileLock
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
 import dali_stream
@@ -116,8 +118,18 @@ def _encoders() -> str:
 
 
 def encode(frames: Frames, path: Path, arguments: Sequence[str], *more_input: str, fps: int = FPS) -> Path:
-    """Writes frames to a video file; `more_input` stands before the encoder's arguments."""
+    """Writes frames to a video file; `more_input` stands before the encoder's arguments. Each is encoded once per test run."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    what = repr((frames.shape, arguments, more_input, fps)).encode()
+    made = Path(os.environ["WRITTEN_BY_TESTS"], hashlib.sha256(what + frames.tobytes()).hexdigest() + path.suffix)
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            _encode(frames, unfinished := made.with_stem(f"unfinished-{made.stem}"), arguments, more_input, fps)
+            unfinished.rename(made)
+    return Path(shutil.copy(made, path))
+
+
+def _encode(frames: Frames, path: Path, arguments: Sequence[str], more_input: Sequence[str], fps: int) -> None:
     height, width = frames.shape[1:3]
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-")
     passes: list[tuple[str, ...]] = [()]
@@ -125,7 +137,6 @@ def encode(frames: Frames, path: Path, arguments: Sequence[str], *more_input: st
         passes = [("-pass", number, "-passlogfile", str(path.with_suffix(".log"))) for number in ("1", "2")]
     for options in passes:
         ffmpeg(*raw, *more_input, *arguments, *options, path, stdin=frames.tobytes())
-    return path
 
 
 def write_dataset(

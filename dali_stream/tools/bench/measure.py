@@ -7,7 +7,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -26,23 +26,6 @@ POINTS = 200  # of the timeline
 # Counters of `Loader.stats()` whose growth is measured.
 SUMS = ("frames", "clips", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
         "needed_bytes", "requests", "retries", "evicted_early", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is measured.
-
-    Attributes:
-        mode: "single": the current frame of all cameras; "sarm": 8 steps of all cameras, 1 s apart; "action_chunk": the
-            current frame of all cameras and 50 actions from it on.
-        num_batches: timed batches, after `warmup` others.
-        loader: further arguments of the Loader.
-    """
-
-    mode: Mode
-    num_batches: int
-    warmup: int
-    loader: dict[str, Any]
 
 
 def windows(mode: Mode, dataset: Dataset) -> dict[str, list[float]]:
@@ -65,13 +48,17 @@ def windows(mode: Mode, dataset: Dataset) -> dict[str, list[float]]:
     return {"action": [step / dataset.fps for step in range(CHUNK)]}
 
 
-def measure(dataset: Dataset, settings: Settings, device: str, together: Callable[[], None]) -> dict[str, Any]:
+def measure(
+    dataset: Dataset, mode: Mode, num_batches: int, warmup: int, loader: dict[str, Any], together: Callable[[], None]
+) -> dict[str, Any]:
     """Times this rank's batches.
 
     Args:
         dataset: to stream, epoch after epoch.
-        settings: of the measurement.
-        device: of the Loader, and of the batches.
+        mode: "single": the current frame of all cameras; "sarm": 8 steps of all cameras, 1 s apart; "action_chunk": the
+            current frame of all cameras and 50 actions from it on.
+        num_batches: timed batches, after `warmup` others.
+        loader: further arguments of the Loader.
         together: a barrier of all ranks, so that all are measured over the same time.
 
     Returns:
@@ -83,24 +70,24 @@ def measure(dataset: Dataset, settings: Settings, device: str, together: Callabl
     if not dataset.cameras:
         raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset with cameras")
     environment.forget_peak()
-    deltas = windows(settings.mode, dataset)
+    deltas = windows(mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
-    with Loader(dataset, delta_timestamps=deltas, device=device, **settings.loader) as loader:
-        stream = endless(loader)
-        for _ in range(max(settings.warmup, 1)):
+    with Loader(dataset, delta_timestamps=deltas, **loader) as running:
+        stream = endless(running)
+        for _ in range(max(warmup, 1)):
             where = _consume(next(stream))
-        first_batch_s = loader.stats()["first_batch_s"]
+        first_batch_s = running.stats()["first_batch_s"]
         together()
-        watch = _Watch(loader)
-        for _ in range(settings.num_batches):
+        watch = _Watch(running)
+        for _ in range(num_batches):
             asked = time.perf_counter()
             batch = next(stream)
             _consume(batch)
             watch.note(asked, batch)
         together()
         found = watch.end()
-        routes = {key: asdict(route) for key, route in loader.routes.items()}
-        order = loader.state_dict()["order"]
+        routes = {key: asdict(route) for key, route in running.routes.items()}
+        order = running.state_dict()["order"]
     frames = found["samples"] * sum(steps.values())
     return found | {
         "host": platform.node(),

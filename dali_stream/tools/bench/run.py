@@ -6,7 +6,7 @@ from typing import Any
 
 from dali_stream import process
 from dali_stream.dataset import Dataset
-from dali_stream.tools.bench.measure import Mode, Settings, measure
+from dali_stream.tools.bench.measure import Mode, measure
 from dali_stream.tools.bench.report import node_report
 
 
@@ -17,7 +17,7 @@ def run(
 
     Args:
         dataset: to stream, epoch after epoch.
-        mode, num_batches, warmup, loader: see `Settings`.
+        mode, num_batches, warmup, loader: as for `measure.measure`.
         device: of the Loader.
         head: further entries of the report; `source` None becomes the scheme of the dataset's URI.
 
@@ -28,7 +28,7 @@ def run(
     from accelerate.utils import gather_object
 
     state = PartialState(cpu=process.gpu(device) is None)
-    own = measure(dataset, Settings(mode, num_batches, warmup, loader), device, state.wait_for_everyone)
+    own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone)
     ranks = gather_object([own])
     # A process that ends with Gloo's threads alive may abort: https://github.com/pytorch/pytorch/pull/179291.
     state.destroy_process_group()

@@ -2,7 +2,7 @@
 
 answers    what libraries and the driver report, each asked in a process of its own
 gpu, software, machine           findings from these answers, and on this process's limits
-dataset, files, rows                     findings on a dataset: its metadata, which files exist, its rows and tasks
+dataset, rows                            findings on a dataset: its metadata, which files exist, its rows and tasks
 camera, timing, gops, frames, deep, looks    its cameras: times, GOPs, a decoded frame, all frames, and what broken files are
 run        `doctor`
 """

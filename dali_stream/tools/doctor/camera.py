@@ -34,12 +34,7 @@ _SHOWN = 3  # broken files reported per camera
 class Camera:
     """A video camera of a dataset.
 
-    Args:
-        dataset: its dataset.
-        key: the camera.
-        rows: of its episodes.
-        decoders: available on this machine.
-        deep: decodes all of its frames; None: one frame only, and up to 1000 files are checked, or 32 of remote data.
+    `deep` decodes all of its frames. Without, one frame is decoded, and up to 1000 files are checked, or 32 of remote data.
 
     Attributes:
         findings: all but those on the frame, which is decoded together with those of other cameras.

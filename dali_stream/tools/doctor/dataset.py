@@ -8,15 +8,18 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images as image
-from dali_stream.errors import DaliStreamError, StorageError, counted
+from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.tools.doctor import files, frames
+from dali_stream.tools.describe import missing_files
+from dali_stream.tools.doctor import frames
 from dali_stream.tools.doctor.camera import Camera
 from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import Decoded, Decoders
 from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
 from dali_stream.tools.doctor.rows import Rows, examine_names, spread
 from dali_stream.tools.doctor.rows import examine as examine_rows
+
+_SHOWN = 5  # missing files named
 
 
 def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
@@ -42,20 +45,14 @@ def unreadable(error: DaliStreamError) -> Finding:
 def examine(
     dataset: Dataset, decoders: Decoders, limit_s: float, deep: Deep | None = None
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """Findings, and the facts for the report.
-
-    Args:
-        dataset: the selected part of a dataset.
-        decoders: available on this machine.
-        limit_s: seconds for a decoder's frames.
-        deep: decodes every frame; None: one frame of each camera, and of a large dataset only a part is checked.
-    """
+    """Findings, and the facts for the report. Without `deep`, one frame of each camera is decoded within `limit_s` seconds, and
+    of a large dataset only a part is checked."""
     size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
     findings = [Finding("dataset", "metadata", OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps")]
     findings.append(_statistics(dataset))
     rows = Rows(dataset)
     try:
-        findings.append(files.examine(dataset, bool(deep)))
+        findings.append(_files(dataset, bool(deep)))
         episodes = spread(dataset, dataset.num_episodes, bool(deep))
         findings += [examine_rows(dataset, rows, episodes), examine_names(dataset, rows)]
         cameras = [Camera(dataset, key, rows, decoders, deep) for key in dataset.videos]
@@ -73,6 +70,20 @@ def examine(
         findings += [deep.finding(camera.key)] if deep else []
         facts[camera.key] = camera.facts | {"decoded": {route: dataclasses.asdict(each) for route, each in own.items()}}
     return findings, _facts(dataset, facts)
+
+
+def _files(dataset: Dataset, deep: bool) -> Finding:
+    """The finding on `missing_files`. Raises StorageError."""
+    try:
+        missing, looked_for = missing_files(dataset, deep)
+    except DatasetError as error:
+        return Finding("dataset", "files", PROBLEM, str(error), "correct data_path and video_path in meta/info.json")
+    if not missing:
+        return Finding("dataset", "files", OK, f"{counted(looked_for, 'file')} of rows and video, none missing")
+    named = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+    text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {named}"
+    remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info --json` lists all"
+    return Finding("dataset", "files", PROBLEM, text, remedy)
 
 
 def _facts(dataset: Dataset, cameras: dict[str, Any]) -> dict[str, Any]:

@@ -34,9 +34,7 @@ class _Part(NamedTuple):
 class Deep:
     """Decodes all frames of the selected cameras with the decoder of the CPU route, in threads of this process.
 
-    Args:
-        dataset: the selected part of a dataset.
-        progress: called as (frames decoded, frames in all), from several threads.
+    `progress` is called as (frames decoded, frames in all), from several threads.
 
     Attributes:
         broken: per camera and episode, its first frame that cannot be decoded, and why.

@@ -20,12 +20,7 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Findings, and the GPUs for the report.
-
-    Args:
-        driver, nvdec: the answers of `answers.driver` and `answers.nvdec`.
-        root: the folder of `dev`, `proc` and `sys`.
-    """
+    """Findings, and the GPUs for the report. `root` is the folder of `dev` and `sys`."""
     if driver.error:
         return [Finding("gpu", "driver", PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN)], []
     if "failed" in driver.value:

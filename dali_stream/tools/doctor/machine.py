@@ -28,8 +28,8 @@ def examine(
 
     Args:
         cache_dir: as for `Dataset`; None: the working directory is checked instead.
-        gpus: number of GPUs of the driver.
-        environment: of this process. Only words of NVIDIA's container toolkit are reported from its values.
+        gpus: of the driver.
+        environment: of its values, only words of NVIDIA's container toolkit are reported.
         root: the folder of `proc`, `sys`, `run` and `dev`.
     """
     kind = container(environment, root)

@@ -18,11 +18,6 @@ from dali_stream.tools.doctor.rows import Rows
 class Timing:
     """The frames of a camera's rows, file by file.
 
-    Args:
-        dataset: the selected part of a dataset.
-        camera: one with video.
-        rows: whose timestamps are looked up.
-
     Attributes:
         faults: per episode, its first row without a frame, and why.
         checked: episodes that were looked at.

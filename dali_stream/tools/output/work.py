@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import TypeVar
 
 THREADS = 4
@@ -18,7 +18,7 @@ class Work:
 
     Args:
         progress: called as (stage, done, total), by one thread at a time.
-        interrupt: aborts whatever jobs may be waiting for.
+        interrupt: aborts whatever jobs may be waiting for; may be called again.
         threads: jobs at a time.
     """
 
@@ -37,15 +37,20 @@ class Work:
         self._stage, self._done, self._total = stage, 0, len(items) if total is None else total
         self.advance(0)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="dali_stream output") as pool:
-            jobs = [pool.submit(call, item) for item in items]
+            jobs: list[Future[R]] = []
             try:
+                for item in items:
+                    jobs.append(pool.submit(call, item))
                 for job in as_completed(jobs):
                     job.result()
                     self.advance(int(counted))
             except BaseException:
                 self._stopping = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                begun = [job for job in jobs if not job.cancelled()]  # `wait` never returns for the others
                 self._interrupt()
-                pool.shutdown(cancel_futures=True)
+                while wait(begun, timeout=0.5).not_done:
+                    self._interrupt()  # a job was between two reads
                 raise
         return [job.result() for job in jobs]
 

@@ -134,14 +134,10 @@ def places(table: Episodes) -> Int64:
 
 
 def plan(table: Episodes, sources: list[Parquet], order: Int64, file_size: int, name: Callable[[int], str]) -> list[DataFile]:
-    """Assigns the episodes, in this order, to files and row groups.
+    """Assigns the episodes of the source's table, in this order, to files and row groups.
 
-    Args:
-        table: the source's episodes.
-        sources: its data files, as `table.data.paths` names them.
-        order: positions of the episodes in the table.
-        file_size: upper bound of a file in bytes, unless it holds one episode.
-        name: the path of the n-th file.
+    `sources` are the footers of `table.data.paths`. A file has at most `file_size` bytes, unless it holds one episode; `name`
+    returns the path of the n-th.
     """
     files: list[DataFile] = []
     first = places(table)
@@ -161,10 +157,7 @@ def plan(table: Episodes, sources: list[Parquet], order: Int64, file_size: int, 
 class SourceRows:
     """Rows of one source file by episode, with all columns. Not thread-safe.
 
-    Args:
-        window: the store of the file.
-        file: its footer.
-        until: end of the rows that will be read, assuming that the file is in order.
+    `until` is the end of the rows that will be read, assuming that the file is in order.
     """
 
     def __init__(self, window: Window, file: Parquet, until: int) -> None:

@@ -120,13 +120,7 @@ class VideoFile:
 
 
 def read_source(store: Store, path: str, fps: float, shown: Callable[[VideoIndex], dict[int, Int64]]) -> Source:
-    """Reads the index of a source file.
-
-    Args:
-        store: of the file.
-        path: the file.
-        fps: frames per second of the dataset.
-        shown: returns, per episode of the file, the packets of its rows.
+    """Reads the index of a source file; `shown` returns the packets of the rows of each of its episodes.
 
     Raises:
         DecodeError: it cannot be read, or has sound.
@@ -221,11 +215,7 @@ def mark(sample: memoryview) -> bytes:
 def digest(table: VideoIndex, shown: Int64, marks: npt.NDArray[np.uint8], start: int = 0) -> str:
     """A digest of everything that determines an episode's frames: packets, times, keyframes, descriptions.
 
-    Args:
-        table: index of its file.
-        shown: the packets of its rows.
-        marks: (n, 16) of packets from `start` on, see `mark`.
-        start: the packet of the first mark.
+    `shown` are the packets of its rows, and `marks` (n, 16) those of packets from `start` on, see `mark`.
     """
     first, last = _first_needed(table, shown), int(shown.max()) + 1
     configs = [hashlib.blake2b(config, digest_size=16).digest() for config in table.configs]

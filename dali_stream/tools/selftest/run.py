@@ -238,13 +238,8 @@ class _Run:
     def _each(self, name: str, jobs: Mapping[str, dict[str, Any]], seconds: float = 0.0) -> dict[str, Report]:
         """Runs a step per job: several at a time for "write" and "identity", one at a time for measurements.
 
-        Args:
-            name: of the step.
-            jobs: arguments of each job, by its name in `left_out`.
-            seconds: of its measurement.
-
-        Returns:
-            Results by name, without those of jobs without time.
+        `jobs` are their arguments by name, and `seconds` those of a measurement. Returns results by name, without those of jobs
+        without time, which are in `left_out`.
         """
         results = {}
         limit = _STEP_S + seconds

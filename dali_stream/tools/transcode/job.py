@@ -29,7 +29,7 @@ from dali_stream.tools.transcode.video import Copies, Share, VideoFile, Writer
 
 STAGE = ".transcode"
 CHANGED = "has changed since it was written"
-_LAYOUT = 1  # increased when the same dataset and options are written differently
+_LAYOUT = 2  # increased when the same dataset and options are written differently
 
 
 def transcode(

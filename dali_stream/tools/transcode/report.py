@@ -63,7 +63,7 @@ def camera(notes: Sequence[dict[str, Any]]) -> Camera:
     return Camera(
         files=len(notes),
         copied=sum(not note["encoder"] for note in notes),
-        frames=sum(note["pictures"] for note in notes),  # the key that notes of unfinished runs have
+        frames=sum(note["frames"] for note in notes),
         bytes_before=sum(note["bytes_before"] for note in notes),
         bytes_after=sum(note["bytes_after"] for note in notes),
         codec_before=names("codec_before"),

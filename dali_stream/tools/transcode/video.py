@@ -74,15 +74,7 @@ class Share:
 
 
 class Writer:
-    """Writes files into a folder.
-
-    Args:
-        program, encoder: to encode with.
-        gop: longest GOP in frames.
-        fps: of the dataset.
-        store: of the source.
-        folder: to write to.
-    """
+    """Writes files of `store` into a folder, with GOPs of up to `gop` frames."""
 
     def __init__(self, program: Program, encoder: Encoder, gop: int, fps: float, store: Store, folder: Folder) -> None:
         self._program, self._encoder, self._gop, self._fps = program, encoder, gop, fps
@@ -100,7 +92,7 @@ class Writer:
             episodes = self._shown(source, file)
             place = Path(store.address) / file.path
             size, codec = store.size(file.path), describe(source.table.configs[0]).codec
-            note: dict[str, Any] = {"pictures": len(source.table), "bytes_before": size, "codec_before": codec}
+            note: dict[str, Any] = {"frames": len(source.table), "bytes_before": size, "codec_before": codec}
             note |= {"bytes_after": size, "codec_after": codec, "encoder": "", "psnr": {}}
             if file.depth or not self._refusal(source, place):
                 copy(store, file.path, self._folder, file.path, note, share)
