@@ -17,7 +17,7 @@ _log = logging.getLogger("dali_stream")
 
 
 def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
-    """The route of each camera, by the first video file of each dataset. Logs them. `decode` and `gpu` are as for `route.choose`.
+    """The route of each camera, by each dataset's first video file. Logs them. `decode` and `gpu` are as for `route.choose`.
 
     Raises:
         ValueError: `decode` is "dali" and DALI cannot decode a camera here.
