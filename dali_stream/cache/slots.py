@@ -56,7 +56,7 @@ class Slots:
         """Copies the frames of a batch.
 
         Args:
-            show: (B, T) slots, negative where there is no frame.
+            show: (B, T) slots; negative for zeros.
             out: (B, T, height, width, channels), uint8, or float32 for levels divided by 255.
             helpers: threads that take a share each of the copying; the calling one takes its own.
 
@@ -80,9 +80,13 @@ class Slots:
         return failed
 
     def _copy(self, slots: Int64, out: npt.NDArray[Any]) -> None:
-        if out.dtype == np.uint8:
+        if out.dtype == np.uint8 and (slots >= 0).all():
             np.take(self._frames, slots, axis=0, out=out, mode="clip")  # "raise" goes by way of another copy
             return
-        for slot, frame in zip(np.maximum(slots, 0).tolist(), out, strict=True):
-            # A division, as LeRobot does it: x * (1 / 255) rounds otherwise.
-            np.divide(self._frames[slot], np.float32(255), out=frame, dtype=np.float32)
+        for slot, frame in zip(slots.tolist(), out, strict=True):
+            if slot < 0:
+                frame[:] = 0
+            elif out.dtype == np.uint8:
+                frame[:] = self._frames[slot]
+            else:  # a division, as LeRobot does it: x * (1 / 255) rounds otherwise
+                np.divide(self._frames[slot], np.float32(255), out=frame, dtype=np.float32)

@@ -83,24 +83,10 @@ class Decoder(Protocol):
 
 
 class Decoded:
-    """Frames on their way into slots, as `Work`.
+    """Frames on their way into slots, as `Work`."""
 
-    Args:
-        slots: where they go.
-        step: what is decoded and shown.
-        tasks, failed: as of `Work`.
-        absent: (B,) samples whose dataset lacks the camera. Their frames are zeros.
-    """
-
-    def __init__(
-        self,
-        slots: Slots,
-        step: FrameStep,
-        tasks: list[Future[None]],
-        failed: dict[int, DecodeError],
-        absent: npt.NDArray[np.bool_],
-    ) -> None:
-        self._slots, self._step, self.tasks, self.failed, self._absent = slots, step, tasks, failed, absent
+    def __init__(self, slots: Slots, step: FrameStep, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
+        self._slots, self._step, self.tasks, self.failed = slots, step, tasks, failed
 
     def ready(self) -> bool:
         return not self.failed and not self._slots.broken and all(map(succeeded, self.tasks))
@@ -108,8 +94,6 @@ class Decoded:
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
         frames = buffers.take((*self._step.show.shape, *self._slots.shape), dtype)
         self.failed |= self._slots.gather(self._step.show, frames, copiers)
-        if self._absent.any():
-            frames[self._absent] = 0
         return frames
 
 
@@ -122,7 +106,7 @@ class RouteChange(DaliStreamError):
 
 
 def absent(source: Source, episode: int) -> tuple[Int64, Int64]:
-    """What `Decoder.learn` returns for an episode whose dataset lacks the camera."""
+    """What `Decoder.learn` returns for an episode whose dataset lacks the camera: its frames are zeros."""
     nothing = np.full(source.lengths[episode], NONE, np.int64)
     return nothing, nothing
 

@@ -51,7 +51,7 @@ class ImageDecoder:
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()
                 tasks.append(pool.submit(self._decode, *own))
-        return Decoded(self._slots, planned, tasks, {}, ~self._present[step.samples.episode])
+        return Decoded(self._slots, planned, tasks, {})
 
     def close(self) -> None:
         """Frees the slots."""

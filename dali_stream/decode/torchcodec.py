@@ -101,7 +101,7 @@ class TorchcodecDecoder(VideoFiles):
             if row not in failed:
                 failed[row] = self._missing(memory, int(episode[row]), int(frames[row, t]))
         tasks = [pool.submit(self._decode, store, task) for task in self._deal(self._gops(planned, memory))]
-        return Decoded(self._slots, planned, tasks, failed, ~present)
+        return Decoded(self._slots, planned, tasks, failed)
 
     def close(self) -> None:
         """Frees the slots."""
