@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -380,3 +383,52 @@ def test_every_frame_of_real_recordings(g1: Path, demo: Path) -> None:
                 check(sample, alone)
                 found.append((*sample["dataset"], sample["index"].item()))
     assert sorted(found) == sorted((name, index) for name, samples in alone.items() for index in samples)
+
+
+# Streams one rank's share until it is killed. A line holds a batch and the state behind it.
+RANK = """
+import json, sys
+from dali_stream import Dataset, Loader, Mixture
+
+urls, loader, state = map(json.loads, sys.argv[1:])
+mixture = Mixture({name: Dataset(url) for name, url in urls.items()}, weights={"demo": 3, "h264": 1}, epoch_samples=200)
+with Loader(mixture, **loader) as loader:
+    if state:
+        loader.load_state_dict(state)
+    while True:
+        for batch in loader:
+            samples = list(zip(batch["dataset"], batch["index"].tolist()))
+            print(json.dumps([samples, loader.state_dict()]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_ranks_continue_as_others_over_http_with_faults(demo: Path, h264_demo: Path) -> None:
+    """1, 2, 4 and 1 processes, each killed: together they are the order that nobody interrupted."""
+    faults = [None] * 20 + [status(503), None, reset_inside, None, short]
+    found: list[tuple[str, int]] = []
+    state: dict[str, Any] = {}
+    options = {"image_size": [24, 32], "consumers": 4, "episode_pool_size": 4, "threads": 1, "seed": 2}
+    with Server(demo, faults=faults * 4) as one, Server(h264_demo, faults=faults * 4) as two:
+        urls = {"demo": one.url, "h264": two.url}
+        for world in (1, 2, 4, 1):
+            ranks = []
+            for rank in range(world):
+                own = json.dumps(options | {"batch_size": 8 // world, "rank": rank, "world_size": world})
+                command = [sys.executable, "-c", RANK, json.dumps(urls), own, json.dumps(state)]
+                ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            for _ in range(9):
+                lines = [json.loads(rank.stdout.readline()) for rank in ranks]
+                assert all(line[1] == lines[0][1] for line in lines)
+                state = lines[0][1]
+                found += [tuple(sample) for turn in zip(*(line[0] for line in lines), strict=True) for sample in turn]
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    mixed = Mixture({"demo": demo, "h264": h264_demo}, weights={"demo": 3, "h264": 1}, epoch_samples=200)
+    expected: list[tuple[str, int]] = []
+    with Loader(mixed, **options | {"batch_size": 8, "image_size": (24, 32)}) as loader:
+        while len(expected) < len(found):
+            expected += [pair for batch in loader for pair in zip(batch["dataset"], batch["index"].tolist(), strict=True)]
+    assert len(found) == 4 * 9 * 8
+    assert found == expected[: len(found)]
