@@ -112,6 +112,24 @@ def test_batches_are_the_same_with_any_threads_and_memory(datasets: Mapping[str,
                 assert equal(one, other)
 
 
+def test_a_camera_may_be_video_here_and_images_there(
+    datasets: Mapping[str, Dataset], alone: Mapping[str, Mapping[int, dict[str, Any]]]
+) -> None:
+    mixed = mixture(datasets, keys={"rows": KEYS["rows"] | {ODD_CAMERA: TOP}}, weights=dict.fromkeys(datasets, 1))
+    assert (mixed.cameras, mixed.videos, mixed.images) == ((TOP, SIDE), (TOP, SIDE), (TOP,))
+    seen = set()
+    with Loader(mixed, batch_size=8, delta_timestamps={TOP: [-0.1, 0.0]}, **LOADER | {"memory_budget": "64MB"}) as loader:
+        for sample in (sample for batch in loader for sample in split(batch)):
+            [name], index = sample["dataset"], sample["index"].item()
+            before = index - {"demo": 2, "h264": 2, "rows": 1}[name] if not sample[f"{TOP}_is_pad"][0, 0] else None
+            for step, of in enumerate((before, index)):
+                if of is not None:
+                    own = alone[name][of][ODD_CAMERA if name == "rows" else TOP]
+                    assert torch.equal(sample[TOP][0, step], own[0, -1] if own.ndim == 5 else own[0])
+                    seen.add(name)
+    assert seen == set(datasets)
+
+
 def test_masks_say_what_a_dataset_lacks(datasets: Mapping[str, Dataset]) -> None:
     mixed = mixture(datasets)
     assert mixed.features["action"].shape == (4,)

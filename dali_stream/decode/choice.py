@@ -11,7 +11,7 @@ from dali_stream.decode.route import Route, choose
 from dali_stream.decode.trial import trial
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, StorageError
-from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.source import ABSENT, Source
 
 _log = logging.getLogger("dali_stream")
 
@@ -33,9 +33,9 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
 
 def _choose_route(source: Source, indices: IndexCache, key: str, decode: str, gpu: int | None) -> Route:
     """The route of a camera: DALI's, if that is the route of each dataset's first file."""
-    present = source.present(key)
+    present = source.files(key) != ABSENT
     if not present.all() and decode != "torchcodec":
-        why = "a dataset of the mixture lacks the camera, and DALI would need a clip of each sample"
+        why = "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
         if decode == "dali":
             raise ValueError(f'{key}: decode="dali": {why}. Use decode="auto", which takes torchcodec for such cameras')
         return Route("torchcodec", why)

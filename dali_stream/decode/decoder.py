@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.slots import Slots
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.schedule.frames import NONE, FrameStep
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
@@ -95,6 +96,40 @@ class Decoded:
         frames = buffers.take((*self._step.show.shape, *self._slots.shape), dtype)
         self.failed |= self._slots.gather(self._step.show, frames, copiers)
         return frames
+
+
+class VideoAndImages:
+    """A `Decoder` of a camera that has MP4 files in some datasets, and images in others.
+
+    Args:
+        source: the episodes.
+        key: the camera.
+        slots: where both put frames.
+        video, images: the decoders of either.
+    """
+
+    def __init__(self, source: Source, key: str, slots: Slots, video: Decoder, images: Decoder) -> None:
+        self._key, self._slots, self._of = key, slots, {True: video, False: images}
+        self._has_file = source.files(key) != ABSENT
+
+    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
+        """As of `Decoder`."""
+        return self._of[bool(self._has_file[episode])].learn(memory, episode)
+
+    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Decoded:
+        """As of `Decoder`."""
+        planned, work = step.frames[self._key], []
+        for kind, decoder in self._of.items():
+            mine = self._has_file[planned.episode] == kind
+            part = {name: getattr(planned, name)[mine] for name in ("episode", "frame", "packet", "slot", "gop")}
+            own = replace(step, frames={self._key: replace(planned, **part)})
+            work.append(decoder.start(pool, own, frames, memory, store))
+        video, images = work
+        return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
+
+    def close(self) -> None:
+        """Frees the slots."""
+        self._slots.free()
 
 
 class RouteChange(DaliStreamError):

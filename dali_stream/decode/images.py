@@ -33,11 +33,10 @@ class ImageDecoder:
 
     def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
-        self._present = source.present(key)
 
     def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
         """As of `Decoder`: each frame is a GOP of its own."""
-        if not self._present[episode]:
+        if self._source.feature(self.key, episode) is None:
             return absent(self._source, episode)
         frames = np.arange(self._source.lengths[episode])
         return frames, frames
@@ -62,7 +61,9 @@ class ImageDecoder:
         with timed("decode_s"):
             for i, slot in enumerate(slots):
                 try:
-                    pixels = decode(encoded[i], self._source.feature(self.key, int(episode[i])))
+                    feature = self._source.feature(self.key, int(episode[i]))
+                    assert feature is not None
+                    pixels = decode(encoded[i], feature)
                     with timed("resize_s"):
                         pixels = resize(pixels[None], self._size)
                     self._slots.put([slot], pixels)

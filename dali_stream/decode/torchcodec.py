@@ -21,7 +21,7 @@ from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, Pool, absent, even_
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, VideoIndex
@@ -74,7 +74,7 @@ class TorchcodecDecoder(VideoFiles):
         super().__init__(source, key)
         self._counters, self._slots, self._size = counters, slots, size
         self._broken: dict[int, DecodeError] = {}  # episodes whose file cannot be used
-        self._present = source.present(key)
+        self._present = source.files(key) != ABSENT
 
     def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
         """As of `Decoder`."""

@@ -57,7 +57,9 @@ class VideoFiles:
 
     def _check_size(self, index: VideoIndex, video: VideoFormat, episode: int) -> None:
         """Batches have one shape, and a corrupt frame size could allocate any amount of memory."""
-        size = self._source.feature(self.key, episode).frame_size
+        feature = self._source.feature(self.key, episode)
+        assert feature is not None
+        size = feature.frame_size
         if (video.height, video.width) != size:
             raise DecodeError(
                 f"{self._source.data_store.where(index.path)}: has frames of {video.height}×{video.width}, and "

@@ -42,7 +42,8 @@ def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
         if len({_kind(feature) for feature in there}) > 1:
             found.conflicts.append(key)
             continue
-        found.features[key] = max(there, key=lambda feature: np.prod(feature.shape or (1,)))
+        largest = max(there, key=lambda feature: np.prod(feature.shape or (1,)))
+        found.features[key] = next((feature for feature in there if feature.is_video), largest)
         if len(there) < len(have):
             found.missing[key] = np.array([feature is None for feature in have])
         if len({feature.row_shape for feature in there}) > 1 and not there[0].is_camera:
@@ -76,7 +77,7 @@ def described(feature: Feature | None) -> str:
 
 def _kind(feature: Feature) -> tuple[Any, ...]:
     """What has to be equal for two features to be one."""
-    if feature.is_camera:
-        return feature.dtype, feature.channels
+    if feature.is_camera:  # of MP4 files in some, and of images in others
+        return "camera", feature.channels
     shape = feature.row_shape
     return ("string" if feature.is_text else feature.numpy), None if len(shape) < 2 and not feature.is_text else shape

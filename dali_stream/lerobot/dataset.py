@@ -266,6 +266,11 @@ class DatasetFiles:
         return sum(feature.row_bytes for feature in self.features.values())
 
     @property
+    def images(self) -> tuple[str, ...]:
+        """Camera keys whose frames are images in rows."""
+        return tuple(key for key in self.cameras if key not in self.videos)
+
+    @property
     def dataset_of(self) -> npt.NDArray[np.int64]:
         """(E,) zeros: all episodes are of this dataset. See `Source`, also for what follows."""
         return np.zeros(self.num_episodes, np.int64)
@@ -280,9 +285,6 @@ class DatasetFiles:
 
     def files(self, camera: str) -> npt.NDArray[np.int64]:
         return self.table.video[camera].index[self.rows]
-
-    def present(self, key: str) -> npt.NDArray[np.bool_]:
-        return np.ones(self.num_episodes, np.bool_)
 
     def path(self, camera: str, file: int) -> str:
         return self.table.video[camera].paths[file]

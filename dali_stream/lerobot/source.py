@@ -15,7 +15,7 @@ from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
 S = TypeVar("S", bound="Source")
-ABSENT = -1  # in place of a file number: the episode's dataset lacks the camera
+ABSENT = -1  # in place of a file number: the episode's dataset has no video of the camera
 
 
 class Timing(NamedTuple):
@@ -45,6 +45,7 @@ class Source(Protocol):
         features: by key, without cameras that are not selected.
         cameras: keys of the features that hold frames.
         videos: those of the cameras whose frames are in MP4 files.
+        images: those whose frames are images in rows; a camera may have both, in several datasets.
         lengths: (E,) int64, frames of each episode.
         sampled_lengths: (E,) int64, frames of each that an epoch shows.
         episodes: (E,) int64, their indices in their datasets, for messages.
@@ -64,6 +65,8 @@ class Source(Protocol):
     def cameras(self) -> tuple[str, ...]: ...
     @property
     def videos(self) -> tuple[str, ...]: ...
+    @property
+    def images(self) -> tuple[str, ...]: ...
     @property
     def lengths(self) -> Int64: ...
     @property
@@ -88,11 +91,7 @@ class Source(Protocol):
     def row_bytes_without_objects(self) -> int: ...
 
     def files(self, camera: str) -> Int64:
-        """(E,) the number of each episode's MP4 file; `ABSENT` where its dataset lacks the camera."""
-        ...
-
-    def present(self, key: str) -> npt.NDArray[np.bool_]:
-        """(E,) whether each episode's dataset has a feature."""
+        """(E,) the number of each episode's MP4 file; `ABSENT` where its dataset has none for the camera."""
         ...
 
     def path(self, camera: str, file: int) -> str:
@@ -111,8 +110,8 @@ class Source(Protocol):
         """(L,) seconds since their episode began of some rows, of which `timestamp` and `frame_index` are given."""
         ...
 
-    def feature(self, key: str, episode: int) -> Feature:
-        """A feature as the dataset of an episode has it."""
+    def feature(self, key: str, episode: int) -> Feature | None:
+        """A feature as the dataset of an episode has it, if it has it."""
         ...
 
     def picture_size(self, camera: str) -> tuple[int, int]:

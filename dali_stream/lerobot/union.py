@@ -73,7 +73,8 @@ class Union(Generic[D]):
             )
         self.features, self._features = found.features, have
         self.cameras = tuple(key for key, feature in self.features.items() if feature.is_camera)
-        self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
+        self.videos = tuple(key for key in self.cameras if any(key in of and of[key].is_video for of in have))
+        self.images = tuple(key for key in self.cameras if any(key in of and of[key].is_image for of in have))
         self.constants: dict[str, npt.NDArray[Any]] = {"dataset_index": np.arange(len(self._parts))}
         self.constants |= {f"{key}_is_missing": lacks for key, lacks in found.missing.items()}
         self.constants |= {f"{key}_dim_is_pad": padded for key, padded in found.padded.items()}
@@ -93,7 +94,7 @@ class Union(Generic[D]):
         numbers, before, count = [], [], 0
         for part, own in self._each():
             before.append(count)
-            if camera in own:
+            if camera in own and own[camera] in part.videos:
                 numbers.append(count + part.files(own[camera]))
                 count += len(part.table.video[own[camera]].paths)
             else:
@@ -134,12 +135,9 @@ class Union(Generic[D]):
     def files(self, camera: str) -> Int64:
         return self._files[camera][0]
 
-    def present(self, key: str) -> npt.NDArray[np.bool_]:
-        return np.array([key in own for own in self._own])[self.dataset_of]
-
     def path(self, camera: str, file: int) -> str:
         _, before = self._files[camera]
-        dataset = max(d for d, own in enumerate(self._own) if camera in own and before[d] <= file)
+        dataset = max(d for d, (part, own) in enumerate(self._each()) if own.get(camera) in part.videos and before[d] <= file)
         return f"{dataset}/{self._parts[dataset].path(self._own[dataset][camera], int(file - before[dataset]))}"
 
     def interval(self, camera: str, episode: int) -> tuple[float, float]:
@@ -154,8 +152,8 @@ class Union(Generic[D]):
         dataset, number = self._place(episode)
         return self._parts[dataset].seconds(number, rows)
 
-    def feature(self, key: str, episode: int) -> Feature:
-        return self._features[self.dataset_of[episode]][key]
+    def feature(self, key: str, episode: int) -> Feature | None:
+        return self._features[self.dataset_of[episode]].get(key)
 
     def picture_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames. Raises ValueError where datasets differ in it."""
@@ -240,9 +238,9 @@ class UnionReader:
         length = len(columns["frame_index"])
         found: Columns = {}
         for key, feature in union.features.items():
-            if feature.is_video:
+            if key in union.cameras and key not in union.images:
                 continue
-            if key not in own:
+            if own.get(key) not in columns:
                 found[key] = _nothing(feature, length)
             elif f"{key}_dim_is_pad" not in union.constants:
                 found[key] = columns[own[key]]
@@ -300,8 +298,10 @@ class UnionStore(Store):
 
 def _nothing(feature: Feature, length: int) -> npt.NDArray[Any]:
     """Rows of a feature that a dataset lacks."""
-    if feature.is_image or feature.is_text:
-        return np.full((length, *(() if feature.is_image else feature.row_shape)), b"" if feature.is_image else "", object)
+    if feature.is_camera:
+        return np.full(length, b"", object)
+    if feature.is_text:
+        return np.full((length, *feature.row_shape), "", object)
     return np.zeros((length, *feature.row_shape), feature.numpy)
 
 

@@ -90,7 +90,7 @@ class Config:
         dataset, indices = self.dataset, {}
         for camera in dataset.videos:
             with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
-                first = int(np.argmax(dataset.present(camera)))
+                first = int(np.argmax(dataset.files(camera) != ABSENT))
                 indices[camera] = self.indices.of(camera, first, dataset.data_store)
         frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
         return Sizes(

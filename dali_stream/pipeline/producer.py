@@ -27,7 +27,7 @@ from dali_stream.cache.rows import SPARE, size_of
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
 from dali_stream.decode.dali import DaliDecoder, Packed
-from dali_stream.decode.decoder import Decoder, Work
+from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import Route
 from dali_stream.decode.torchcodec import TorchcodecDecoder
@@ -123,9 +123,9 @@ class BatchProducer:
             return DaliDecoder(dataset, key, self._counters, config.gpu)
         size = config.frame_size(key)
         slots = Slots(self._schedule.frames[key].slots, config.frame_shape(key))
-        if key in dataset.videos:
-            return TorchcodecDecoder(dataset, key, self._counters, slots, size)
-        return ImageDecoder(dataset, key, self._counters, slots, size)
+        kinds = [TorchcodecDecoder] * (key in dataset.videos) + [ImageDecoder] * (key in dataset.images)
+        video, *images = (kind(dataset, key, self._counters, slots, size) for kind in kinds)
+        return VideoAndImages(dataset, key, slots, video, *images) if images else video
 
     def source(self) -> tuple[Any, ...]:
         """The next batch for DALI: the arrays of `Config.columns`, then per camera on the DALI route lists: clips, frames in
