@@ -52,7 +52,7 @@ class Shares:
     def pools(self, episode_pool_size: int) -> list[int]:
         """Segments of each dataset in the pool of a consumer: in the ratio of the shares, each one or more."""
         total = int(self.weights.sum())
-        return [max(1, (2 * episode_pool_size * weight + total) // (2 * total)) for weight in self.weights.tolist()]
+        return [max(1, (2 * int(episode_pool_size) * weight + total) // (2 * total)) for weight in self.weights.tolist()]
 
     def state(self) -> dict[str, Any]:
         """What the state of a run notes of them."""
