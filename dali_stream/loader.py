@@ -54,11 +54,13 @@ class Loader:
         pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Frames come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
-        image_size: (height, width) in pixels to resize to; None keeps the recorded size. The whole frame is stretched or
-            squeezed to that size, so another aspect ratio distorts it; crop in `pipeline` to keep the ratio.
+        image_size: (height, width) in pixels to resize to; None keeps the recorded size, which all datasets of a mixture have
+            to share then. The whole frame is stretched or squeezed to that size, so another aspect ratio distorts it; crop in
+            `pipeline` to keep the ratio.
         image_dtype: "float32", in [0, 1], or "uint8".
         normalize: {key: "mean_std", "min_max", "quantiles" or None}, or one of them for the action and observations, see
-            `Normalizer`; done last, behind `pipeline`. `normalizer.inverse` takes it back.
+            `Normalizer`; done last, behind `pipeline`. `normalizer.inverse` takes it back. Of a mixture also
+            ("min_max", "own"), by each sample's own dataset.
         shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
             that is local; False, recorded order.
         seed: of the order, and of augmentation.
