@@ -62,11 +62,11 @@ class Order:
         if shuffle is True:
             self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
             ends = np.cumsum(lengths[self._episodes])
-            self._walk: _Pools | _Permutation | _Recorded = _Pools(ends, self._frames, key, consumers, episode_pool_size)
+            self._walk: _Pools | Permutation | _Recorded = _Pools(ends, self._frames, key, consumers, episode_pool_size)
         else:
             self._episodes = np.arange(len(lengths))
             ends = np.cumsum(lengths)
-            self._walk = _Permutation(self._frames, key) if shuffle == "global" else _Recorded()
+            self._walk = Permutation(self._frames, key) if shuffle == "global" else _Recorded()
         self._ends = ends
         self._starts = ends - lengths[self._episodes]
 
@@ -194,7 +194,7 @@ class _Recorded:
         return laid % world_size == rank
 
 
-class _Permutation:
+class Permutation:
     """A keyed permutation of [0, n) computed per index: no memory, any position at once.
 
     A Feistel network over the smallest power of two that holds n, walked on until the value falls below n (cycle
@@ -203,7 +203,7 @@ class _Permutation:
 
     ROUNDS = 8
 
-    def __init__(self, n: int, key: tuple[int, int]) -> None:
+    def __init__(self, n: int, key: tuple[int, ...]) -> None:
         bits = max(n - 1, 0).bit_length()
         self._n = n
         self._low = np.uint64(bits // 2)
@@ -239,7 +239,7 @@ class _Pools:
 
     def __init__(self, ends: npt.NDArray[np.int64], frames: int, key: tuple[int, int], consumers: int, pool: int) -> None:
         self._ends, self._frames, self._key, self._count, self._pool = ends, frames, key, consumers, pool
-        self._consumers: dict[int, _Consumer] = {}
+        self._consumers: dict[int, EpisodePool] = {}
         self._lock = threading.Lock()
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -261,19 +261,19 @@ class _Pools:
         consumer = np.where(in_longer, laid // (short + 1), longer + (laid - longer * (short + 1)) // max(short, 1))
         return consumer % world_size == rank
 
-    def _consumer(self, index: int, draw: int) -> _Consumer:
+    def _consumer(self, index: int, draw: int) -> EpisodePool:
         consumer = self._consumers.get(index)
         if consumer is None or consumer.drawn > draw:
             short, longer = divmod(self._frames, self._count)
             start = index * short + min(index, longer)
             run = (start, start + short + (index < longer))
-            consumer = _Consumer(self._ends, run, philox("consumer", *self._key, index), self._pool)
+            consumer = EpisodePool(self._ends, run, philox("consumer", *self._key, index), self._pool)
             self._consumers[index] = consumer
         consumer.skip(draw - consumer.drawn)
         return consumer
 
 
-class _Consumer:
+class EpisodePool:
     """One pool. Each draw takes a frame uniformly out of all that remain in the pool's segments.
 
     All frames of the pool lie in one flat array, so that a draw is one random index and one swap with the end, whatever
