@@ -1,0 +1,333 @@
+"""The order of a mixture: exact shares after every draw, each frame once per pass, the same for any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dali_stream.order.mixture import MixtureOrder
+from dali_stream.order.quotas import Quotas
+from dali_stream.order.shares import Shares, shares
+from dali_stream.order.turns import HORIZON, Slack, Turns
+
+Sample = tuple[int, int]
+CONSUMERS = (1, 2, 3, 4, 6, 12)
+
+dataset_lengths = st.lists(st.integers(0, 12) | st.sampled_from((0, 1, 60)), max_size=5).map(lambda some: [*some, 1])
+mixtures = st.lists(dataset_lengths, min_size=1, max_size=6)
+arguments = st.fixed_dictionaries(
+    {
+        "shuffle": st.sampled_from((True, True, "global", False)),
+        "seed": st.integers(-(2**63), 2**64),
+        "consumers": st.sampled_from(CONSUMERS),
+        "episode_pool_size": st.integers(1, 12),
+    }
+)
+
+
+@st.composite
+def shares_of(draw: st.DrawFn, lengths: list[list[int]]) -> Shares:
+    """Shares of every kind."""
+
+    def each(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=len(lengths), max_size=len(lengths)))
+
+    frames = [sum(each) for each in lengths]
+    kind = draw(st.sampled_from(("union", "repeats", "weights", "temperature")))
+    if kind == "union":
+        return shares(frames)
+    if kind == "repeats":
+        return shares(frames, repeats=each(st.sampled_from((0.1, 0.5, 1, 1.25, 3))))
+    samples = draw(st.none() | st.integers(1, 300))
+    if kind == "weights":
+        return shares(frames, weights=each(st.integers(1, 5) | st.integers(1, 10**6) | st.floats(0.1, 3)), epoch_samples=samples)
+    return shares(frames, temperature=draw(st.sampled_from((0.5, 1, 2, 3.7, 100))), epoch_samples=samples)
+
+
+def read(order: MixtureOrder, start: int = 0, count: int | None = None, rank: int = 0, world_size: int = 1) -> list[Sample]:
+    episode, frame = order.read(start, len(order) + 1 if count is None else count, rank, world_size)
+    assert episode.dtype == frame.dtype == np.int64
+    return list(zip(episode.tolist(), frame.tolist(), strict=True))
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def datasets(lengths: list[list[int]], samples: list[Sample]) -> list[int]:
+    """The dataset of each sample."""
+    owner = [number for number, each in enumerate(lengths) for _ in each]
+    return [owner[episode] for episode, _ in samples]
+
+
+def off(found: list[int], shared: Shares) -> Fraction:
+    """How far the count of a dataset is from its share after some number of samples, at most. Exact."""
+    weights = [int(weight) for weight in shared.weights]
+    total, counts, most = sum(weights), [0] * len(weights), 0
+    for k, dataset in enumerate(found, 1):
+        counts[dataset] += 1
+        most = max(most, *(abs(count * total - k * weight) for count, weight in zip(counts, weights, strict=True)))
+    return Fraction(most, total)
+
+
+# ---------------------------------------------------------------------------------------------------------- shares
+
+
+@given(mixtures, arguments, st.integers(0, 2**20), st.data())
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_shares_hold_after_every_position(
+    lengths: list[list[int]], given_arguments: dict[str, Any], epoch: int, data: st.DataObject
+) -> None:
+    """For every consumer less than one sample off, so on W ranks less than consumers / W, whether C divides T or not."""
+    shared = data.draw(shares_of(lengths))
+    found = datasets(lengths, read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments)))
+    consumers = given_arguments["consumers"] if given_arguments["shuffle"] is True else 1
+    assert len(found) == shared.epoch_samples
+    for world in divisors(consumers):
+        for rank in range(world):
+            assert off(found[rank::world], shared) < consumers // world
+
+
+@given(mixtures, arguments, st.data())
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_shares_hold_over_many_epochs(
+    lengths: list[list[int]], given_arguments: dict[str, Any], data: st.DataObject
+) -> None:
+    """Where an epoch's share is no whole number, epochs have it rounded up or down, so that it comes out right."""
+    shared = data.draw(shares_of(lengths))
+    epochs = 10 if shared.epoch_samples > 100 else 40
+    counts = np.zeros(len(lengths))
+    for epoch in range(epochs):
+        found = datasets(lengths, read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments)))
+        counts += np.bincount(found, minlength=len(lengths))
+        if shared.kind in ("union", "repeats"):
+            assert (counts == (epoch + 1) * shared.weights).all()
+    assert np.abs(counts - epochs * shared.epoch_samples * shared.targets).max() < 10
+
+
+@given(
+    st.lists(st.integers(1, 10) | st.integers(1, 10**6) | st.integers(1, 10**12), min_size=1, max_size=60),
+    st.integers(1, 5000),
+    st.sampled_from(CONSUMERS),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**40),
+)
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_quotas_are_the_shares_rounded_up_or_down(
+    weights: list[int], positions: int, consumers: int, start: int, epoch: int
+) -> None:
+    quotas, total = Quotas(weights, positions, consumers, start), sum(weights)
+    samples = [quotas.of(i, epoch).tolist() for i in range(len(weights))]
+    for consumer in range(consumers):
+        draws = len(range(consumer, positions, consumers))
+        assert sum(each[consumer] for each in samples) == draws == quotas.draws(consumer)
+        for weight, each in zip(weights, samples, strict=True):
+            assert abs(each[consumer] * total - draws * weight) < total
+    for i in range(len(weights)):
+        before = quotas.before(i, epoch)
+        assert (quotas.before(i, epoch + 1) == before + samples[i]).all()
+        for sample in {int(before.sum()), int(before.sum()) + sum(samples[i]) - 1} if sum(samples[i]) else ():
+            assert quotas.epoch_of(i, sample) == epoch
+
+
+RARE = {
+    "one to a million": [10**6, 1],
+    "many rare": [10**6] + [1] * 100,
+    "rare, rarer": [10**6, 10**5, 10**4, 10**3, 100, 10, 1],
+    "common multiple beyond the horizon": [40_000, 30_011, 20_021, 3, 2, 1, 1],
+    "thirds and rare": [333_333, 333_333, 333_333, 1],
+    "halves and rare": [10**6, 10**6, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_deadline_beyond_the_horizon_is_missed(name: str, seed: int) -> None:
+    """Deadlines of rare datasets are farther away than a consumer looks ahead."""
+    weights, draws = RARE[name], 12 * HORIZON + 5
+    random = np.random.default_rng(seed)
+    quotas = Quotas(weights, draws, 1, int(random.integers(2**60)))
+    samples = [int(quotas.of(i, 0)[0]) for i in range(len(weights))]
+    turns = Turns(weights, samples, [repeat(phase) for phase in random.random(len(weights)).tolist()], Slack(weights, draws))
+    found = np.array(turns.take(draws))
+    assert len(found) == draws
+    assert turns.counts == samples
+    after, total = np.arange(1, draws + 1), sum(weights)
+    for i, weight in enumerate(weights):
+        assert np.abs(np.cumsum(found == i) * total - after * weight).max() < total
+
+
+@pytest.mark.parametrize("weights", [[2, 1, 1], [1] * 10, list(range(1, 11)), [3.3, 2.1, 1], [5, *[1] * 9]])
+def test_a_batch_has_about_its_share_of_every_dataset(weights: list[float]) -> None:
+    """No worse, by much, than independent draws: consumers are not all at the same dataset at a time."""
+    shared = shares([6000] * len(weights), weights=weights, epoch_samples=64 * 600)
+    order = MixtureOrder([[100] * 60] * len(weights), shared, consumers=32)
+    found = np.array(datasets([[100] * 60] * len(weights), read(order))).reshape(-1, 64)
+    counts = np.stack([(found == i).sum(1) for i in range(len(weights))], 1)
+    variance = ((counts - 64 * shared.targets) ** 2).mean(0).sum()
+    assert variance < 1.5 * (64 * shared.targets * (1 - shared.targets)).sum()
+
+
+# ---------------------------------------------------------------------------------------------------- exactly once
+
+
+@given(mixtures, arguments, st.integers(0, 3), st.data())
+@settings(deadline=None, max_examples=150, derandomize=True)
+def test_each_frame_comes_exactly_once_per_pass(
+    lengths: list[list[int]], given_arguments: dict[str, Any], more_epochs: int, data: st.DataObject
+) -> None:
+    """After any number of epochs, all frames of a dataset have come equally often, or once more in the pass that is not over."""
+    shared = data.draw(shares_of(lengths))
+    counts: Counter[Sample] = Counter()
+    starts = np.cumsum([0, *map(len, lengths)]).tolist()
+    for epoch in range(more_epochs + 1):
+        counts.update(read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments)))
+        for first, each in zip(starts, lengths, strict=False):
+            came = [counts[first + episode, frame] for episode, length in enumerate(each) for frame in range(length)]
+            assert set(came) <= {sum(came) // len(came), -(-sum(came) // len(came))}
+    frames = {(e, f) for e, length in enumerate(length for each in lengths for length in each) for f in range(length)}
+    assert set(counts) <= frames
+
+
+@given(mixtures, arguments, st.integers(0, 9))
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_an_epoch_of_the_union_is_every_frame_once(
+    lengths: list[list[int]], given_arguments: dict[str, Any], epoch: int
+) -> None:
+    found = read(MixtureOrder(lengths, shares([sum(each) for each in lengths]), epoch=epoch, **given_arguments))
+    assert sorted(found) == [
+        (e, f) for e, length in enumerate(length for each in lengths for length in each) for f in range(length)
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [True, "global", False])
+def test_half_a_pass_is_followed_by_the_other_half(shuffle: bool | str) -> None:
+    lengths = [[10, 7, 13], [40]]
+    shared = shares([30, 40], repeats=[0.5, 1])
+    halves = [
+        [sample for sample in read(MixtureOrder(lengths, shared, shuffle, 3, epoch, 4)) if sample[0] < 3] for epoch in range(4)
+    ]
+    assert [len(set(half)) for half in halves] == [15] * 4
+    everything = {(e, f) for e, length in enumerate(lengths[0]) for f in range(length)}
+    assert set(halves[0]) | set(halves[1]) == set(halves[2]) | set(halves[3]) == everything
+    if shuffle:
+        assert set(halves[0]) != set(halves[2]), "each pass has an order of its own"
+
+
+def test_runs_that_are_drawn_in_parts_are_complete() -> None:
+    """A run of more frames than a pool is replayed for."""
+    lengths = [[300] * 100, [7]]
+    found = read(MixtureOrder(lengths, shares([30_000, 7]), consumers=2, episode_pool_size=1))
+    assert len(set(found)) == len(found) == 30_007
+
+
+def test_unshuffled_datasets_come_in_recorded_order() -> None:
+    lengths = [[3, 0, 2], [2]]
+    shared = shares([5, 2], weights=[2, 1], epoch_samples=9)
+    found = [read(MixtureOrder(lengths, shared, False, seed, epoch)) for seed in (0, 5) for epoch in (0, 1)]
+    first, second = found[:2]
+    assert found[2:] == [first, second], "the seed makes no difference"
+    recorded = [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
+    assert [sample for sample in first + second if sample[0] < 3] == (recorded * 3)[:12]
+    assert [sample for sample in first + second if sample[0] == 3] == [(3, 0), (3, 1)] * 3
+
+
+# ---------------------------------------------------------------------------------------------- ranks and positions
+
+
+@given(mixtures, arguments, st.integers(0, 5), st.data())
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_every_world_size_and_every_slice_is_of_the_same_order(
+    lengths: list[list[int]], given_arguments: dict[str, Any], epoch: int, data: st.DataObject
+) -> None:
+    """One object read forwards, backwards and by several ranks in turn gives what a fresh one gives from the beginning."""
+    shared = data.draw(shares_of(lengths))
+    whole = read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments))
+    order = MixtureOrder(lengths, shared, epoch=epoch, **given_arguments)
+    worlds = divisors(given_arguments["consumers"]) if given_arguments["shuffle"] is True else [1, 2, 5]
+    world = data.draw(st.sampled_from(worlds), "every rank of this world")
+    for rank in range(world):
+        assert read(MixtureOrder(lengths, shared, epoch=epoch, **given_arguments), 0, None, rank, world) == whole[rank::world]
+    for _ in range(4):
+        world = data.draw(st.sampled_from(worlds), "world_size")
+        rank = data.draw(st.integers(0, world - 1), "rank")
+        start = data.draw(st.integers(0, len(whole) + 3), "start")
+        count = data.draw(st.integers(0, len(whole) + 3), "count")
+        served = [g for g in range(start, len(whole)) if g % world == rank][:count]
+        assert read(order, start, count, rank, world) == [whole[g] for g in served]
+
+
+def test_seeds_and_epochs_give_orders_of_their_own() -> None:
+    lengths, shared = [[50, 1], [70]], shares([51, 70], weights=[1, 1])
+    for shuffle in (True, "global"):
+        orders = [read(MixtureOrder(lengths, shared, shuffle, seed, epoch, 4)) for seed in range(3) for epoch in range(3)]
+        assert len({tuple(order) for order in orders}) == 9
+
+
+class Thirds:
+    """Every third frame, as ranges of frames are."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = np.array(counts)
+
+    def frames(self, episode: Any, number: Any) -> Any:
+        return 3 * number + episode % 3
+
+
+def test_ranges_say_which_frames_the_samples_are() -> None:
+    lengths = [[5, 4], [6, 2]]
+    shared = shares([9, 8])
+    plain = read(MixtureOrder(lengths, shared, consumers=2))
+    ranged = read(MixtureOrder(lengths, shared, consumers=2, ranges=[None, Thirds(lengths[1])]))
+    assert ranged == [(e, f) if e < 2 else (e, 3 * f + (e - 2) % 3) for e, f in plain]
+
+
+# ---------------------------------------------------------------------------------------------------------- golden
+
+
+def digest(order: MixtureOrder) -> str:
+    return hashlib.sha256(np.stack(order.read(0, len(order))).tobytes()).hexdigest()[:16]
+
+
+def golden() -> dict[str, str]:
+    lengths = [[40, 0, 25], [1], [90, 35, 60]]
+    frames = [65, 1, 185]
+    kinds = {
+        "union": shares(frames),
+        "repeats": shares(frames, repeats=[1.5, 20, 0.3]),
+        "weights": shares(frames, weights=[2, 0.5, 1], epoch_samples=500),
+        "temperature": shares(frames, temperature=2),
+    }
+    found = {name: digest(MixtureOrder(lengths, shared, True, 42, 7, 4, 3)) for name, shared in kinds.items()}
+    return found | {f"{shuffle}": digest(MixtureOrder(lengths, kinds["weights"], shuffle, 42, 7)) for shuffle in ("global", False)}
+
+
+GOLDEN: dict[str, str] = {}
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    """Saved states of users point into this order: these digests never change."""
+    assert golden() == GOLDEN
+
+
+def test_the_order_is_the_same_in_every_process() -> None:
+    code = "import sys; sys.path.insert(0, 'tests'); from test_mixture_order import *; print(golden())"
+    for hash_seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        )
+        assert done.stdout.strip() == repr(GOLDEN), done.stderr
