@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from fractions import Fraction
-from itertools import repeat
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,9 @@ def shares_of(draw: st.DrawFn, lengths: list[list[int]]) -> Shares:
         return shares(frames, repeats=each(st.sampled_from((0.1, 0.5, 1, 1.25, 3))))
     samples = draw(st.none() | st.integers(1, 300))
     if kind == "weights":
-        return shares(frames, weights=each(st.integers(1, 5) | st.integers(1, 10**6) | st.floats(0.1, 3)), epoch_samples=samples)
+        return shares(
+            frames, weights=each(st.integers(1, 5) | st.integers(1, 10**6) | st.floats(0.1, 3)), epoch_samples=samples
+        )
     return shares(frames, temperature=draw(st.sampled_from((0.5, 1, 2, 3.7, 100))), epoch_samples=samples)
 
 
@@ -100,9 +102,7 @@ def test_shares_hold_after_every_position(
 
 @given(mixtures, arguments, st.data())
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_shares_hold_over_many_epochs(
-    lengths: list[list[int]], given_arguments: dict[str, Any], data: st.DataObject
-) -> None:
+def test_shares_hold_over_many_epochs(lengths: list[list[int]], given_arguments: dict[str, Any], data: st.DataObject) -> None:
     """Where an epoch's share is no whole number, epochs have it rounded up or down, so that it comes out right."""
     shared = data.draw(shares_of(lengths))
     epochs = 10 if shared.epoch_samples > 100 else 40
@@ -158,24 +158,26 @@ def test_no_deadline_beyond_the_horizon_is_missed(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     quotas = Quotas(weights, draws, 1, int(random.integers(2**60)))
     samples = [int(quotas.of(i, 0)[0]) for i in range(len(weights))]
-    turns = Turns(weights, samples, [repeat(phase) for phase in random.random(len(weights)).tolist()], Slack(weights, draws))
+    phases, total = random.random(len(weights)).tolist(), sum(weights)
+    preferred = [((j + phase) * total / weight for j in count()) for phase, weight in zip(phases, weights, strict=True)]
+    turns = Turns(weights, samples, preferred, Slack(weights, draws))
     found = np.array(turns.take(draws))
     assert len(found) == draws
     assert turns.counts == samples
-    after, total = np.arange(1, draws + 1), sum(weights)
+    after = np.arange(1, draws + 1)
     for i, weight in enumerate(weights):
         assert np.abs(np.cumsum(found == i) * total - after * weight).max() < total
 
 
 @pytest.mark.parametrize("weights", [[2, 1, 1], [1] * 10, list(range(1, 11)), [3.3, 2.1, 1], [5, *[1] * 9]])
 def test_a_batch_has_about_its_share_of_every_dataset(weights: list[float]) -> None:
-    """No worse, by much, than independent draws: consumers are not all at the same dataset at a time."""
+    """A more even one than by independent draws: the consumers are spread over the datasets at each time."""
     shared = shares([6000] * len(weights), weights=weights, epoch_samples=64 * 600)
     order = MixtureOrder([[100] * 60] * len(weights), shared, consumers=32)
     found = np.array(datasets([[100] * 60] * len(weights), read(order))).reshape(-1, 64)
     counts = np.stack([(found == i).sum(1) for i in range(len(weights))], 1)
     variance = ((counts - 64 * shared.targets) ** 2).mean(0).sum()
-    assert variance < 1.5 * (64 * shared.targets * (1 - shared.targets)).sum()
+    assert variance < 0.9 * (64 * shared.targets * (1 - shared.targets)).sum()
 
 
 # ---------------------------------------------------------------------------------------------------- exactly once
@@ -186,7 +188,7 @@ def test_a_batch_has_about_its_share_of_every_dataset(weights: list[float]) -> N
 def test_each_frame_comes_exactly_once_per_pass(
     lengths: list[list[int]], given_arguments: dict[str, Any], more_epochs: int, data: st.DataObject
 ) -> None:
-    """After any number of epochs, all frames of a dataset have come equally often, or once more in the pass that is not over."""
+    """After each epoch, all frames of a dataset came equally often, or once more in the pass that is not over."""
     shared = data.draw(shares_of(lengths))
     counts: Counter[Sample] = Counter()
     starts = np.cumsum([0, *map(len, lengths)]).tolist()
@@ -309,10 +311,19 @@ def golden() -> dict[str, str]:
         "temperature": shares(frames, temperature=2),
     }
     found = {name: digest(MixtureOrder(lengths, shared, True, 42, 7, 4, 3)) for name, shared in kinds.items()}
-    return found | {f"{shuffle}": digest(MixtureOrder(lengths, kinds["weights"], shuffle, 42, 7)) for shuffle in ("global", False)}
+    return found | {
+        f"{shuffle}": digest(MixtureOrder(lengths, kinds["weights"], shuffle, 42, 7)) for shuffle in ("global", False)
+    }
 
 
-GOLDEN: dict[str, str] = {}
+GOLDEN = {
+    "union": "099c3816bb9f6eba",
+    "repeats": "8552a05609257b0c",
+    "weights": "46540933fb4b598d",
+    "temperature": "86d1ecf484177835",
+    "global": "30400a6abfe23892",
+    "False": "5756d9bacca1d7f1",
+}
 
 
 def test_the_order_is_the_same_in_every_version() -> None:

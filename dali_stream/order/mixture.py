@@ -29,12 +29,14 @@ from dali_stream.order.quotas import Quotas
 from dali_stream.order.rng import philox
 from dali_stream.order.selected import Ranges
 from dali_stream.order.shares import Shares
-from dali_stream.order.turns import Slack, Turns
+from dali_stream.order.turns import Pattern, Slack, Turns, stride
 
 Int64 = npt.NDArray[np.int64]
 _PASSES = 4  # of a dataset that are kept: consumers are in the same or in neighbouring ones
 _PART = 4096  # frames of a run, for each segment of the pool, that are drawn before the next: a resumed run replays these only
 _BLOCK = 65536  # draws at a time, where they are passed over
+_OFTEN = 4096  # draws within which a dataset comes, for the consumers to follow a pattern
+_SPAN = 16384  # draws of the pattern on which consumers start
 _SAMPLES = 1 << 62  # over all epochs
 
 
@@ -96,7 +98,7 @@ class MixtureOrder:
             for i, (each, pool) in enumerate(zip(lengths, pools, strict=True))
         ]
         self._weights, self._slack = weights, Slack(weights, quotas.draws(0))
-        self._phases = _Phases(shuffle, seed, epoch, len(weights), self._count)
+        self._preferred = _Preferred(shuffle, seed, epoch, weights, self._count)
         self._turns: dict[int, Turns] = {}
         self._lock = threading.Lock()
 
@@ -148,7 +150,7 @@ class MixtureOrder:
         turns = self._turns.get(consumer)
         if turns is None or turns.drawn > draw:
             samples = [int(passes.samples[consumer]) for passes in self._passes]
-            turns = Turns(self._weights, samples, self._phases.of(consumer), self._slack)
+            turns = Turns(self._weights, samples, self._preferred.of(consumer), self._slack)
             self._turns[consumer] = turns
         while turns.drawn < draw:
             turns.take(min(draw - turns.drawn, _BLOCK))
@@ -166,37 +168,44 @@ class MixtureOrder:
         return dataset, pass_number, place
 
 
-class _Phases:
-    """Where in its interval each sample of a dataset is preferred.
+class _Preferred:
+    """When the samples of each dataset are preferred, of the orders that the shares leave open (see `turns`).
 
-    The phases of the consumers are a Latin hypercube: those of a dataset are spread evenly, so that about the same number of
-    consumers draws from it at a time. A single consumer has another phase for each sample, since otherwise the draws of a
-    rank, every W-th, could all be from one dataset.
+    With `shuffle=True`, the consumers follow one pattern, each from another draw on. Datasets that come too rarely in it have
+    their own times, spread evenly over the consumers.
     """
 
-    def __init__(self, shuffle: Shuffle, seed: int, epoch: int, datasets: int, consumers: int) -> None:
-        self._shuffle, self._key, self._datasets = shuffle, (seed, epoch), datasets
+    def __init__(self, shuffle: Shuffle, seed: int, epoch: int, weights: Sequence[int], consumers: int) -> None:
+        self._shuffle, self._key = shuffle, (seed, epoch)
+        self._periods = [sum(weights) / weight for weight in weights]
         if shuffle is True:
-            raw = np.stack([philox("phases", *self._key, i).random_raw(consumers + 1) for i in range(datasets)])
+            raw = np.stack([philox("preferred", *self._key, i).random_raw(consumers + 1) for i in range(len(weights) + 1)])
             ranks = np.argsort(raw[:, :consumers], axis=1, kind="stable")
-            self._phases = (ranks + _uniforms(raw[:, consumers:])) / consumers
+            self._phases = (ranks[1:] + _uniform(raw[1:, consumers:])) / consumers
+            self._starts = (ranks[0] * stride(weights, consumers, max(1, _SPAN // consumers))).tolist()
+            self._pattern = Pattern(weights)
 
     def of(self, consumer: int) -> list[Iterator[float]]:
-        """Per dataset, the phases of a consumer's samples."""
-        if self._shuffle is True:
-            return [repeat(phase) for phase in self._phases[:, consumer].tolist()]
-        if self._shuffle is False:
-            return [repeat(0.5) for _ in range(self._datasets)]
-        return [_endless(philox("phases", *self._key, i)) for i in range(self._datasets)]
+        """Per dataset, the preferred times of a consumer's samples."""
+        return [self._times(consumer, dataset, period) for dataset, period in enumerate(self._periods)]
+
+    def _times(self, consumer: int, dataset: int, period: float) -> Iterator[float]:
+        if self._shuffle is True and len(self._starts) > 1 and period <= _OFTEN:
+            return self._pattern.times(dataset, self._starts[consumer])
+        if self._shuffle == "global":  # with the same phase for all samples, a rank's draws could all be of one dataset
+            phases = _endless(philox("preferred", *self._key, dataset))
+        else:
+            phases = repeat(float(self._phases[dataset, consumer]) if self._shuffle else 0.5)
+        return ((j + phase) * period for j, phase in enumerate(phases))
 
 
-def _uniforms(raw: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+def _uniform(raw: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
 def _endless(random: np.random.Philox) -> Iterator[float]:
     while True:
-        yield from _uniforms(random.random_raw(1024)).tolist()
+        yield from _uniform(random.random_raw(1024)).tolist()
 
 
 @dataclass(frozen=True)

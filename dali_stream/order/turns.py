@@ -12,13 +12,17 @@ are counted HORIZON draws ahead, or more. That no later deadline is missed is te
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
 HORIZON = 8192  # draws: how far ahead deadlines are looked at, at least
+_STRIDES, _GOLDEN = 64, 40503  # numbers that are tried, and 2**16 over the golden ratio, which spreads them
 
 
 class Slack:
@@ -55,7 +59,7 @@ class Turns:
     Args:
         weights: of the datasets.
         samples: how many of each dataset the consumer draws: their sum T times w_i, rounded up or down.
-        phases: per dataset, where in the interval (j / w_i, (j + 1) / w_i) sample j is preferred, from 0 to 1, for each j.
+        preferred: per dataset, the times at which its samples are preferred, in draws, rising.
         slack: of these weights, for T draws or more.
 
     Attributes:
@@ -63,16 +67,23 @@ class Turns:
         drawn: draws so far.
     """
 
-    def __init__(self, weights: Sequence[int], samples: Sequence[int], phases: Sequence[Iterator[float]], slack: Slack) -> None:
+    def __init__(
+        self, weights: Sequence[int], samples: Sequence[int], preferred: Sequence[Iterator[float]], slack: Slack
+    ) -> None:
         self.counts = [0] * len(weights)
         self.drawn = 0
-        self._weights, self._total, self._samples, self._phases, self._slack = weights, sum(weights), samples, phases, slack
+        self._weights, self._total, self._samples, self._preferred, self._slack = (
+            weights,
+            sum(weights),
+            samples,
+            preferred,
+            slack,
+        )
         self._end = sum(samples)
-        self._periods = [self._total / weight for weight in weights]
         self._last = [0] * len(weights)  # per dataset, the deadline of the latest sample that was drawn
         self._due = [self._deadline(i, 0) for i in range(len(weights))]
         # Heaps: (preferred time, dataset), and (first draw it may have, preferred time, dataset).
-        self._ready = [(next(phases[i]) * self._periods[i], i) for i in range(len(weights)) if samples[i]]
+        self._ready = [(next(preferred[i]), i) for i in range(len(weights)) if samples[i]]
         heapify(self._ready)
         self._waiting: list[tuple[int, float, int]] = []
         self._start = -HORIZON
@@ -89,15 +100,15 @@ class Turns:
         return taken
 
     def _take(self, stop: int) -> list[int]:
-        weights, total, samples, periods, phases = self._weights, self._total, self._samples, self._periods, self._phases
+        weights, total, samples, preferred = self._weights, self._total, self._samples, self._preferred
         counts, due, last, ready, waiting = self.counts, self._due, self._last, self._ready, self._waiting
         start, left = self._start, self._left
         view = np.frombuffer(left, np.uint8)
         taken = []
         for k in range(self.drawn, stop):
             while waiting and (waiting[0][0] <= k or not ready):
-                _, preferred, i = heappop(waiting)
-                heappush(ready, (preferred, i))
+                _, time, i = heappop(waiting)
+                heappush(ready, (time, i))
             chosen = heappop(ready)
             # Where nothing is left at K, only a sample with its deadline up to K leaves the others theirs.
             tight = left.find(0, k + 1 - start)
@@ -118,12 +129,12 @@ class Turns:
             j = counts[i] = counts[i] + 1
             if j < samples[i]:
                 due[i] = self._deadline(i, j)
-                preferred = (j + next(phases[i])) * periods[i]
+                time = next(preferred[i])
                 released = j * total // weights[i]
                 if released <= k + 1:
-                    heappush(ready, (preferred, i))
+                    heappush(ready, (time, i))
                 else:
-                    heappush(waiting, (released, preferred, i))
+                    heappush(waiting, (released, time, i))
         self.drawn = stop
         return taken
 
@@ -141,3 +152,58 @@ class Turns:
         view[0] = 1
         early = len(self._last) - np.cumsum(ahead)
         view[1 : len(slack) + 1] = np.clip(slack - early[1 : len(slack) + 1], 0, 255)
+
+
+class Pattern:
+    """An order of draws that prefers no consumer, in which each sample has the earliest deadline. Consumers follow it from
+    different draws on. So the draws that C consumers do at the same time are spread over the pattern, and have the shares, too.
+
+    Args:
+        weights: of the datasets.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._weights, self._total = weights, sum(weights)
+        self._draws = [array("q") for _ in weights]  # per dataset, in which draws it comes
+        self._drawn = 0
+        self._ready = [(-(-self._total // weight), i) for i, weight in enumerate(weights)]
+        heapify(self._ready)
+        self._waiting: list[tuple[int, int, int]] = []
+
+    def times(self, dataset: int, start: int) -> Iterator[float]:
+        """When a dataset comes, counted from draw `start`."""
+        draws = self._draws[dataset]
+        while not draws or draws[-1] < start:
+            self._grow()
+        for at in count(bisect_left(draws, start)):
+            while at >= len(draws):
+                self._grow()
+            yield draws[at] - start
+
+    def _grow(self) -> None:
+        weights, total, draws, ready, waiting = self._weights, self._total, self._draws, self._ready, self._waiting
+        for k in range(self._drawn, self._drawn + 1024):
+            while waiting and waiting[0][0] <= k:
+                _, deadline, i = heappop(waiting)
+                heappush(ready, (deadline, i))
+            _, i = heappop(ready)
+            draws[i].append(k)
+            j = len(draws[i])
+            heappush(waiting, (j * total // weights[i], -(-(j + 1) * total // weights[i]), i))
+        self._drawn += 1024
+
+
+def stride(weights: Sequence[int], consumers: int, largest: int) -> int:
+    """The q for which the draws 0, q, 2q, ... of a pattern, one for each consumer, lie most evenly in the datasets' intervals.
+
+    It is one of some numbers up to `largest`.
+    """
+    steps = np.array([(weight << 32) // sum(weights) for weight in weights])[:, None]
+    starts = np.arange(consumers)
+    even = (starts << 20) // consumers
+
+    def unevenness(q: int) -> int:
+        at = np.sort((starts * q * steps & 0xFFFFFFFF) >> 12, axis=1) - even
+        return int(((at - at.sum(1, keepdims=True) // consumers) ** 2).sum())
+
+    return min({1 + i * _GOLDEN % largest for i in range(_STRIDES)}, key=lambda q: (unevenness(q), q))
