@@ -85,14 +85,15 @@ class MixtureOrder:
             raise ValueError(f"The datasets have {frames} frames, and the shares are of {shares.frames.tolist()}")
         if ranges is not None and len(ranges) != len(lengths):
             raise ValueError(f"ranges has {len(ranges)} entries for {counted(len(lengths), 'dataset')}; give one for each")
+        seed, epoch = int(seed), int(epoch)
         self._positions, self._shuffle = positions, shuffle
-        self._count = consumers if shuffle is True else 1
+        self._count = int(consumers) if shuffle is True else 1
         self._ranges = ranges
         self._first_episode = np.cumsum([0, *map(len, lengths)])
         start = int(philox("rounding", seed).random_raw()) if shuffle else 0
         quotas = Quotas(weights, positions, self._count, start)
         total = sum(weights)
-        pools = [max(1, (2 * episode_pool_size * weight + total) // (2 * total)) for weight in weights]
+        pools = [max(1, (2 * int(episode_pool_size) * weight + total) // (2 * total)) for weight in weights]
         self._passes = [
             _Passes(i, each, quotas, shuffle, seed, epoch, pool)
             for i, (each, pool) in enumerate(zip(lengths, pools, strict=True))

@@ -83,7 +83,7 @@ class Turns:
         self._last = [0] * len(weights)  # per dataset, the deadline of the latest sample that was drawn
         self._due = [self._deadline(i, 0) for i in range(len(weights))]
         # Heaps: (preferred time, dataset), and (first draw it may have, preferred time, dataset).
-        self._ready = [(next(preferred[i]), i) for i in range(len(weights)) if samples[i]]
+        self._ready = [(self._time(i, 0), i) for i in range(len(weights)) if samples[i]]
         heapify(self._ready)
         self._waiting: list[tuple[int, float, int]] = []
         self._start = -HORIZON
@@ -129,7 +129,7 @@ class Turns:
             j = counts[i] = counts[i] + 1
             if j < samples[i]:
                 due[i] = self._deadline(i, j)
-                time = next(preferred[i])
+                time = next(preferred[i]) if j + 1 < samples[i] else self._time(i, j)
                 released = j * total // weights[i]
                 if released <= k + 1:
                     heappush(ready, (time, i))
@@ -140,6 +140,14 @@ class Turns:
 
     def _deadline(self, i: int, j: int) -> int:
         return min(-(-(j + 1) * self._total // self._weights[i]), self._end)
+
+    def _time(self, i: int, j: int) -> float:
+        """The preferred time of a sample. Where its interval is longer than the epoch, time is stretched to end with it."""
+        time, weight = next(self._preferred[i]), self._weights[i]
+        if (j + 1) * self._total <= self._end * weight:
+            return time
+        begin = j * self._total / weight
+        return begin + (time - begin) * (self._end * weight - j * self._total) / self._total
 
     def _look_ahead(self) -> None:
         """Counts, up to each of the next 2 * HORIZON draws, those that neither samples due by then nor early ones take."""
