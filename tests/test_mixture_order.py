@@ -140,6 +140,28 @@ def test_quotas_are_the_shares_rounded_up_or_down(
             assert quotas.epoch_of(i, sample) == epoch
 
 
+@given(
+    st.lists(st.integers(1, 100), min_size=3, max_size=10),
+    st.none() | st.integers(1, 700),
+    st.integers(1, 8),
+    st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=800, derandomize=True)
+def test_every_consumer_can_end_its_epoch(weights: list[int], positions: int | None, consumers: int, seed: int) -> None:
+    """Of the datasets whose next samples begin late in the epoch, no consumer has more than it has draws left."""
+    total, positions = sum(weights), sum(weights) if positions is None else positions
+    random = np.random.default_rng(seed)
+    quotas = Quotas(weights, positions, consumers, seed)
+    samples = np.stack([quotas.of(i, seed % 7) for i in range(len(weights))])
+    slack = Slack(weights, quotas.draws(0))
+    for consumer in range(consumers):
+        times = [np.sort(random.random(positions + 1) * positions).tolist() for _ in weights]
+        found = np.array(Turns(weights, samples[:, consumer].tolist(), list(map(iter, times)), slack).take(positions), int)
+        counts = np.cumsum(found[:, None] == np.arange(len(weights)), 0)
+        after = np.arange(1, len(found) + 1)[:, None] * weights
+        assert not len(found) or np.abs(counts * total - after).max() < total
+
+
 RARE = {
     "one to a million": [10**6, 1],
     "many rare": [10**6] + [1] * 100,
