@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dali_stream.order.mixture import MixtureOrder
@@ -146,6 +146,8 @@ def test_quotas_are_the_shares_rounded_up_or_down(
     st.integers(1, 8),
     st.integers(0, 2**32),
 )
+@example([4, 9, 3, 3, 7], None, 8, 0)
+@example([91, 10, 54, 19, 54, 54, 21], None, 7, 0)
 @settings(deadline=None, max_examples=800, derandomize=True)
 def test_every_consumer_can_end_its_epoch(weights: list[int], positions: int | None, consumers: int, seed: int) -> None:
     """Of the datasets whose next samples begin late in the epoch, no consumer has more than it has draws left."""
@@ -157,6 +159,7 @@ def test_every_consumer_can_end_its_epoch(weights: list[int], positions: int | N
     for consumer in range(consumers):
         times = [np.sort(random.random(positions + 1) * positions).tolist() for _ in weights]
         found = np.array(Turns(weights, samples[:, consumer].tolist(), list(map(iter, times)), slack).take(positions), int)
+        assert len(found) == quotas.draws(consumer)
         counts = np.cumsum(found[:, None] == np.arange(len(weights)), 0)
         after = np.arange(1, len(found) + 1)[:, None] * weights
         assert not len(found) or np.abs(counts * total - after).max() < total
