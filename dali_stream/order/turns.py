@@ -7,7 +7,7 @@ progress). But so all consumers would draw from the same dataset at the same tim
 time, which differs between the consumers. A draw takes the earliest preferred one with which all deadlines can still be met.
 
 A set of samples can meet its deadlines if, for each K, no more of them are due by draw K than draws are left until then. These
-are counted HORIZON draws ahead, or more. That no later deadline is missed is tested, not proved.
+are counted some thousand draws ahead, or more. That no later deadline is missed is tested, not proved.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 HORIZON = 8192  # draws: how far ahead deadlines are looked at, at least
+_FARTHEST = 1 << 20  # and at most: two bytes for each draw and consumer
 _STRIDES, _GOLDEN = 64, 40503  # numbers that are tried, and 2**16 over the golden ratio, which spreads them
 
 
@@ -31,18 +32,28 @@ class Slack:
     Args:
         weights: of the datasets; w_i = weights[i] / sum(weights).
         draws: the largest K that is asked for.
+
+    Attributes:
+        horizon: draws that a block has. Datasets that come less than once in it come 4 times or more in all, since each
+            limits how early the others come.
     """
 
     def __init__(self, weights: Sequence[int], draws: int) -> None:
         self._weights, self._total, self._draws = weights, sum(weights), draws
         self._blocks: dict[int, npt.NDArray[np.int64]] = {}
+        self.horizon = HORIZON
+        while self.horizon < min(draws, _FARTHEST):
+            rare = sum(weight for weight in weights if weight * self.horizon < self._total)
+            if rare == 0 or rare * self.horizon >= 4 * self._total:
+                break
+            self.horizon *= 2
 
     def block(self, number: int) -> npt.NDArray[np.int64]:
-        """Slack after each of HORIZON draws, the first of them K = number * HORIZON + 1. Shorter at the end of the draws."""
+        """Slack after each of `horizon` draws, the first of them K = number * horizon + 1. Shorter at the end of the draws."""
         found = self._blocks.get(number)
         if found is None:
-            start = number * HORIZON
-            ahead = np.arange(1, min(HORIZON, self._draws - start) + 1, dtype=np.int64)
+            start = number * self.horizon
+            ahead = np.arange(1, min(self.horizon, self._draws - start) + 1, dtype=np.int64)
             found = ahead.copy()
             for weight in self._weights:
                 found -= (ahead * weight + start * weight % self._total) // self._total
@@ -86,7 +97,8 @@ class Turns:
         self._ready = [(self._time(i, 0), i) for i in range(len(weights)) if samples[i]]
         heapify(self._ready)
         self._waiting: list[tuple[int, float, int]] = []
-        self._start = -HORIZON
+        self._horizon = slack.horizon
+        self._start = -self._horizon
         self._left = bytearray()
 
     def take(self, count: int) -> list[int]:
@@ -94,9 +106,9 @@ class Turns:
         taken: list[int] = []
         stop = min(self.drawn + count, self._end)
         while self.drawn < stop:
-            if self.drawn - self._start >= HORIZON:
+            if self.drawn - self._start >= self._horizon:
                 self._look_ahead()
-            taken += self._take(min(stop, self._start + HORIZON))
+            taken += self._take(min(stop, self._start + self._horizon))
         return taken
 
     def _take(self, stop: int) -> list[int]:
@@ -150,12 +162,12 @@ class Turns:
         return begin + (time - begin) * (self._end * weight - j * self._total) / self._total
 
     def _look_ahead(self) -> None:
-        """Counts, up to each of the next 2 * HORIZON draws, those that neither samples due by then nor early ones take."""
-        number = self.drawn // HORIZON
-        self._start = number * HORIZON
+        """Counts, up to each of the next draws, those that neither samples due by then nor early ones take."""
+        number = self.drawn // self._horizon
+        self._start = number * self._horizon
         slack = np.concatenate([self._slack.block(number), self._slack.block(number + 1)])[: self._end - self._start - 1]
         ahead = np.bincount(np.clip(np.array(self._last) - self._start, 0, len(slack) + 1), minlength=len(slack) + 2)
-        self._left = bytearray(2 * HORIZON + 1)  # from the end of the epoch on nothing is left over
+        self._left = bytearray(2 * self._horizon + 1)  # from the end of the epoch on nothing is left over
         view = np.frombuffer(self._left, np.uint8)
         view[0] = 1
         early = len(self._last) - np.cumsum(ahead)
