@@ -94,7 +94,7 @@ class Mixture(Union[Dataset]):
         for name, renamed in (keys or {}).items():
             if not isinstance(renamed, Mapping) or not all(isinstance(key, str) for key in (*renamed, *renamed.values())):
                 raise ValueError(f"keys[{name!r}] is {str(renamed)[:80]!r}; it is a dict {{key in the dataset: common key}}")
-        opened = _opened(datasets)
+        opened = open_all(datasets)
         try:
             super().__init__(opened, keys or {}, missing)
             self.fps = {name: dataset.fps for name, dataset in opened.items()}
@@ -226,8 +226,8 @@ def _check_names(what: str, given: object, datasets: Mapping[str, Any], every: b
         raise ValueError(f"{what} lacks {left[0]!r}; give each dataset one, or leave the dataset out")
 
 
-def _opened(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[str, Any]]) -> dict[str, Dataset]:
-    """All of them, opened."""
+def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[str, Any]]) -> dict[str, Dataset]:
+    """All of them, opened at once. Raises as `Mixture`."""
 
     def opened(name: str) -> Dataset:
         dataset = datasets[name]
