@@ -1,9 +1,11 @@
-"""The drawings of the README and the docs that are not charts of loaders: the path of a frame, and what the frame cache saves.
+"""The drawings of the README and the docs that are not charts of loaders: the path of a frame, what the frame cache saves, and
+the shares of a mixture.
 
     python benchmarks/diagrams.py path --out docs/figures/path.svg
     python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
+    python benchmarks/diagrams.py shares --out docs/figures/shares.svg
 
-`make figures` draws both. Each is a function of its arguments alone, so a test compares the committed file with it.
+`make figures` draws all. Each is a function of its arguments alone, so a test compares the committed file with it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from argument_types import new_file
 from peers_chart import BAR, DIM, INK, OTHER, OWN, text
+
+from dali_stream import MixtureOrder
+from dali_stream.order.rng import philox
+from dali_stream.order.shares import shares as shares_of
 
 WIDTH, MARGIN = 860, 20  # pixels
 ORDER = ("Order", "which frame when: a function", "of seed, epoch and position")
@@ -30,6 +38,10 @@ STAGES = (  # in the order in which data flows: a name, and two lines
 )
 KEPT = ("no cache", "480×640, 4 GiB", "224×224, 4 GiB")  # the cases of the report that are drawn
 SHADES = ("#a9b4c2", "#6fae9a", OWN)
+# A mixture: weights and episodes of its datasets, and consumers; and how many of its positions are drawn, every few.
+WEIGHTS, EPISODES, CONSUMERS = {"pick": 2, "fold": 1, "old": 1}, (40, 60, 4), 8
+FRAMES, POSITIONS, EVERY = 100, 2000, 3
+LINES = (OWN, "#c2571a", "#3b6fb6")
 
 
 def path() -> str:
@@ -77,6 +89,47 @@ def cache(report: dict[str, Any]) -> str:
     return svg("Decoded frames per delivered frame, by GOP, window and memory for decoded frames", y + 12 + MARGIN, parts)
 
 
+def shares() -> str:
+    """How far the samples of each dataset are from its share of them, after every number of positions."""
+    datasets = len(WEIGHTS)
+    lengths, weights = [np.full(episodes, FRAMES) for episodes in EPISODES], list(WEIGHTS.values())
+    given = shares_of([episodes * FRAMES for episodes in EPISODES], weights=weights)
+    episode, _ = MixtureOrder(lengths, given, consumers=CONSUMERS).read(0, POSITIONS)
+    ours = np.searchsorted(np.cumsum(EPISODES), episode, side="right")
+    uniform = philox("diagram", 0).random_raw(POSITIONS) / 2**64
+    random = np.searchsorted(np.cumsum(given.targets), uniform, side="right")
+    most, left, right, top, high = 30, 60, 150, 56, 240
+
+    def place(position: float, off: float) -> tuple[float, float]:
+        return left + position / POSITIONS * (WIDTH - left - right), top + (1 - off / most) * high / 2
+
+    def curve(dataset: npt.NDArray[np.int64], number: int, color: str, dashes: str = "") -> str:
+        off = np.cumsum(dataset == number) - given.targets[number] * np.arange(1, POSITIONS + 1)
+        points = " ".join("{:.0f},{:.1f}".format(*place(at + 1, off[at])) for at in range(0, POSITIONS, EVERY))
+        return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.2"{dashes}/>'
+
+    said = f"Samples of each dataset minus its share of them; weights {':'.join(map(str, weights))}, {CONSUMERS} consumers"
+    parts = [text(MARGIN, 36, said, "title", weight=600)]
+    for off in (-most, -CONSUMERS, 0, CONSUMERS, most):
+        (x, y), (end, _) = place(0, off), place(POSITIONS, off)
+        dashed = ' stroke-dasharray="5 4"' if abs(off) == CONSUMERS else ""
+        parts.append(f'<path d="M{x:.1f} {y:.1f}H{end:.1f}" stroke="{INK if dashed else OTHER}" stroke-width="1"{dashed}/>')
+        parts.append(text(x - 8, int(y) + 4, f"{off:+d}" if off else "0", "small", DIM, "end"))
+    parts.append(text(place(POSITIONS, 0)[0] + 8, int(place(0, CONSUMERS)[1]) + 4, "bound of the order", "small", DIM))
+    parts += [curve(random, number, OTHER) for number in range(datasets)]
+    parts += [curve(ours, number, color) for number, color in enumerate(LINES)]
+    for position in range(0, POSITIONS + 1, 500):
+        parts.append(text(place(position, 0)[0], top + high + 20, str(position), "small", DIM, "middle"))
+    x, y = left, top + high + 44
+    for name, color in (*zip(WEIGHTS, LINES, strict=True), ("each of them, drawn with replacement", OTHER)):
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{color}"/>')
+        parts.append(text(x + 18, y, name, "small", DIM))
+        x += 90
+    parts.append(text(WIDTH - right, y, "positions of the epoch", "small", DIM, "end"))
+    return svg("Shares of a mixture over the positions of an epoch: the order keeps within its bound, random draws do not",
+               y + MARGIN, parts)  # fmt: skip
+
+
 def box(x: float, y: float, wide: float, high: float, lines: tuple[str, ...], fill: str) -> Iterator[str]:
     """A box with a name and lines below it, centred."""
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high}" rx="6" fill="{fill}" stroke="{OTHER}"/>'
@@ -104,14 +157,14 @@ def svg(title: str, height: float, parts: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("drawing", choices=("path", "cache"))
+    parser.add_argument("drawing", choices=("path", "cache", "shares"))
     parser.add_argument("--report", type=Path, help="of frame_cache.py, for `cache`")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args()
     if (arguments.drawing == "cache") != (arguments.report is not None):
         parser.error("--report goes with `cache`, and `cache` needs it")
-    drawn = path() if arguments.drawing == "path" else cache(json.loads(arguments.report.read_text()))
-    arguments.out.write_text(drawn)
+    given = [json.loads(arguments.report.read_text())] if arguments.report else []
+    arguments.out.write_text({"path": path, "cache": cache, "shares": shares}[arguments.drawing](*given))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from dali_stream import mixture_file
 from dali_stream.arguments import known_arguments, one_of
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
@@ -47,7 +48,7 @@ class Mixture(Union[Dataset]):
     different sizes need `Loader(image_size=...)`. A window is laid out in seconds on each dataset's own clock.
 
     Args:
-        datasets: by name, a `Dataset` or anything that it takes. Several are opened at once.
+        datasets: by name, a `Dataset`, anything that it takes, or a dict of its arguments. Several are opened at once.
         weights: per name, a number above 0.
         repeats: per name, passes per epoch, a number above 0.
         temperature: above 0.
@@ -75,7 +76,7 @@ class Mixture(Union[Dataset]):
     @known_arguments
     def __init__(
         self,
-        datasets: Mapping[str, Dataset | str | os.PathLike[str]],
+        datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[str, Any]],
         *,
         weights: Mapping[str, float] | None = None,
         repeats: Mapping[str, float] | None = None,
@@ -90,7 +91,10 @@ class Mixture(Union[Dataset]):
             raise ValueError(f"datasets is {str(datasets)[:80]}; it is a dict of one or more datasets by name")
         for what, given in (("weights", weights), ("repeats", repeats), ("keys", keys)):
             _check_names(what, given, datasets, every=what != "keys")
-        opened = _opened(datasets)
+        for name, renamed in (keys or {}).items():
+            if not isinstance(renamed, Mapping) or not all(isinstance(key, str) for key in (*renamed, *renamed.values())):
+                raise ValueError(f"keys[{name!r}] is {str(renamed)[:80]!r}; it is a dict {{key in the dataset: common key}}")
+        opened = open_all(datasets)
         try:
             super().__init__(opened, keys or {}, missing)
             self.fps = {name: dataset.fps for name, dataset in opened.items()}
@@ -111,6 +115,34 @@ class Mixture(Union[Dataset]):
             raise
         self.uri = f"the mixture of {', '.join(opened)}"
         self._keys = {name: dict((keys or {}).get(name, {})) for name in opened}
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Mixture:
+        """The mixture of a YAML or JSON file, `.yaml`, `.yml` or `.json`, which has the arguments by name.
+
+            datasets:
+              pick: owner/pick
+              old: {uri: ../v21, drop_last: 10}    # arguments of a Dataset
+            weights: {pick: 2, old: 1}
+            missing: pad
+
+        Relative paths are relative to the file. A name such as "owner/pick" that is no folder there is the id of a Hub dataset.
+
+        Raises:
+            ValueError: the file cannot be read, or has unknown keys or bad values.
+            DatasetError, StorageError: as of `Mixture`.
+        """
+        arguments = cls.file_arguments(path)
+        try:
+            return cls(**arguments)
+        except (DaliStreamError, ValueError) as error:
+            raise type(error)(f"mixture file {os.fspath(path)}: {error}") from error
+
+    @staticmethod
+    def file_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
+        """What `from_file` gives to `Mixture`: the arguments in a file, with each of `datasets` a dict of arguments of a
+        `Dataset`. Raises ValueError."""
+        return mixture_file.read(path)
 
     @property
     def fingerprint(self) -> str:
@@ -194,12 +226,14 @@ def _check_names(what: str, given: object, datasets: Mapping[str, Any], every: b
         raise ValueError(f"{what} lacks {left[0]!r}; give each dataset one, or leave the dataset out")
 
 
-def _opened(datasets: Mapping[str, Dataset | str | os.PathLike[str]]) -> dict[str, Dataset]:
-    """All of them, opened."""
+def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[str, Any]]) -> dict[str, Dataset]:
+    """All of them, opened at once. Raises as `Mixture`."""
 
     def opened(name: str) -> Dataset:
         dataset = datasets[name]
         try:
+            if isinstance(dataset, Mapping):
+                return Dataset(**dataset)
             return dataset if isinstance(dataset, Dataset) else Dataset(dataset)
         except (DaliStreamError, ValueError) as error:
             raise type(error)(f"dataset {name!r}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from dali_stream import process
 from dali_stream.arguments import from_zero, known_arguments, positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import ResumeError, counted
-from dali_stream.lerobot.frame_ranges import whole
+from dali_stream.lerobot.frame_ranges import FrameRanges, whole
+from dali_stream.mixture import Mixture
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
-from dali_stream.order.selected import SelectedOrder
+from dali_stream.order.orders import DatasetOrders, Orders
 from dali_stream.order.state import OrderArguments, check_state, noted
 
 _log = logging.getLogger("dali_stream")
@@ -54,7 +56,7 @@ class FrameSampler(Sampler[int]):
     Args:
         episode_lengths: frames of each episode, in the order in which the map-style dataset lays them end to end; or a
             `Dataset` with the same episodes selected, by rising episode index, whose `frames`, `drop_first` and `drop_last`
-            hold here too.
+            hold here too; or a `Mixture` of such, for `torch.utils.data.ConcatDataset` of theirs in the same order.
         shuffle: as of `Loader`. None: "global", since a map-style dataset is local; True where `batch_size`, `consumers` or
             `episode_pool_size` is given. A resumed run keeps that of its state.
         seed: as of `Loader`.
@@ -62,7 +64,7 @@ class FrameSampler(Sampler[int]):
         consumers, episode_pool_size: as of `Loader`, also where they are None, if `batch_size` is given; without it they are
             32 and 8, which mixes well only where 32 divides the global batch.
         drop_first, drop_last: frames at the beginning and the end of each episode that are never sampled. Episodes that are
-            no longer than both together give none.
+            no longer than both together give none. Not with a mixture, whose datasets have their own.
         rank, world_size: as of `Loader`.
 
     Raises:
@@ -72,7 +74,7 @@ class FrameSampler(Sampler[int]):
     @known_arguments
     def __init__(
         self,
-        episode_lengths: Dataset | Sequence[int] | npt.NDArray[np.integer[Any]],
+        episode_lengths: Dataset | Mixture | Sequence[int] | npt.NDArray[np.integer[Any]],
         *,
         shuffle: Shuffle | None = None,
         seed: int = 0,
@@ -95,18 +97,31 @@ class FrameSampler(Sampler[int]):
             shuffle = "global" if batch_size is None else True
         consumers, episode_pool_size = self._pools(self._batch_size, self._world)
         self._arguments = OrderArguments(shuffle, seed, consumers, episode_pool_size).checked(self._rank, self._world)
-        lengths = checked_lengths(episode_lengths.lengths if isinstance(episode_lengths, Dataset) else episode_lengths)
         drop_first, drop_last = from_zero("drop_first", drop_first), from_zero("drop_last", drop_last)
-        digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16)
-        if isinstance(episode_lengths, Dataset) and episode_lengths.frame_ranges is not None:
-            ranges = episode_lengths.frame_ranges
-            digest.update(ranges.to_bytes())
+        given = episode_lengths.lengths if isinstance(episode_lengths, (Dataset, Mixture)) else episode_lengths
+        lengths = checked_lengths(given)
+        self._first = np.cumsum(lengths) - lengths
+        if isinstance(episode_lengths, Mixture):
+            if drop_first or drop_last:
+                raise ValueError(
+                    f"drop_first is {drop_first} and drop_last is {drop_last}, which are of one dataset; give them to each "
+                    "Dataset of the mixture, such as Dataset(uri, drop_last=10)"
+                )
+            parts = [_fingerprint(part.lengths, part.frame_ranges) for part in episode_lengths.datasets.values()]
+            self._fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+            self._orders: Orders = episode_lengths.orders()
         else:
-            ranges = whole(lengths)
-        self._ranges, self._first = ranges.dropping(lengths, drop_first, drop_last), np.cumsum(lengths) - lengths
-        self._fingerprint = digest.hexdigest()
-        self._frames = int(self._ranges.counts.sum())
+            ranges = episode_lengths.frame_ranges if isinstance(episode_lengths, Dataset) else None
+            self._fingerprint = _fingerprint(lengths, ranges)
+            kept = (whole(lengths) if ranges is None else ranges).dropping(lengths, drop_first, drop_last)
+            self._orders = DatasetOrders(lengths, kept)
+        self._frames = self._orders.positions
         if self._frames < self._world:
+            if isinstance(episode_lengths, Mixture):
+                raise ValueError(
+                    f"an epoch of {episode_lengths.uri} has {counted(self._frames, 'sample')} for world_size={self._world}; "
+                    "each rank needs one or more, so give a larger epoch_samples"
+                )
             raise ValueError(
                 f"{counted(len(lengths), 'episode')} with {counted(int(lengths.sum()), 'frame')}, drop_first={drop_first} and "
                 f"drop_last={drop_last} leave {counted(self._frames, 'frame')} for world_size={self._world}; each rank needs "
@@ -129,8 +144,7 @@ class FrameSampler(Sampler[int]):
             self._now = _Passage(self._now.epoch + 1)
         now = self._now
         now.begun = True
-        shuffle, seed, consumers, pool = self._arguments
-        order = SelectedOrder(self._ranges, shuffle, seed, now.epoch, consumers, pool)
+        order = self._orders.of(now.epoch, self._arguments)
         left, position = self._share(now.start), now.start
         while left:
             count = min(left, _BLOCK)
@@ -192,7 +206,7 @@ class FrameSampler(Sampler[int]):
             "epoch": self._now.epoch,
             "position": self._now.start + delivered * self._world,
             "episode_lengths": self._fingerprint,
-            "order": self._order_state(),
+            "order": self._order_state(self._arguments),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,7 +230,7 @@ class FrameSampler(Sampler[int]):
             )
         taken = noted(state, self._shuffle_given, self._pools_given)
         arguments = self._arguments._replace(**taken)
-        place = check_state(state, "sampler", arguments.state() | self._drops, self._frames)
+        place = check_state(state, "sampler", self._order_state(arguments), self._frames)
         arguments.check_resumable(self._world)
         self._arguments, self._now = arguments, _Passage(*place)
         if "consumers" in taken:
@@ -259,7 +273,7 @@ class FrameSampler(Sampler[int]):
             "still comes at most once in this epoch, and only the last ones that are no whole turn of the ranks are left out, "
             "if the episodes, %s are those of that run, which these numbers do not tell. The global batches are those of the "
             "uninterrupted run only while batch_size * world_size stays %d",
-            *(position, epoch, step, batch_size, world_size, ", ".join(self._order_state()), batch_size * world_size),
+            *(position, epoch, step, batch_size, world_size, ", ".join(self._order_state(arguments)), batch_size * world_size),
         )
 
     def _share(self, start: int) -> int:
@@ -282,6 +296,14 @@ class FrameSampler(Sampler[int]):
         if self._now.begun:
             raise ResumeError(f"{what} was called after iteration began; call it on a new FrameSampler, before iterating")
 
-    def _order_state(self) -> dict[str, Any]:
+    def _order_state(self, arguments: OrderArguments) -> dict[str, Any]:
         """What the order is a function of, beside episode lengths and epoch."""
-        return self._arguments.state() | self._drops
+        return arguments.state() | self._drops | self._orders.state
+
+
+def _fingerprint(lengths: npt.NDArray[np.int64], ranges: FrameRanges | None) -> str:
+    """32 hexadecimal digits over the episodes of a dataset and the frames of them that are sampled."""
+    digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16)
+    if ranges is not None:
+        digest.update(ranges.to_bytes())
+    return digest.hexdigest()

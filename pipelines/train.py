@@ -7,6 +7,8 @@ accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR
 --multi_gpu is what Accelerate calls several processes, on a CPU too; with `accelerate launch --cpu` there is only one, whatever
 --num_processes is. `torchrun --nproc-per-node N` does the same. The first line of the output says how many there are.
 
+Instead of a dataset's URI, a mixture file (.yaml, .yml, .json) names several, see docs/mixtures.md.
+
 DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
 chunks.png. A run that was killed continues with --resume at the very next sample, on any number of processes that divides
 --consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM or Ctrl-C the batch at hand
@@ -37,7 +39,7 @@ from training.arguments import parse
 from training.data import Data, open_data
 from training.journal import Journal, read
 from training.lerobot_act import LeRobotAct
-from training.policy import ChunkPolicy, actions
+from training.policy import ChunkPolicy, actions, recorded
 from training.preemption import Preemption
 
 import dali_stream
@@ -73,7 +75,7 @@ def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
     """The policy that was asked for, with weights of the seed."""
     torch.manual_seed(arguments.seed)
     if arguments.policy == "compact":
-        return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks)
+        return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks, data.datasets)
     size, pretrained = tuple(arguments.image_size), not arguments.from_scratch
     return LeRobotAct(data.cameras, size, data.state, len(data.action_names), arguments.chunk, pretrained)
 
@@ -221,10 +223,11 @@ class Run:
         policy, totals = self.accelerator.unwrap_model(self.model).eval(), torch.zeros(3, device=self.accelerator.device)
         asked = False
         for batch in self.data.val:
-            recorded, real = actions(batch), ~batch["action_is_pad"]
+            batch = self.data.train.normalizer(batch)
+            right, real = actions(batch), recorded(batch)
             with self.accelerator.autocast():
-                wrong = policy.predict(batch) - recorded
-            totals += torch.stack([wrong[real].abs().sum(), recorded[real].abs().sum(), real.sum() * recorded.shape[-1]])
+                wrong = policy.predict(batch) - right
+            totals += torch.stack([wrong[real].abs().sum(), right[real].abs().sum(), real.sum()])
             if asked := preemption.agreed():  # each process has as many batches, so that all of them end here or none
                 break
         policy.train()

@@ -361,7 +361,7 @@ def test_preview_of_a_part_resized(made: Path, tmp_path: Path) -> None:
         (["demo", "--nonsense"], "--nonsense"),
         (["demo", "more"], "more"),
         (["info"], "URI"),
-        (["info", "URI", "more"], "more"),
+        (["stats", "URI", "more"], "more"),
         (["preview"], "URI"),
         (["demo", "--episodes"], "--episodes"),
         (["demo", "--episodes", "many"], "'many'"),

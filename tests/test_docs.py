@@ -60,7 +60,7 @@ def functions(path: str) -> set[str]:
 @functools.cache
 def classes() -> dict[str, set[str]]:
     """The arguments that the public classes are made with."""
-    names = ("Dataset", "Loader", "FrameSampler", "Order", "Normalizer")
+    names = ("Dataset", "Mixture", "Loader", "FrameSampler", "Order", "MixtureOrder", "Normalizer")
     return {name: set(inspect.signature(getattr(dali_stream, name)).parameters) for name in names}
 
 
@@ -302,3 +302,4 @@ def test_the_diagrams_are_what_the_program_draws(monkeypatch: pytest.MonkeyPatch
     report = json.loads((ROOT / "benchmarks/results/frame_cache.json").read_text())
     assert (ROOT / "docs/figures/path.svg").read_text() == diagrams.path()
     assert (ROOT / "docs/figures/frame_cache.svg").read_text() == diagrams.cache(report)
+    assert (ROOT / "docs/figures/shares.svg").read_text() == diagrams.shares()

@@ -18,11 +18,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.batches import samples
-from support.datasets import read_lengths
-from torch.utils.data import BatchSampler, DataLoader
+from support.datasets import build, read_lengths
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader
 
 import dali_stream
-from dali_stream import Dataset, FrameSampler, Loader, Order, ResumeError
+from dali_stream import Dataset, FrameSampler, Loader, Mixture, Order, ResumeError
 
 SHUFFLES = (True, "global", False)
 WORLDS = (1, 2, 3, 4, 6, 12)  # the divisors of the consumers below
@@ -170,6 +170,90 @@ def test_batch_samplers_and_loaders_without_batches_take_it() -> None:
     assert [len(batch) for batch in dataloader] == [10, 10, 10, 10, 10, 1]
     assert torch.cat(list(dataloader)).tolist() == epoch_order(1)
     assert list(DataLoader(Frames(), batch_size=None, sampler=make(), num_workers=1)) == epoch_order(0)
+
+
+# ---------------------------------------------------------------------------------------------------------- mixtures
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    """Datasets without video, of which one shows only some episodes and another only some frames."""
+    root = tmp_path_factory.mktemp("parts")
+    for name, lengths in (("a", [6, 8, 4]), ("b", [9, 5, 7, 12]), ("c", [3])):
+        build(root / name, lengths, {})
+    return {"a": Dataset(root / "a", drop_last=1), "b": Dataset(root / "b", episodes=[0, 2, 3]), "c": Dataset(root / "c")}
+
+
+def concatenated(parts: dict[str, Dataset]) -> ConcatDataset[tuple[int, int, int]]:
+    """Map-style datasets with the same episodes, one after the other; an item is (dataset, episode, frame)."""
+    lists = [
+        [(d, episode, frame) for episode, n in zip(part.episodes.tolist(), part.lengths, strict=True) for frame in range(n)]
+        for d, part in enumerate(parts.values())
+    ]
+    return ConcatDataset(lists)  # type: ignore[arg-type]
+
+
+def delivered(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
+    return list(zip(*(batch[key].tolist() for key in ("dataset_index", "episode_index", "frame_index")), strict=True))
+
+
+SHARES: list[dict[str, Any]] = [
+    {},
+    {"weights": {"a": 2, "b": 1, "c": 1}, "epoch_samples": 60},
+    {"repeats": {"a": 1, "b": 0.5, "c": 3}},
+]
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("shares", SHARES, ids=["union", "weights", "repeats"])
+def test_a_mixture_has_the_batches_of_a_loader(parts: dict[str, Dataset], shares: dict[str, Any], shuffle: bool | str) -> None:
+    mixture, frames, order = Mixture(parts, **shares), concatenated(parts), {"shuffle": shuffle, "seed": 3, **ORDER}
+    for rank, world in ((0, 1), (1, 3)):
+        sampler = FrameSampler(mixture, rank=rank, world_size=world, **order)
+        dataloader = DataLoader(frames, batch_size=4, sampler=sampler, drop_last=True, collate_fn=list)
+        with Loader(mixture, batch_size=4, rank=rank, world_size=world, threads=1, **order) as loader:
+            assert len(dataloader) == len(loader)
+            for _ in range(2):
+                assert list(dataloader) == [delivered(batch) for batch in loader]
+            assert loader.state_dict()["order"].items() <= sampler.state_dict(step=0, batch_size=4)["order"].items()
+
+
+def test_a_mixture_with_a_batch_size_has_the_defaults_of_a_loader(parts: dict[str, Dataset]) -> None:
+    mixture = Mixture(parts, temperature=2, epoch_samples=90)
+    sampler = FrameSampler(mixture, batch_size=5, rank=1, world_size=2)
+    dataloader = DataLoader(concatenated(parts), batch_size=5, sampler=sampler, drop_last=True, collate_fn=list)
+    with Loader(mixture, batch_size=5, rank=1, world_size=2, threads=1) as loader:
+        assert list(dataloader) == [delivered(batch) for batch in loader]
+
+
+def test_a_mixture_resumes_on_other_ranks_at_the_very_next_sample(parts: dict[str, Dataset]) -> None:
+    mixture = Mixture(parts, weights={"a": 2, "b": 1, "c": 1}, epoch_samples=60)
+    whole = make(mixture)
+    orders = [list(whole) for _ in range(3)]
+    list(first := make(mixture))
+    list(islice(it := iter(first), 24))
+    state = saved(first.state_dict(step=3, batch_size=8))
+    del it
+    ranks = [make(mixture, rank, 4) for rank in range(4)]
+    for sampler in ranks:
+        sampler.load_state_dict(state)
+    assert [index for turn in zip(*ranks, strict=True) for index in turn] == orders[1][24:]
+    assert [index for turn in zip(*ranks, strict=True) for index in turn] == orders[2]
+
+
+def test_what_does_not_fit_a_mixture_is_refused(parts: dict[str, Dataset]) -> None:
+    state = make(mixture := Mixture(parts)).state_dict(step=0, batch_size=1)
+    with pytest.raises(ValueError, match=r"drop_last is 3, which are of one dataset; give them to each Dataset"):
+        make(mixture, drop_last=3)
+    with pytest.raises(
+        ValueError, match=r"an epoch of the mixture of c has 2 samples for world_size=3; .* larger epoch_samples"
+    ):
+        make(Mixture({"c": parts["c"]}, temperature=1, epoch_samples=2), world=3)
+    with pytest.raises(ResumeError, match=r"of the order .*'mixture'.* resume with the same arguments"):
+        make(Mixture(parts, repeats={"a": 2, "b": 1, "c": 1})).load_state_dict(state)
+    for others in ({"b": parts["b"], "a": parts["a"], "c": parts["c"]}, parts | {"b": parts["a"]}):
+        with pytest.raises(ResumeError, match="of other episodes"):
+            make(Mixture(others)).load_state_dict(state)
 
 
 # ----------------------------------------------------------------------------------- shuffle, consumers and pools by default

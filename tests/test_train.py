@@ -17,7 +17,7 @@ from PIL import Image
 from support.train import ENVIRONMENT, ROOT, SMALL, command, journal, losses, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dali_stream import Dataset
+from dali_stream import Dataset, Loader, Mixture
 from dali_stream.demo import write_demo
 
 STEPS = 8
@@ -51,8 +51,6 @@ def test_tensorboard_has_what_the_journal_has(finished: Path) -> None:
 
 def test_validation_is_of_the_episodes_held_out(finished: Path, demo: Path) -> None:
     """Predicting the mean is wrong by what the episodes' own actions say, by the statistics of the other episodes."""
-    from dali_stream import Loader
-
     with Loader(Dataset(demo, cameras=[], episodes=[1, 4]), batch_size=10**9, shuffle=False, last_batch="partial",
                 delta_timestamps={"action": [step / 20 for step in range(8)]}, device="cpu") as loader:  # fmt: skip
         batch = next(iter(loader))
@@ -115,6 +113,88 @@ def validations(out: Path) -> dict[int, float]:
     found = [(entry["step"], entry["val_error"]) for entry in journal(out) if "val_error" in entry]
     assert len(dict(found)) == len(found)
     return dict(found)
+
+
+# The second has one camera, smaller frames and other tasks.
+MIXTURE = """
+datasets:
+  both: {both}
+  side: {{uri: {side}, cameras: [observation.images.side]}}
+weights: {{both: 2, side: 1}}
+missing: pad
+"""
+
+
+@pytest.fixture
+def mixture(demo: Path, small: Path, tmp_path: Path) -> Path:
+    (path := tmp_path / "mixture.yaml").write_text(MIXTURE.format(both=demo, side=small))
+    return path
+
+
+def test_a_mixture_trains_and_continues_bit_for_bit(
+    program: Any, mixture: Path, demo: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two datasets with other cameras: one run as a whole, and one that SIGTERM interrupts after 3 steps."""
+    line = [*map(str, [mixture, *SMALL, "--max-steps", 6, "--val-episodes", 1, "--val-every", 6])]
+    program.main([*line, "--out", str(tmp_path / "whole")])
+    policy = importlib.import_module("training.policy").ChunkPolicy
+    predict, seen = policy.predict, []
+
+    def interrupted(self: Any, batch: dict[str, Any]) -> torch.Tensor:
+        seen.append(batch)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return predict(self, batch)
+
+    monkeypatch.setattr(policy, "predict", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        program.main([*line, "--out", str(tmp_path / "parts")])
+    assert ended.value.code == 143
+    assert list(losses(tmp_path / "parts")) == [1, 2, 3]
+    monkeypatch.setattr(policy, "predict", predict)
+    program.main([*line, "--out", str(tmp_path / "parts"), "--resume"])
+    first, second = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts"))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert first["model"].keys() == second["model"].keys()
+    assert all(torch.equal(value, second["model"][key]) for key, value in first["model"].items())
+    assert first["loader"] == second["loader"]
+    assert sum(int((batch["dataset_index"] == 0).sum()) for batch in seen) == 2 * 3 * 8 // 3
+    for batch in seen:
+        assert batch["observation.images.top_is_missing"].tolist() == (batch["dataset_index"] == 1).tolist()
+    check_validation(tmp_path / "whole", demo, small)
+
+
+def check_validation(out: Path, demo: Path, small: Path) -> None:
+    """Predicting the mean is wrong by what the episodes held out say, each once, on the scale of what is trained on."""
+    held_out, rest = ({"both": [3], "side": [1]}, {"both": [0, 1, 2, 4, 5], "side": [0]})
+    roots = {"both": demo, "side": small}
+    train = {name: Dataset(root, cameras=[], episodes=rest[name]) for name, root in roots.items()}
+    known = {name: Dataset(root, cameras=[], episodes=rest[name], stats=train[name].compute_stats(["action"]))
+             for name, root in roots.items()}  # fmt: skip
+    stats = Mixture(known, weights={"both": 2, "side": 1}).stats["action"]
+    val = Mixture({name: Dataset(root, cameras=[], episodes=held_out[name]) for name, root in roots.items()})
+    with Loader(
+        val, batch_size=len(val), shuffle=False, delta_timestamps={"action": [step / 20 for step in range(8)]}
+    ) as loader:
+        batch = next(iter(loader))
+    wrong = np.abs((batch["action"].numpy() - stats["mean"]) / stats["std"])[~batch["action_is_pad"].numpy()]
+    [found] = [entry["mean_error"] for entry in journal(out) if "mean_error" in entry]
+    assert found == pytest.approx(wrong.mean(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--val-episodes", 2], "dataset 'side': --val-episodes is 2, and the dataset has 2 episodes"),
+        (["--revision", "main"], "--revision, --data-files-root and --cache-dir are of one dataset; give them in"),
+    ],
+)
+def test_what_does_not_go_with_a_mixture_is_said_in_a_line(
+    program: Any, mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[object], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main([*map(str, [mixture, "--out", tmp_path / "run", *SMALL, *arguments])])
+    assert said in capsys.readouterr().err
 
 
 def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, tmp_path: Path) -> None:

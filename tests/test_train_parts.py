@@ -110,6 +110,29 @@ def test_an_action_of_one_number_is_held_against_its_own_step(parts: Any) -> Non
     assert policy(batch) == 0
 
 
+def test_what_a_dataset_of_a_mixture_lacks_is_neither_seen_nor_learned(parts: Any) -> None:
+    """Frames of a camera that is missing may hold anything, and so may dimensions of actions that are padding."""
+    torch.manual_seed(0)
+    policy = parts("policy").ChunkPolicy(["top", "side"], 0, 3, 4, 2, datasets=2).eval()
+    batch = {
+        "top": torch.rand(2, 3, 32, 32), "side": torch.rand(2, 3, 32, 32), "side_is_missing": torch.tensor([False, True]),
+        "action": torch.rand(2, 4, 3), "action_is_pad": torch.tensor([[False] * 4, [False, False, False, True]]),
+        "action_dim_is_pad": torch.tensor([[False] * 3, [False, False, True]]), "task_index": torch.tensor([1, 1]),
+        "dataset_index": torch.tensor([0, 1]),
+    }  # fmt: skip
+    other = batch | {"side": batch["side"].clone(), "action": batch["action"].clone()}
+    other["side"][1], other["action"][1, :, 2], other["action"][1, 3] = 0, 9, 9
+    with torch.no_grad():
+        assert policy(batch) == policy(other)
+        assert not torch.equal(policy.predict(batch), policy.predict(batch | {"side": batch["side"].flip(0)}))
+        assert not torch.equal(policy.predict(batch), policy.predict(batch | {"dataset_index": torch.tensor([1, 1])}))
+    there = parts("policy").recorded(batch)
+    assert there.shape == (2, 4, 3)
+    assert [int(each.sum()) for each in there] == [12, 6]
+    lacking = batch | {"action_is_missing": torch.tensor([True, False])}
+    assert [int(each.sum()) for each in parts("policy").recorded(lacking)] == [0, 6]
+
+
 def test_a_save_that_fails_leaves_the_checkpoint_before(parts: Any, tmp_path: Path) -> None:
     class Full:
         def __reduce__(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from dali_stream import Dataset
+    from dali_stream import Dataset, Mixture
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset.")]
+Uris = Annotated[
+    list[str], typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file (.yaml, .yml or .json).")
+]
 Episodes = Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")]
 Cameras = Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")]
 # Of every command that reads a dataset.
@@ -38,6 +41,59 @@ def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> Iterat
         yield dataset
     finally:
         dataset.close()
+
+
+@contextmanager
+def opened_mixture(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> Iterator[Dataset | Mixture]:
+    """The dataset of a command line, or the mixture of several; closed at the end."""
+    from dali_stream import Mixture
+
+    given = mixture_arguments(uris, storage_options=storage_options, **arguments)
+    if given is None:
+        with opened(uris[0], storage_options=storage_options, **arguments) as dataset:
+            yield dataset
+        return
+    mixture = Mixture(**given)
+    try:
+        yield mixture
+    finally:
+        mixture.close()
+
+
+def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:
+    """The arguments of the `Mixture` of a command line, None for one dataset. Options hold for each dataset. Several that no
+    file describes may lack what others have."""
+    from dali_stream import Mixture
+    from dali_stream.mixture_file import is_mixture_file
+
+    files = [uri for uri in uris if is_mixture_file(uri)]
+    if len(uris) == 1 and not files:
+        return None
+    if len(uris) > 1 and files:
+        raise ValueError(f"{files[0]} is a mixture file; give it alone, or name datasets")
+    options = {name: value for name, value in arguments.items() if value is not None}
+    if "data_files_root" in options:
+        raise ValueError("--data-files-root is of one dataset; give it in a mixture file, as data_files_root")
+    if storage_options is not None:
+        options["storage_options"] = json_object("--storage-options", storage_options)
+    if files:
+        given = Mixture.file_arguments(files[0])
+    else:
+        given = {"datasets": {name: {"uri": uri} for name, uri in named(uris)}, "missing": "pad"}
+    return given | {"datasets": {name: each | options for name, each in given["datasets"].items()}}
+
+
+def named(uris: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, URI) of each: the last part of its path, and more parts where that is not unique."""
+    paths = [[part for part in uri.split("/") if part] for uri in uris]
+    found = []
+    for uri, path in zip(uris, paths, strict=True):
+        if paths.count(path) > 1:
+            raise ValueError(f"{uri} is given twice; name each dataset once")
+        tails = (path[-count:] for count in range(1, len(path) + 1))
+        alone = [tail for tail in tails if sum(other[-len(tail) :] == tail for other in paths) == 1]
+        found.append(("/".join(alone[0] if alone else path), uri))
+    return found
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any] | None:

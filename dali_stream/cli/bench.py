@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    uri: arguments.Uri,
+    uris: arguments.Uris,
     mode: Annotated[
         str, typer.Option(metavar="single|sarm|action_chunk", help="Current frames; 8 steps 1 s apart; frames and 50 actions.")
     ] = "single",
@@ -69,7 +69,7 @@ def bench(
         "consumers": consumers, "memory_budget": memory_budget,
     }  # fmt: skip
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader}
-    with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
+    with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
         place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
         report = run(dataset, **settings, device=device, head={"source": source, **place})
     if report is None:  # not the main rank
@@ -89,6 +89,8 @@ def _table(report: dict[str, Any]) -> Table:
     size = "recorded size" if report["image_size"] is None else "×".join(map(str, report["image_size"]))
     what = f"{report['mode']}, batches of {report['batch_size']}, {size}, {report['image_dtype']}"
     made.add_row("dataset", f"{report['dataset']}: {what}")
+    for name, part in report.get("datasets", {}).items():
+        made.add_row(name, f"{part['samples']} samples, {part['delivered']:.1%}; its share is {part['share']:.1%}")
     made.add_row("speed", f"{report['frames_per_s_node']:.0f} frames/s, {report['samples_per_s']:.0f} samples/s, per node")
     made.add_row(
         "measured", f"{report['frames']} frames in {report['wallclock_s']:.1f} s, by {counted(report['ranks'], 'rank')}"

@@ -1,4 +1,4 @@
-"""`dali-stream info`: describes a dataset."""
+"""`dali-stream info`: describes a dataset, or the datasets of a mixture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from dali_stream import Dataset
     from dali_stream.tools.describe import CameraReport, DatasetReport
     from dali_stream.tools.forecast import Forecast
+    from dali_stream.tools.mixture import MixtureReport
 
 _TASKS, _MISSING = 20, 20  # shown in the text
 
 
 def info(
-    uri: arguments.Uri,
+    uris: arguments.Uris,
     image_size: Annotated[
         tuple[int, int] | None,
         typer.Option(metavar="HEIGHT WIDTH", help="Estimate what memory_budget brings at this size; decodes a few frames."),
@@ -38,10 +39,17 @@ def info(
 
     Reads metadata and the index of up to 32 video files per camera, and lists missing and broken files. Decodes nothing,
     unless --image-size is given. Exit code 1 if a file is missing or broken.
+
+    Of several datasets, or a mixture file: the share of each, how often an epoch repeats it, and in what they differ.
     """
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"episodes": arguments.numbers("--episodes", episodes)}
-    with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
+    if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
+        if image_size:
+            raise ValueError("--image-size is of one dataset; give one URI")
+        _mixture(mixed, as_json)
+        return
+    with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
         report = dali_stream.describe(dataset)
         forecasts = _forecasts(dataset, image_size) if image_size else []
     if as_json:
@@ -51,6 +59,47 @@ def info(
         _say(report, forecasts)
     if not report.whole:
         raise typer.Exit(1)
+
+
+def _mixture(given: dict[str, Any], as_json: bool) -> None:
+    from dali_stream.mixture import open_all
+    from dali_stream.tools.mixture import describe_mixture
+
+    datasets = open_all(given.pop("datasets"))
+    try:
+        report = describe_mixture(datasets, given.pop("keys", {}), **given)
+    finally:
+        for dataset in datasets.values():
+            dataset.close()
+    if as_json:
+        console.print_json(dataclasses.asdict(report))
+        return
+    out = console.results()
+    frames, hours = (sum(getattr(part, name) for part in report.datasets.values()) for name in ("frames", "hours"))
+    made = console.pairs()
+    made.add_row("mixture", f"{counted(len(report.datasets), 'dataset')}, {frames} frames, {hours:.3g} h")
+    made.add_row("epoch", f"{counted(report.epoch_samples, 'sample')} by {report.kind}")
+    out.print(made)
+    columns = ("episodes", "frames", "fps", "hours", "share", "passes")
+    table = console.table("dataset", *columns, "URI", right=columns)
+    for name, part in report.datasets.items():
+        numbers = (f"{part.fps:g}", f"{part.hours:.3g}", f"{part.share:.1%}", f"{part.passes:.3g}")
+        table.add_row(name, str(part.episodes), str(part.frames), *numbers, part.uri)
+    out.print(table)
+    if report.differences:
+        table = console.table("differs in", *report.datasets, "")
+        for key, have in report.differences.items():
+            table.add_row(key, *(said or "missing" for said in have.values()), _remedy(report, key))
+        out.print(table)
+    if report.warning:
+        typer.echo(f"Warning: {report.warning}")
+
+
+def _remedy(report: MixtureReport, key: str) -> str:
+    if key in report.conflicts:
+        return "cannot be one: rename one with keys"
+    sizes = ["image_size"] if key in report.sizes else []
+    return ", ".join(sizes if sizes and None not in report.differences[key].values() else [*sizes, "missing: pad"])
 
 
 def _say(report: DatasetReport, forecasts: list[Forecast]) -> None:

@@ -13,13 +13,13 @@ from dali_stream.cli import arguments
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from dali_stream import Dataset
+    from dali_stream import Dataset, Mixture
 
 _PLOTTED = 4  # episodes of a dataset without cameras, at most
 
 
 def preview(
-    uri: arguments.Uri,
+    uris: arguments.Uris,
     out: Annotated[Path, typer.Option(metavar="PNG", help="Output file.")] = Path("sheet.png"),
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples on the sheet.")] = 8,
     window: Annotated[
@@ -42,13 +42,14 @@ def preview(
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
-    Of a dataset without cameras: plots of state and action of up to four episodes.
+    Of a dataset without cameras: plots of state and action of up to four episodes. Of several datasets, or a mixture file: a
+    batch of their mixture.
     """
     arguments.png("--out", out)
     size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
-    with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
+    with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
         if not dataset.cameras:
             _plot(dataset, out, batch_size)
             return
@@ -62,13 +63,19 @@ def preview(
             from dali_stream.tools import sheet
 
             shown = sheet.samples(next(iter(loader)), dataset.cameras, windows)
-    sheet.save(out, f"{Path(dataset.uri).name}: {len(shown)} of {dataset.num_frames} frames, seed {seed}", shown)
+    sheet.save(out, f"{_name(dataset)}: {len(shown)} of {dataset.num_frames} frames, seed {seed}", shown)
     typer.echo(f"{out}: {counted(len(shown), 'sample')} of {', '.join(dataset.cameras)}")
 
 
-def _plot(dataset: Dataset, out: Path, most: int) -> None:
+def _name(dataset: Dataset | Mixture) -> str:
+    return ", ".join(dataset.dataset_names) or Path(dataset.uri).name
+
+
+def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
     from dali_stream.tools import plot
 
+    if not isinstance(dataset, dali_stream.Dataset):
+        raise DatasetError(f"{dataset.uri} has no cameras; plots of state and action are of one dataset, so give one URI")
     keys = plot.features(dataset)
     if not keys:
         raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")

@@ -13,7 +13,7 @@ from dali_stream.lerobot.metadata import INFO
 from dali_stream.storage import Store, open_store
 
 _log = logging.getLogger("dali_stream")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a Hub dataset
 
 
 def resolved(uri: str, revision: str | None) -> tuple[str, str]:
@@ -21,7 +21,7 @@ def resolved(uri: str, revision: str | None) -> tuple[str, str]:
 
     A repository id is read where LeRobot has downloaded it, or else from the Hub.
     """
-    if "://" in uri or Path(uri).expanduser().exists() or not _REPOSITORY.fullmatch(uri):
+    if "://" in uri or Path(uri).expanduser().exists() or not REPOSITORY.fullmatch(uri):
         return uri, ""
     hub = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cached = Path(os.environ.get("HF_LEROBOT_HOME", f"{hub}/lerobot")).expanduser() / uri

@@ -46,7 +46,7 @@ class Union(Generic[D]):
     def __init__(self, datasets: Mapping[str, D], keys: Mapping[str, Mapping[str, str]], missing: str = "error") -> None:
         self.datasets, self._missing = dict(datasets), missing
         self._parts = list(self.datasets.values())
-        self._own = [_own_keys(name, part, keys.get(name, {})) for name, part in self.datasets.items()]
+        self._own = [own_keys(name, part, keys.get(name, {})) for name, part in self.datasets.items()]
         self.dataset_names = tuple(self.datasets)
         lengths = [part.lengths for part in self._parts]
         counts = np.array([len(found) for found in lengths])
@@ -305,7 +305,7 @@ def _nothing(feature: Feature, length: int) -> npt.NDArray[Any]:
     return np.zeros((length, *feature.row_shape), feature.numpy)
 
 
-def _own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[str, str]:
+def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[str, str]:
     """{common key: key in the dataset}."""
     for key, other in keys.items():
         if key not in dataset.features or (key in NEEDED and key != other):

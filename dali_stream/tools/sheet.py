@@ -40,19 +40,26 @@ Frames = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Strip:
-    """One camera's window: `frames` (T, H, W, 3), the seconds of each step, and which steps are outside the episode."""
+    """One camera's window.
+
+    Attributes:
+        frames: (T, H, W, 3).
+        seconds: of each step.
+        marks: per step "pad" outside the episode, "missing" where the dataset lacks the camera, or "".
+    """
 
     camera: str
     frames: Frames
     seconds: tuple[float, ...]
-    padded: tuple[bool, ...]
+    marks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The content of a cell."""
+    """The content of a cell. `dataset` is empty without a mixture."""
 
     strips: tuple[Strip, ...]
+    dataset: str
     task: str
     episode: int
     frame: int
@@ -63,10 +70,10 @@ def samples(batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[s
     """Copies the samples of a sheet from a batch. Frames are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
     strips = [_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras]
     numbers = (batch[key].tolist() for key in ("episode_index", "frame_index", "index"))
-    tasks = batch.get("task") or [""] * len(batch["index"])
+    texts = (batch.get(key) or [""] * len(batch["index"]) for key in ("dataset", "task"))
     return [
-        Sample(tuple(shown), task, episode, frame, index)
-        for task, episode, frame, index, *shown in zip(tasks, *numbers, *strips, strict=True)
+        Sample(tuple(shown), dataset, task, episode, frame, index)
+        for dataset, task, episode, frame, index, *shown in zip(*texts, *numbers, *strips, strict=True)
     ]
 
 
@@ -77,8 +84,13 @@ def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -
     found = frames.movedim(-3, -1).cpu().contiguous().numpy().copy()
     if found.shape[-1] == 1:
         found = np.repeat(found, 3, -1)
+    nothing = [False] * len(found)
+    missing = batch[f"{camera}_is_missing"].tolist() if f"{camera}_is_missing" in batch else nothing
     masks = batch[f"{camera}_is_pad"].tolist() if f"{camera}_is_pad" in batch else [[False] * len(seconds)] * len(found)
-    return [Strip(camera, shown, seconds, tuple(mask)) for shown, mask in zip(found, masks, strict=True)]
+    return [
+        Strip(camera, shown, seconds, tuple("missing" if lacking else "pad" if padded else "" for padded in mask))
+        for shown, lacking, mask in zip(found, missing, masks, strict=True)
+    ]
 
 
 def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = None) -> None:
@@ -166,29 +178,36 @@ def _draw_cell(
     image: Image.Image, pen: ImageDraw.ImageDraw, number: int, sample: Sample, left: int, top: int, layout: _Layout
 ) -> list[dict[str, Any]]:
     """Draws a sample; returns where each of its frames is."""
-    which = {"sample": number, "episode": sample.episode, "frame": sample.frame, "index": sample.index}
+    which = {
+        "sample": number,
+        "dataset": sample.dataset,
+        "episode": sample.episode,
+        "frame": sample.frame,
+        "index": sample.index,
+    }
     frames, at = [], left
     for strip in sample.strips:
         height, width = strip.frames.shape[1:3]
-        for step, (one, padded) in enumerate(zip(strip.frames, strip.padded, strict=True)):
+        for step, (one, mark) in enumerate(zip(strip.frames, strip.marks, strict=True)):
             image.paste(Image.fromarray(one), (at, top))
             frames.append({**which, "camera": strip.camera, "step": step, "box": (at, top, at + width, top + height)})
-            if padded:
-                _mark_padded(pen, at, top, width)
+            if mark:
+                _mark(pen, mark, at, top, width)
             at += width + STEP_GAP
         at += CAMERA_GAP - STEP_GAP
     below = top + layout.frame_height + 6
     for text in layout.tasks[number]:
         pen.text((left, below), text, BRIGHT, font(TEXT))
         below += line(TEXT)
-    where = f"episode {sample.episode}  ·  frame {sample.frame}  ·  index {sample.index}"
+    where = f"{sample.dataset}  ·  " * bool(sample.dataset)
+    where += f"episode {sample.episode}  ·  frame {sample.frame}  ·  index {sample.index}"
     pen.text((left, below), cut(where, layout.cell_width, SMALL), DIM, font(SMALL))
     return frames
 
 
-def _mark_padded(pen: ImageDraw.ImageDraw, left: int, top: int, width: int) -> None:
-    """Marks a step outside the episode, which shows the nearest frame inside."""
-    text = cut("pad", width - 8, SMALL)
+def _mark(pen: ImageDraw.ImageDraw, mark: str, left: int, top: int, width: int) -> None:
+    """Marks a step: outside the episode it shows the nearest frame inside, and of a camera that is missing nothing."""
+    text = cut(mark, width - 8, SMALL)
     box = (left, top, left + int(font(SMALL).getlength(text)) + 9, top + line(SMALL) + 2)
     pen.rectangle(box, fill=PAD)
     pen.text((left + 5, top + 1), text, BACKGROUND, font(SMALL))

@@ -19,7 +19,7 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     """The arguments; exits where they are none."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
     add = parser.add_argument
-    add("uri", help="a LeRobot v3 dataset")
+    add("uri", help="a LeRobot dataset, or a mixture file of several: .yaml, .yml or .json")
     add("--out", type=Path, required=True, help="folder of the run")
     add("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
     add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
@@ -33,7 +33,7 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--learning-rate", type=float, default=3e-4, help="its peak, between warm-up and a cosine")
     add("--weight-decay", type=float, default=1e-4, help="of AdamW")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    add("--val-episodes", type=int, default=0, help="episodes held out to validate on, evenly spread")
+    add("--val-episodes", type=int, default=0, help="episodes of each dataset held out to validate on, evenly spread")
     add("--val-every", type=int, default=1000, help="steps between validations")
     add("--save-every", type=int, default=500, help="steps between checkpoints")
     add("--log-every", type=int, default=10, help="steps between entries of the journal")

@@ -12,7 +12,7 @@ from torch import nn
 
 import dali_stream
 from training.data import Data
-from training.policy import ACTION, actions
+from training.policy import ACTION, actions, recorded
 
 
 def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
@@ -37,20 +37,21 @@ def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
 def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
     """Draws a row per frame of `data.shown`: what the policy saw, and per action what was recorded and what it predicts."""
     with dali_stream.Loader(**data.shown) as loader:
-        batch = next(iter(loader))
-        both = (batch[ACTION], policy.eval().predict(batch).reshape(batch[ACTION].shape))
-        both = [actions(batch | loader.normalizer.inverse({ACTION: each})) for each in both]
-    recorded, predicted = (each.masked_fill(batch["action_is_pad"][..., None], math.nan).cpu() for each in both)
+        batch = data.train.normalizer(next(iter(loader)))
+    both = (batch[ACTION], policy.eval().predict(batch).reshape(batch[ACTION].shape))
+    both = [actions(data.train.normalizer.inverse(batch | {ACTION: each})) for each in both]
+    right, predicted = (each.masked_fill(~recorded(batch), math.nan).cpu() for each in both)
     names = data.action_names[:6]
-    figure = Figure(figsize=(3 * (len(names) + 1), 2.4 * len(recorded)), layout="constrained")
-    rows = figure.subplots(len(recorded), len(names) + 1, squeeze=False, sharey="col")  # one scale for an action
-    seconds = [step / loader.dataset.fps for step in range(recorded.shape[1])]
+    figure = Figure(figsize=(3 * (len(names) + 1), 2.4 * len(right)), layout="constrained")
+    rows = figure.subplots(len(right), len(names) + 1, squeeze=False, sharey="col")  # one scale for an action
+    seconds = data.shown["delta_timestamps"][ACTION]
     for number, (first, *rest) in enumerate(rows):
         first.imshow(batch[data.cameras[0]][number].permute(1, 2, 0).cpu().numpy())
-        first.set_title(f"episode {batch['episode_index'][number]}, frame {batch['frame_index'][number]}", fontsize=9)
+        whose = f"{batch['dataset'][number]}, " if "dataset" in batch else ""
+        first.set_title(f"{whose}episode {batch['episode_index'][number]}, frame {batch['frame_index'][number]}", fontsize=9)
         first.set_axis_off()
         for action, (axes, name) in enumerate(zip(rest, names, strict=True)):
-            axes.plot(seconds, recorded[number, :, action], "k", label="recorded")
+            axes.plot(seconds, right[number, :, action], "k", label="recorded")
             axes.plot(seconds, predicted[number, :, action], "C1--", label="predicted")
             axes.set_title(name, fontsize=9)
     rows[0, 1].legend(fontsize=8)

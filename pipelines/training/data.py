@@ -1,4 +1,4 @@
-"""What is trained on and what is validated on: two loaders of one dataset, each episode in one of them."""
+"""What is trained on and what is validated on: two loaders of one dataset, or of one mixture, each episode in one of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -14,10 +15,14 @@ from action_chunks import augmented
 import dali_stream
 from training.policy import ACTION, STATE
 
+Set = dali_stream.Dataset | dali_stream.Mixture
+
 
 @dataclass
 class Data:
     """The loaders, and what a policy has to know of their batches.
+
+    What is validated on comes in the scale of its recording: `train.normalizer` brings it to that of what is trained on.
 
     Neither loader goes through `accelerator.prepare`: they are split by rank already, and bring batches to the device.
     """
@@ -31,6 +36,8 @@ class Data:
     """Width of the state, 0 where there is none."""
     action_names: list[str]
     tasks: int
+    datasets: int
+    """Of the mixture; 1 without one."""
 
     def close(self) -> None:
         """Stops both loaders."""
@@ -51,38 +58,72 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         raise ValueError(
             f"--batch-size is {arguments.batch_size}, for all {ranks} processes together; give a multiple of {ranks}"
         )
-    where = {name: getattr(arguments, name) for name in ("data_files_root", "cache_dir")}
-    whole = dali_stream.Dataset(arguments.uri, revision=arguments.revision, **where)
-    if ACTION not in whole.features or not whole.cameras:
-        raise ValueError(f"{whole.uri} has the keys {', '.join(whole.features)}; a camera and {ACTION!r} are needed")
-    # The commit that was resolved, so that both are of the same.
-    where["revision"] = whole.revision
-    shares = held_out(whole.episodes.tolist(), arguments.val_episodes)
-    if shares[1]:
-        # Those of the dataset are of all episodes; what is validated on must have no part in them.
-        rows = [key for key in (ACTION, STATE) if key in whole.features]
-        where["stats"] = dali_stream.Dataset(arguments.uri, episodes=shares[0], **where).compute_stats(rows)
-    train, val = (dali_stream.Dataset(arguments.uri, episodes=episodes, **where) if episodes else None for episodes in shares)
+    train, val = open_sets(arguments)
+    mixed = isinstance(train, dali_stream.Mixture)
+    parts = list(train.datasets.values()) if mixed else [train]
+    if ACTION not in train.features or not train.cameras:
+        raise ValueError(f"{train.uri} has the keys {', '.join(train.features)}; a camera and {ACTION!r} are needed")
+    fps = min(part.fps for part in parts)  # a chunk's steps, which each of the others has a frame at
     common: dict[str, Any] = {
         "batch_size": arguments.batch_size // ranks,
-        "delta_timestamps": {ACTION: [step / whole.fps for step in range(arguments.chunk)]},
-        "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in whole.features},
+        "delta_timestamps": {ACTION: [step / fps for step in range(arguments.chunk)]},
         "device": str(accelerator.device),
         "threads": arguments.threads,
     }
     plain = common | {"image_size": size}
-    own = common | {"seed": arguments.seed, "consumers": arguments.consumers, "pipeline": augmented(whole.cameras, size)}
+    own = (plain if mixed else common) | {  # the augmentation resizes too, but needs frames of one size
+        "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in train.features},
+        "seed": arguments.seed,
+        "consumers": arguments.consumers,
+        "pipeline": augmented(train.cameras, size),
+    }
     # Each consumer has a part of the episodes of its own, so the 4 frames are of different places.
     one_rank = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}
     return Data(
         train=dali_stream.Loader(train, **own),
         val=dali_stream.Loader(val, **plain, shuffle=False, last_batch="partial") if val else None,
         shown=plain | {"dataset": val or train} | one_rank,
-        cameras=whole.cameras,
-        state=math.prod(whole.features[STATE]["shape"]) if STATE in whole.features else 0,
-        action_names=_names(whole.features[ACTION]),
-        tasks=max(whole.tasks, default=0) + 1,
+        cameras=list(train.cameras),
+        state=math.prod(train.features[STATE]["shape"]) if STATE in train.features else 0,
+        action_names=_names(train.features[ACTION]),
+        tasks=max(max(part.tasks, default=0) for part in parts) + 1,
+        datasets=len(parts),
     )
+
+
+def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
+    """What is trained on and what is validated on: a dataset, or a mixture of those that a file names."""
+    count = arguments.val_episodes
+    where = {name: getattr(arguments, name) for name in ("revision", "data_files_root", "cache_dir")}
+    if Path(arguments.uri).suffix not in (".yaml", ".yml", ".json"):
+        return divided({"uri": arguments.uri, **where}, count)
+    if any(where.values()):
+        raise ValueError(f"--revision, --data-files-root and --cache-dir are of one dataset; give them in {arguments.uri}")
+    mixed, train, val = dali_stream.Mixture.file_arguments(arguments.uri), {}, {}
+    for name, given in mixed.pop("datasets").items():
+        try:
+            train[name], val[name] = divided(given, count, mixed.get("keys", {}).get(name, {}))
+        except (ValueError, dali_stream.DaliStreamError) as error:
+            raise type(error)(f"dataset {name!r}: {error}") from error
+    # Whatever the shares of what is trained on, every frame that is held out is validated on once.
+    alike = {key: mixed[key] for key in ("keys", "missing", "nearest") if key in mixed}
+    return dali_stream.Mixture(train, **mixed), dali_stream.Mixture(val, **alike) if count else None
+
+
+def divided(
+    where: dict[str, Any], val_episodes: int, keys: dict[str, str] | None = None
+) -> tuple[dali_stream.Dataset, dali_stream.Dataset | None]:
+    """The episodes of a dataset to train on, and those to validate on. `keys` renames features of its own."""
+    whole = dali_stream.Dataset(**where)
+    shares = held_out(whole.episodes.tolist(), val_episodes)
+    if not shares[1]:
+        return whole, None
+    # The commit that was resolved, so that both are of the same.
+    train, val = (where | {"revision": whole.revision, "episodes": episodes} for episodes in shares)
+    # The statistics of the dataset are of all episodes; what is validated on must have no part in them.
+    rows = [key for key in whole.features if (keys or {}).get(key, key) in (ACTION, STATE)]
+    train["stats"] = dali_stream.Dataset(**train).compute_stats(rows)
+    return dali_stream.Dataset(**train), dali_stream.Dataset(**val)
 
 
 def held_out(episodes: Sequence[int], count: int) -> tuple[list[int], list[int]]:

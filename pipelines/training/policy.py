@@ -30,9 +30,12 @@ class ChunkPolicy(nn.Module):
         action: width of an action.
         chunk: actions per prediction.
         tasks: number of tasks; `task_index` (B,) tells them apart.
+        datasets: of a mixture, whose tasks count from 0 in each; `dataset_index` (B,) tells them apart.
     """
 
-    def __init__(self, cameras: Sequence[str], state: int, action: int, chunk: int, tasks: int, width: int = 192) -> None:
+    def __init__(
+        self, cameras: Sequence[str], state: int, action: int, chunk: int, tasks: int, datasets: int = 1, width: int = 192
+    ) -> None:
         super().__init__()
         self.cameras = list(cameras)
         self.backbone = nn.Sequential(
@@ -41,6 +44,7 @@ class ChunkPolicy(nn.Module):
         self.backbone.to(memory_format=torch.channels_last)  # as the frames lie
         self.state = nn.Linear(state, width) if state else None
         self.task = nn.Embedding(tasks, width)
+        self.dataset = nn.Embedding(datasets, width) if datasets > 1 else None
         self.camera = nn.Parameter(torch.randn(len(self.cameras), 1, width) * 0.02)
         self.query = nn.Parameter(torch.randn(1, chunk, width) * 0.02)
         layer = {"d_model": width, "nhead": 6, "dim_feedforward": 4 * width, "dropout": 0.0, "activation": "gelu"}
@@ -52,32 +56,47 @@ class ChunkPolicy(nn.Module):
         self.head = nn.Linear(width, action)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss: mean absolute error, as ACT has it. What lies behind the episode's end counts as no error.
+        """The loss: mean absolute error, as ACT has it. What was not recorded counts as no error.
 
         It is a mean over all of the batch, padded or not, so that the mean over the ranks is the mean over their batches
         taken together, and a run is the same run on any number of ranks.
         """
         wrong = (self.predict(batch) - actions(batch)).abs()
-        return (wrong * ~batch["action_is_pad"][..., None]).mean()
+        return (wrong * recorded(batch)).mean()
 
     def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The actions (B, chunk, D) from the current frame on, float32."""
-        tokens = [self._see(batch[key], camera) for key, camera in zip(self.cameras, self.camera, strict=True)]
+        tokens = [self._see(batch, key, camera) for key, camera in zip(self.cameras, self.camera, strict=True)]
         tokens.append(self.task(batch["task_index"])[:, None])
+        if self.dataset is not None:
+            tokens.append(self.dataset(batch["dataset_index"])[:, None])
         if self.state is not None:
             tokens.append(self.state(state(batch))[:, None])
         memory = self.encoder(torch.cat(tokens, dim=1))
         return self.head(self.decoder(self.query.expand(len(memory), -1, -1), memory)).float()
 
-    def _see(self, pictures: Tensor, camera: Tensor) -> Tensor:
-        """Tokens (B, N, width) of one camera's frames."""
-        seen = self.backbone(pictures * 4 - 2)  # about 0 in the mean, with a deviation of about 1
-        return seen.flatten(2).transpose(1, 2) + places(*seen.shape[2:], seen.shape[1], seen.device) + camera
+    def _see(self, batch: Mapping[str, Tensor], key: str, camera: Tensor) -> Tensor:
+        """Tokens (B, N, width) of one camera's frames; zeros where a sample's dataset lacks the camera."""
+        seen = self.backbone(batch[key] * 4 - 2)  # about 0 in the mean, with a deviation of about 1
+        tokens = seen.flatten(2).transpose(1, 2) + places(*seen.shape[2:], seen.shape[1], seen.device) + camera
+        missing = batch.get(f"{key}_is_missing")
+        return tokens if missing is None else tokens * ~missing[:, None, None]
 
 
 def actions(batch: Mapping[str, Tensor]) -> Tensor:
     """The recorded actions (B, chunk, D), also where D is 1, which LeRobot leaves out, or the action is a matrix."""
     return batch[ACTION].reshape(*batch["action_is_pad"].shape, -1)
+
+
+def recorded(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which of these numbers were recorded, bool (B, chunk, D): not what lies behind the episode's end, and of a mixture not
+    what a sample's dataset lacks."""
+    there = ~batch["action_is_pad"][..., None].expand_as(actions(batch))
+    if "action_dim_is_pad" in batch:
+        there = there & ~batch["action_dim_is_pad"].reshape(len(there), 1, -1)
+    if "action_is_missing" in batch:
+        there = there & ~batch["action_is_missing"][:, None, None]
+    return there
 
 
 def state(batch: Mapping[str, Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError
 from dali_stream.loader import Loader
+from dali_stream.mixture import Mixture
 from dali_stream.pipeline.bottleneck import STAGES
 from dali_stream.tools import environment
 
@@ -28,28 +29,34 @@ SUMS = ("frames", "clips", "decoded_frames", "wait_s", "substituted", "fetch_s",
         "needed_bytes", "requests", "retries", "evicted_early", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
 
 
-def windows(mode: Mode, dataset: Dataset) -> dict[str, list[float]]:
-    """`delta_timestamps` of a mode.
+def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
+    """`delta_timestamps` of a mode; of a mixture, in frames of the dataset with the lowest fps.
 
     Raises:
         ValueError: the mode is unknown, or the dataset lacks a feature that it needs.
     """
     if mode not in MODES:
         raise ValueError(f"Unknown mode {mode!r}. Allowed: {', '.join(MODES)}")
+    fps = min(dataset.fps.values()) if isinstance(dataset, Mixture) else dataset.fps
     if mode == "sarm":
-        frames = max(round(SARM_SPACING_S * dataset.fps), 1)
-        return {key: [-frames * step / dataset.fps for step in reversed(range(SARM_STEPS))] for key in dataset.cameras}
+        frames = max(round(SARM_SPACING_S * fps), 1)
+        return {key: [-frames * step / fps for step in reversed(range(SARM_STEPS))] for key in dataset.cameras}
     if mode == "single":
         return {}
     if "action" not in dataset.features:
         raise ValueError(
             f"mode action_chunk needs a feature 'action'. Features of {dataset.uri}: {', '.join(dataset.features)}"
         )
-    return {"action": [step / dataset.fps for step in range(CHUNK)]}
+    return {"action": [step / fps for step in range(CHUNK)]}
 
 
 def measure(
-    dataset: Dataset, mode: Mode, num_batches: int, warmup: int, loader: dict[str, Any], together: Callable[[], None]
+    dataset: Dataset | Mixture,
+    mode: Mode,
+    num_batches: int,
+    warmup: int,
+    loader: dict[str, Any],
+    together: Callable[[], None],
 ) -> dict[str, Any]:
     """Times this rank's batches.
 
@@ -78,7 +85,7 @@ def measure(
             where = _consume(next(stream))
         first_batch_s = running.stats()["first_batch_s"]
         together()
-        watch = _Watch(running)
+        watch = _Watch(running, steps, len(dataset.dataset_names))
         for _ in range(num_batches):
             asked = time.perf_counter()
             batch = next(stream)
@@ -88,11 +95,9 @@ def measure(
         found = watch.end()
         routes = {key: asdict(route) for key, route in running.routes.items()}
         order = running.state_dict()["order"]
-    frames = found["samples"] * sum(steps.values())
     return found | {
         "host": platform.node(),
         "device": where,
-        "frames": frames,
         "first_batch_latency_s": first_batch_s,
         "routes": routes,
         "order": order,
@@ -103,7 +108,9 @@ def measure(
 class _Watch:
     """Records measurements from its creation to `end`."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, steps: dict[str, int], datasets: int) -> None:
+        self._steps, self._of_datasets = steps, np.zeros(datasets, np.int64)
+        self._frames = 0
         self._loader, self._stats = loader, loader.stats()
         self._cpu, self._started = time.process_time(), time.perf_counter()
         self._latencies: list[float] = []
@@ -116,7 +123,15 @@ class _Watch:
         now, stats = time.perf_counter(), self._loader.stats()
         self._latencies.append(now - asked)
         self._samples += len(batch["index"])
-        self._episodes.append(len(batch["episode_index"].unique()))
+        for key, steps in self._steps.items():
+            missing = batch.get(f"{key}_is_missing")
+            self._frames += steps * (len(batch["index"]) - (0 if missing is None else int(missing.sum())))
+        episodes = batch["episode_index"]
+        if len(self._of_datasets):
+            number = batch["dataset_index"]
+            self._of_datasets += np.bincount(number.cpu().numpy(), minlength=len(self._of_datasets))
+            episodes = episodes + (number << 40)
+        self._episodes.append(len(episodes.unique()))
         self._line.append((now - self._started, *(stats[key] - self._stats[key] for key in ("wait_s", "decode_s", "fetch_s"))))
         self._gpu_bytes = max(self._gpu_bytes, environment.gpu_bytes_used(batch["index"].device.index) or 0)
 
@@ -127,6 +142,8 @@ class _Watch:
             "wallclock_s": wall,
             "cpu_s": cpu,
             "samples": self._samples,
+            "frames": self._frames,
+            "samples_of_datasets": self._of_datasets.tolist(),
             "batches": len(self._latencies),
             "latencies_s": self._latencies,
             "unique_episodes_per_batch": float(np.mean(self._episodes)),

@@ -31,7 +31,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         `bottleneck`: the stage that limits the rank that waits most, its share and remedies (see `Loader.bottleneck`).
         `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `peak_rss_bytes` and `peak_gpu_bytes` (the largest of a
         rank), `cpu_s_per_sample`, `consumers`, `episode_pool_size`, `routes`, `timeline` (of rank 0), `versions`, `machine`,
-        `date`. Paths are reduced to file names.
+        `date`. Of a mixture, `datasets`: per name its `samples`, the share of them that was `delivered`, and its `share`. Paths
+        are reduced to file names.
     """
     nodes = len({rank["host"] for rank in ranks})
     wall = max(rank["wallclock_s"] for rank in ranks)

@@ -1,0 +1,118 @@
+"""Mixture files: the arguments of a `Mixture` as YAML or JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dali_stream.lerobot.address import REPOSITORY
+
+SUFFIXES = (".yaml", ".yml", ".json")
+_NUMBER, _TEXT, _LIST, _DICT = (int, float), (str,), (list,), (dict,)
+_NAMES = {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "a dict", bool: "true or false"}
+_MIXTURE: dict[str, tuple[type, ...]] = {
+    "datasets": _DICT, "weights": _DICT, "repeats": _DICT, "temperature": _NUMBER, "epoch_samples": (int,), "keys": _DICT,
+    "missing": _TEXT, "nearest": (bool,),
+}  # fmt: skip
+# Those of a Dataset that a file can hold.
+_DATASET: dict[str, tuple[type, ...]] = {
+    "uri": _TEXT, "revision": _TEXT, "cameras": _LIST, "episodes": _LIST, "data_files_root": _TEXT, "storage_options": _DICT,
+    "cache_dir": _TEXT, "cache_bytes": (int, str), "give_up_after_s": _NUMBER, "stats": _DICT, "frames": (dict, str),
+    "drop_first": (int,), "drop_last": (int,), "clock": _TEXT, "tolerance_s": _NUMBER,
+}  # fmt: skip
+_PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # those that may be relative to the file
+
+
+def is_mixture_file(uri: str | os.PathLike[str]) -> bool:
+    """Whether a dataset's address is that of a mixture file instead: a local path with such a suffix, and no folder."""
+    return "://" not in os.fspath(uri) and Path(uri).suffix.lower() in SUFFIXES and not Path(uri).is_dir()
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of a `Mixture` in a file. Each of `datasets` is a dict of arguments of a `Dataset`.
+
+    Relative paths become relative to the file. A name such as "owner/name" that is no folder there is the id of a Hub dataset.
+
+    Raises:
+        ValueError: the file cannot be read, is no YAML or JSON, or has unknown keys or values of a wrong type.
+    """
+    path = Path(path).expanduser()
+    try:
+        found = _parsed(path)
+        _check("the file", found, _MIXTURE, ("datasets",))
+        datasets = {name: {"uri": given} if isinstance(given, str) else given for name, given in found["datasets"].items()}
+        for name, given in datasets.items():
+            if not isinstance(name, str):
+                raise ValueError(f"a dataset has the name {name!r}, which is no text; put it in quotes")
+            _check(f"dataset {name!r}", given, _DATASET, ("uri",))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ValueError(f"mixture file {path}: {why}") from error
+    return found | {"datasets": {name: _placed(given, path.absolute().parent) for name, given in datasets.items()}}
+
+
+def _parsed(path: Path) -> Any:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"its name ends in {suffix or 'no suffix'!r}; allowed are {', '.join(SUFFIXES)}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        return json.loads(text, object_pairs_hook=_unique) if suffix == ".json" else _from_yaml(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that comes twice, and takes 1e6 for a number, as JSON does."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _unique([(key.value, None) for key, _ in node.value])
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"it has the key {twice[0]!r} twice in one dict; name each once")
+    return dict(pairs)
+
+
+def _check(what: str, found: Any, allowed: Mapping[str, tuple[type, ...]], needed: tuple[str, ...]) -> None:
+    """Raises ValueError where something is no dict of these keys with values of these types."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is {str(found)[:80]!r}; it is a dict with {', '.join(needed)} and the like")
+    for key in needed:
+        if key not in found:
+            raise ValueError(f"{what} has no {key!r}. Its keys: {', '.join(map(str, found))}")
+    for key, value in found.items():
+        if key not in allowed:
+            raise ValueError(f"{what} has the unknown key {key!r}. Allowed: {', '.join(allowed)}")
+        types = allowed[key]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            said = " or ".join(dict.fromkeys(_NAMES[each] for each in types))
+            raise ValueError(f"{what} has {key} {str(value)[:80]!r}; it is {said}")
+
+
+def _placed(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A dataset's arguments, with its paths from here."""
+    found = dict(given)
+    for key in _PATHS:
+        if isinstance(path := given.get(key), str) and "://" not in path:
+            found[key] = str(folder / Path(path).expanduser())
+    uri = given["uri"]
+    if REPOSITORY.fullmatch(uri) and not (folder / uri).exists():
+        found["uri"] = f"hf://datasets/{uri}" if Path(uri).exists() else uri
+    return found

@@ -1,0 +1,127 @@
+"""Describes the datasets of a mixture: what each one gives, and in what they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dali_stream.dataset import Dataset
+from dali_stream.lerobot.common import common, described
+from dali_stream.lerobot.dataset import NEEDED
+from dali_stream.lerobot.union import own_keys
+from dali_stream.mixture import Mixture
+
+MOST = 10  # times as many passes as another dataset, without a warning
+_NAMED = 5  # datasets in the warning
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One dataset of a mixture.
+
+    Attributes:
+        frames: that can be sampled.
+        share: of the samples of an epoch.
+        passes: how often an epoch shows each of its frames, on average.
+    """
+
+    uri: str
+    episodes: int
+    frames: int
+    fps: float
+    hours: float
+    share: float
+    passes: float
+
+
+@dataclass(frozen=True)
+class MixtureReport:
+    """The datasets of a mixture.
+
+    Attributes:
+        kind: "union", "repeats", "weights" or "temperature".
+        epoch_samples: samples of an epoch.
+        differences: per common key in which datasets differ, what each of them has; None where it lacks the key.
+        conflicts: those of the keys under which datasets have what cannot be one feature.
+        sizes: those of the keys that are cameras with frames of several sizes.
+        warning: which datasets an epoch repeats more than 10 times as often as another; empty if none.
+    """
+
+    kind: str
+    epoch_samples: int
+    datasets: dict[str, PartReport]
+    differences: dict[str, dict[str, str | None]]
+    conflicts: tuple[str, ...]
+    sizes: tuple[str, ...]
+    warning: str
+
+
+def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping[str, str]], **shares: Any) -> MixtureReport:
+    """Describes datasets that may differ in anything.
+
+    Args:
+        datasets: by name.
+        keys: as of `Mixture`.
+        shares: the other arguments of `Mixture`.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+    have = [
+        {key: dataset.features[own] for key, own in own_keys(name, dataset, keys.get(name, {})).items()}
+        for name, dataset in datasets.items()
+    ]
+    # Without what they differ in.
+    bare = {name: dataset.without([key for key in dataset.features if key not in NEEDED]) for name, dataset in datasets.items()}
+    found = Mixture(bare, **shares).shares
+    parts = {
+        name: PartReport(
+            uri=dataset.uri,
+            episodes=dataset.num_episodes,
+            frames=dataset.num_frames,
+            fps=dataset.fps,
+            hours=dataset.num_frames / dataset.fps / 3600,
+            share=float(share),
+            passes=float(passes),
+        )
+        for (name, dataset), share, passes in zip(datasets.items(), found.targets, found.passes, strict=True)
+    }
+    all_keys = common(have)
+    sizes = [
+        key
+        for key, feature in all_keys.features.items()
+        if feature.is_camera and len({features[key].frame_size for features in have if key in features}) > 1
+    ]
+    differing = dict.fromkeys([*all_keys.conflicts, *all_keys.differences, *sizes])
+    return MixtureReport(
+        kind=found.kind,
+        epoch_samples=found.epoch_samples,
+        datasets=parts,
+        differences={
+            key: {
+                name: described(features[key]) if key in features else None
+                for name, features in zip(datasets, have, strict=True)
+            }
+            for key in differing
+        },
+        conflicts=tuple(all_keys.conflicts),
+        sizes=tuple(sizes),
+        warning=_repeated(parts),
+    )
+
+
+def _repeated(parts: Mapping[str, PartReport]) -> str:
+    """Which datasets are repeated much more often than the one with the fewest passes, and what to do; empty if none is."""
+    least = min(parts, key=lambda name: parts[name].passes)
+    times = {name: part.passes / parts[least].passes for name, part in parts.items()}
+    often = sorted((name for name in parts if times[name] > MOST), key=lambda name: -times[name])
+    if not often:
+        return ""
+    said = ", ".join(f"{name} {times[name]:.0f} times" for name in often[:_NAMED])
+    said += f", and {len(often) - _NAMED} others," if len(often) > _NAMED else ""
+    return (
+        f"An epoch shows each frame of {said} as often as those of {least}. Weights are shares of samples, whatever the sizes "
+        "of the datasets. Weights nearer to the ratio of the frames, a smaller temperature, or repeats show small datasets "
+        "less often."
+    )

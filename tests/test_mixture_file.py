@@ -1,0 +1,146 @@
+"""Mixture files: what they say is what a Mixture is given, and what is wrong in them is said with the file's name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.datasets import TOP, Column, build
+
+from dali_stream import DatasetError, Mixture
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets without video, `data/pick` and `data/old`, of which the second has another key for its state."""
+    root = tmp_path_factory.mktemp("mixtures")
+    for name, key, lengths in (("pick", "state", [6, 8, 4]), ("old", "arm", [9, 5])):
+        values = [[float(n), 1.0] for n in range(sum(lengths))]
+        build(root / "data" / name, lengths, {key: Column("float32", [2], values)})
+    return root
+
+
+@pytest.fixture
+def written(folder: Path) -> Callable[[str, str], Path]:
+    def write(name: str, text: str) -> Path:
+        (path := folder / name).parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+YAML = """
+# as in the documentation
+datasets:
+  pick: ../data/pick
+  old: {uri: ../data/old, episodes: [1], drop_last: 1}
+weights: {pick: 2, old: 1e0}
+epoch_samples: 30
+keys: {old: {arm: state}}
+nearest: true
+"""
+
+
+def described(mixture: Mixture) -> tuple[Any, ...]:
+    parts = [(d.uri, d.lengths.tolist(), d.num_frames, d.fingerprint) for d in mixture.datasets.values()]
+    return list(mixture.datasets), parts, mixture.shares.state(), list(mixture.features), mixture.fingerprint, mixture.nearest
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json"])
+def test_a_file_is_the_mixture_of_its_arguments(
+    folder: Path, written: Callable[[str, str], Path], suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wherever the program runs: paths are relative to the file."""
+    import yaml
+
+    text = YAML if suffix != ".json" else json.dumps(yaml.safe_load(YAML.replace("1e0", "1")), indent="\t")
+    path = written(f"sets/mixture{suffix}", text)
+    pick = folder / "sets/../data/pick"
+    old = {"uri": folder / "sets/../data/old", "episodes": [1], "drop_last": 1}
+    options: dict[str, Any] = {"weights": {"pick": 2, "old": 1}, "epoch_samples": 30, "nearest": True}
+    expected = Mixture({"pick": pick, "old": old}, keys={"old": {"arm": "state"}}, **options)
+    assert expected.num_frames == 18 + 4
+    monkeypatch.chdir(tmp_path)
+    assert described(Mixture.from_file(path)) == described(expected)
+    monkeypatch.chdir(path.parent)
+    assert described(Mixture.from_file(path.name)) == described(expected)
+
+
+def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
+    folder: Path, written: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the program runs in a folder that has such a path: the file means one dataset everywhere."""
+    text = "datasets: {a: data/pick, b: data/other, c: s3://bucket/fold, d: ./data/other, e: {uri: /data/x, cache_dir: c}}"
+    here, there = written("here.yaml", text), written("sets/there.yaml", text)
+
+    def uris(path: Path) -> list[str]:
+        return [given["uri"] for given in Mixture.file_arguments(path)["datasets"].values()]
+
+    elsewhere = ["s3://bucket/fold", str(folder / "data/other"), "/data/x"]
+    assert uris(here) == [str(folder / "data/pick"), "data/other", *elsewhere]
+    assert Mixture.file_arguments(here)["datasets"]["e"]["cache_dir"] == str(folder / "c")
+    monkeypatch.chdir(folder)
+    assert uris(there)[:2] == ["hf://datasets/data/pick", "data/other"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("datasets: [data/pick", "it is no YAML: .* line 1"),
+        ("[1, 2]", r"the file is '\[1, 2\]'; it is a dict with datasets"),
+        ("", "the file is 'None'; it is a dict with datasets"),
+        ("weights: {pick: 1}", "the file has no 'datasets'. Its keys: weights"),
+        ("datasets: data/pick", "the file has datasets 'data/pick'; it is a dict"),
+        ("datasets: {}", "datasets is {}; it is a dict of one or more datasets by name"),
+        ("datasets: {1: data/pick}", "a dataset has the name 1, which is no text; put it in quotes"),
+        ("datasets: {a: data/pick}\nwieghts: {a: 1}", "unknown key 'wieghts'. Allowed: datasets, weights, repeats, .*nearest"),
+        ("datasets: {a: data/pick}\nnearest: 1", "nearest '1'; it is true or false"),
+        ("datasets: {a: data/pick}\nepoch_samples: yes", "epoch_samples 'True'; it is an integer"),
+        ("datasets: {a: data/pick}\nweights: [1]", r"weights '\[1\]'; it is a dict"),
+        ("datasets: {a: data/pick}\nweights: {b: 1}", "weights names 'b', which is no dataset. Available: a"),
+        ("datasets: {a: data/pick}\nweights: {a: much}", "weights of dataset 'a' is 'much'; it is a finite number above 0"),
+        ("datasets: {a: data/pick}\nkeys: {a: state}", r"keys\['a'\] is 'state'; it is a dict"),
+        (
+            "datasets: {a: data/pick}\nkeys: {a: {state: 5}}",
+            "it is a dict {key in the dataset: common key}",
+        ),
+        ("datasets: {a: data/pick}\nmissing: skip", "missing is 'skip'; allowed are 'error', 'pad'"),
+        ("datasets: {a: data/pick, b: data/old, a: data/old}", "the key 'a' twice in one dict"),
+        ("datasets: {a: {episodes: [0]}}", "dataset 'a' has no 'uri'. Its keys: episodes"),
+        ("datasets: {a: {uri: data/pick, shuffle: true}}", "dataset 'a' has the unknown key 'shuffle'. Allowed: uri, revision"),
+        ("datasets: {a: {uri: data/pick, cameras: top}}", "dataset 'a' has cameras 'top'; it is a list"),
+        ("datasets: {a: {uri: data/pick, drop_last: 1.5}}", "dataset 'a' has drop_last '1.5'; it is an integer"),
+        ("datasets: {a: {uri: data/pick, episodes: [7]}}", "dataset 'a': .*episode"),
+        ("datasets: {a: data/pick, b: data/old}", "the datasets differ:"),
+        ("datasets: {a: !!python/object/apply:os.system ['exit 1']}", "it is no YAML: could not determine a constructor"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_name(written: Callable[[str, str], Path], text: str, said: str) -> None:
+    path = written("wrong.yaml", text)
+    with pytest.raises(ValueError, match=f"(?s)^mixture file {re.escape(str(path))}: .*{said}"):
+        Mixture.from_file(path)
+
+
+def test_files_that_cannot_be_read_are_named(written: Callable[[str, str], Path], folder: Path) -> None:
+    for name, text, said in (
+        ("x.json", '{"datasets": {"a": "b", "a": "c"}}', "has the key 'a' twice"),
+        ("x.json", '{"datasets"}', "it is no JSON: Expecting ':' delimiter: line 1 column 12"),
+        ("x.txt", "datasets: {}", "its name ends in '.txt'; allowed are .yaml, .yml, .json"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Mixture.from_file(written(name, text))
+    with pytest.raises(ValueError, match=r"missing\.yaml: No such file"):
+        Mixture.from_file(folder / "missing.yaml")
+
+
+def test_a_dataset_that_is_not_there_is_named_with_the_file(written: Callable[[str, str], Path], folder: Path) -> None:
+    path = written("gone.yaml", "datasets: {a: data/pick, b: ./data/gone}")
+    with pytest.raises(DatasetError, match=f"gone.yaml: dataset 'b': .*{folder}/data/gone"):
+        Mixture.from_file(path)
+    with pytest.raises(ValueError, match=f"dataset 'b': Unknown camera '{TOP}'"):
+        Mixture({"a": folder / "data/pick", "b": {"uri": folder / "data/old", "cameras": [TOP]}})
