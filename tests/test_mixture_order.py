@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dali_stream.order import turns as turns_module
 from dali_stream.order.mixture import MixtureOrder
 from dali_stream.order.quotas import Quotas
 from dali_stream.order.shares import Shares, shares
@@ -180,7 +181,18 @@ RARE = {
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_deadline_beyond_the_horizon_is_missed(name: str, seed: int) -> None:
     """Deadlines of rare datasets are farther away than a consumer looks ahead."""
-    weights, draws = RARE[name], 12 * HORIZON + 5
+    check_deadlines(RARE[name], 12 * HORIZON + 5, seed)
+
+
+def test_the_horizon_grows_where_rare_datasets_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few draws are of rare datasets, what one of them takes is missed by others much later."""
+    monkeypatch.setattr(turns_module, "HORIZON", 8)
+    for seed in range(5):
+        check_deadlines([2516, 10, 10, 8, 2, 3, 6, 1, 8], 3 * 2564 + seed, seed)
+        check_deadlines([375, 2, 2, 2, 3, 2, 1, 2, 2, 3, 1, 1], 1000, seed)
+
+
+def check_deadlines(weights: list[int], draws: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     quotas = Quotas(weights, draws, 1, int(random.integers(2**60)))
     samples = [int(quotas.of(i, 0)[0]) for i in range(len(weights))]

@@ -50,14 +50,14 @@ class MixtureOrder:
 
     Args:
         episode_lengths: per dataset, the sampled frames of each episode, in recorded order.
-        shares: of the datasets, as `shares.shares` gives them for the frames of `episode_lengths`.
+        shares: of the datasets, such as `Mixture.shares`; of as many frames as `episode_lengths` has.
         shuffle: True, every consumer draws uniformly out of a pool of episodes of each dataset; "global", one permutation of
             a dataset's frames for each pass; False, each dataset in recorded order, again and again.
         seed, epoch: as of `Order`.
         consumers: logical consumers C (only for `shuffle=True`).
         episode_pool_size: segments that a consumer draws from at a time. The datasets have them in the ratio of their
             shares, each one or more (only for `shuffle=True`).
-        ranges: per dataset, the sampled frames, as in `SelectedOrder`, or None for all frames.
+        ranges: per dataset, the sampled frames, or None for all frames.
 
     Raises:
         ValueError: an argument is out of range, or the lengths are not those of the shares.

@@ -7,7 +7,7 @@ progress). But so all consumers would draw from the same dataset at the same tim
 time, which differs between the consumers. A draw takes the earliest preferred one with which all deadlines can still be met.
 
 A set of samples can meet its deadlines if, for each K, no more of them are due by draw K than draws are left until then. These
-are counted some thousand draws ahead, or more. That no later deadline is missed is tested, not proved.
+are counted as far ahead as the rarest dataset comes, up to 2**20 draws. That no later deadline is missed is tested, not proved.
 """
 
 from __future__ import annotations
@@ -34,19 +34,13 @@ class Slack:
         draws: the largest K that is asked for.
 
     Attributes:
-        horizon: draws that a block has. Datasets that come less than once in it come 4 times or more in all, since each
-            limits how early the others come.
+        horizon: draws that a block has: those within which every dataset comes, up to a limit.
     """
 
     def __init__(self, weights: Sequence[int], draws: int) -> None:
         self._weights, self._total, self._draws = weights, sum(weights), draws
         self._blocks: dict[int, npt.NDArray[np.int64]] = {}
-        self.horizon = HORIZON
-        while self.horizon < min(draws, _FARTHEST):
-            rare = sum(weight for weight in weights if weight * self.horizon < self._total)
-            if rare == 0 or rare * self.horizon >= 4 * self._total:
-                break
-            self.horizon *= 2
+        self.horizon = max(HORIZON, min(-(-self._total // min(weights)), draws, _FARTHEST))
 
     def block(self, number: int) -> npt.NDArray[np.int64]:
         """Slack after each of `horizon` draws, the first of them K = number * horizon + 1. Shorter at the end of the draws."""
