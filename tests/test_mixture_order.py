@@ -51,9 +51,8 @@ def shares_of(draw: st.DrawFn, lengths: list[list[int]]) -> Shares:
         return shares(frames, repeats=each(st.sampled_from((0.1, 0.5, 1, 1.25, 3))))
     samples = draw(st.none() | st.integers(1, 300))
     if kind == "weights":
-        return shares(
-            frames, weights=each(st.integers(1, 5) | st.integers(1, 10**6) | st.floats(0.1, 3)), epoch_samples=samples
-        )
+        size = draw(st.sampled_from((st.integers(1, 5), st.integers(1, 10**6), st.floats(0.1, 3))))
+        return shares(frames, weights=each(size), epoch_samples=samples)
     return shares(frames, temperature=draw(st.sampled_from((0.5, 1, 2, 3.7, 100))), epoch_samples=samples)
 
 
