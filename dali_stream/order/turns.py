@@ -117,8 +117,8 @@ class Turns:
                 heappush(ready, (time, i))
             chosen = heappop(ready)
             # Where nothing is left at K, only a sample with its deadline up to K leaves the others theirs.
-            tight = left.find(0, k + 1 - start)
-            if tight >= 0 and due[chosen[1]] > tight + start:
+            tight = left.find(0, k + 1 - start, due[chosen[1]] - start)
+            if tight >= 0:
                 passed = [chosen]
                 while ready and due[passed[-1][1]] > tight + start:
                     passed.append(heappop(ready))
