@@ -40,7 +40,7 @@ class Mixture(Union[Dataset]):
     temperature     shares that are proportional to frames ** (1 / temperature): 1 is the union's, large ones are equal
 
     In each of them, every prefix of an epoch has each dataset's share within one sample per consumer, on each rank and over
-    all, and each dataset goes through its own frames, each once, before any comes again. See docs/mixtures.md.
+    all. Each dataset has its own passes, across epochs too, and each pass has every frame once. See docs/mixtures.md.
 
     A batch has `dataset`, a list of str, and `dataset_index`, int64 (B,), which of `datasets` each sample is of. Where
     datasets differ and `missing` is "pad", it also has `<key>_is_missing`, bool (B,), for each key that some lack, whose values
