@@ -25,13 +25,13 @@ class Dataset(DatasetFiles):
 
     Args:
         uri: a local folder, the id of a Hub repository ("lerobot/droid_1.0.1"), or an address: `hf://datasets/...`,
-            `hf://buckets/...`, `s3://`, `gs://`, `http(s)://`, `file://`, `memory://` or another that fsspec knows. A
-            repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from there, unless a revision is asked for.
+            `hf://buckets/...`, `s3://`, `gs://`, `az://`, `http(s)://`, `file://`, `memory://` or another that fsspec
+            knows. A repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from there, unless a revision is given.
         revision: branch, tag or commit of a Hub repository. It is resolved to a commit once, which is then read to the end.
         cameras: video and image keys to use; the others are never read. None: all.
         episodes: episode indices to use. None: all.
         data_files_root: where `data/` and `videos/` lie, if not beside `meta/`.
-        storage_options: passed to fsspec: credentials, endpoints. For HTTP and the Hub: headers, a token.
+        storage_options: credentials, endpoints, a timeout; the documentation's page on remote data lists them.
         cache_dir: a folder for fetched bytes, shared by the ranks of a host and by later runs; None: memory only. Local
             files are read in place and never copied there.
         cache_bytes: that the cache may take on disk, as an int or such as "200GiB"; what was used longest ago goes first.

@@ -115,7 +115,7 @@ create_venv() {
 }
 
 # What pyproject.toml asks for, a line each. Without the package itself it is a layer of the image that outlives a change
-# of the source. S3's driver is in, as a user of the image could not add it.
+# of the source. botocore is in, for S3: a user of the image could not add it.
 list_dependencies() {
     "$venv/bin/python" - "$root/pyproject.toml" "$extra" s3 <<'PY'
 import sys, tomllib

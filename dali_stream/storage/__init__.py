@@ -10,13 +10,14 @@ import os
 from typing import Any
 
 from dali_stream.storage.cache import RangeCache
-from dali_stream.storage.filesystem import FilesystemStore
 from dali_stream.storage.local import LocalStore
 from dali_stream.storage.remote import RemoteStore, Transport
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import Store, Traffic
 
-__all__ = ["FilesystemStore", "LocalStore", "RangeCache", "RemoteStore", "Store", "Traffic", "open_store"]
+OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+
+__all__ = ["LocalStore", "RangeCache", "RemoteStore", "Store", "Traffic", "open_store"]
 
 
 def open_store(
@@ -32,7 +33,7 @@ def open_store(
 
     Args:
         address: a local folder, or a URL: `file://`, `memory://`, `http(s)://`, `hf://datasets/<owner>/<name>`,
-            `hf://buckets/<owner>/<name>`, `s3://`, `gs://`, or of any other fsspec filesystem.
+            `hf://buckets/<owner>/<name>`, `s3://`, `gs://`, `az://`, or of any other fsspec filesystem.
         storage_options: passed to the reader of the address.
         revision: branch, tag or commit of a Hub repository.
         cache_dir: folder for a cache of fetched bytes, shared with other processes and later runs. Local files are not cached.
@@ -54,8 +55,6 @@ def open_store(
         return LocalStore(address)
     if scheme in ("file", "local"):
         return LocalStore(rest)
-    if scheme == "memory":
-        return FilesystemStore(address, storage_options)
     cache = None if cache_dir is None else RangeCache(cache_dir, cache_bytes)
     patience = Patience(give_up_after_s)
     transport = _transport(scheme, address, storage_options, revision, patience)
@@ -74,6 +73,10 @@ def _transport(
         from dali_stream.storage.hub import HubTransport
 
         return HubTransport(address, storage_options, revision, patience)
-    from dali_stream.storage.objects import object_transport
+    if scheme in OBJECTS:
+        from dali_stream.storage.objects import ObjectTransport
 
-    return object_transport(address, storage_options)
+        return ObjectTransport(address, storage_options, patience)
+    from dali_stream.storage.filesystem import FsspecTransport
+
+    return FsspecTransport(address, storage_options)

@@ -1,30 +1,27 @@
-"""HTTP connections that are kept alive, and whose reads end in time."""
+"""HTTP connections that are kept alive."""
 
 from __future__ import annotations
 
 import base64
 import http.client
-import io
 import os
 import select
 import socket
 import ssl
 import string
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from dali_stream.errors import StorageError
-from dali_stream.storage.retry import Deadline, Patience, TransientError
+from dali_stream.storage.retry import Deadline, TransientError
 
 _SMALL = 1 << 16
 _CHUNK = 1 << 18
-_WAKE_S = 0.2  # how often a thread that waits for the network checks whether to stop
+_NO_NAME = "the name of the host could not be resolved (DNS)"
 _T = TypeVar("_T")
 _FAILURES = (http.client.HTTPException, OSError, ValueError)  # of host names, UnicodeError is a ValueError
 
@@ -47,7 +44,7 @@ class Pool:
     def get(
         self, url: str, headers: dict[str, str], deadline: Deadline, use: Callable[[http.client.HTTPResponse], _T], where: str
     ) -> _T:
-        """Returns `use(response)` for the response to a GET. Redirects are responses.
+        """Returns `use(response)` for the response to a GET. Redirects are responses. `deadline.abort` ends it.
 
         Exceptions of the standard library stay in here, out of the chain of causes too: some contain the URL with its query.
 
@@ -81,18 +78,21 @@ class Pool:
         silence_s = min(self.timeout_s, deadline.total_s / 3)  # leaves time for other attempts
         if connection is None:
             connection = self._connected(url, proxy, deadline, silence_s)
+        deadline.abort = partial(_abort, connection)
         keep = False
         try:
-            connection.response_class = partial(_Response, deadline, silence_s)  # type: ignore[assignment]  # only called
-            connection.sock.settimeout(max(min(silence_s, deadline.left()), 0.001))
+            connection.sock.settimeout(silence_s)
             connection.request("GET", _target(url, proxy), headers=_headers(url, proxy, headers))
             response = connection.getresponse()
             try:
                 yield response
             finally:
-                keep = _read_to_end(response)
+                _read_to_end(response)
+                # A connection that the server closes has lost its socket.
+                keep = response.isclosed() and connection.sock is not None
                 response.close()
         finally:
+            deadline.abort = None
             if keep:
                 idle.append(connection)
             else:
@@ -103,7 +103,6 @@ class Pool:
     ) -> http.client.HTTPConnection:
         """A new connection to a server, or to the proxy in front of it."""
         host, port = _address(proxy or url)
-        _look_up(host, port, deadline.connect_left())
         timeout_s = max(min(silence_s, deadline.connect_left()), 0.001)
         connection = http.client.HTTPConnection(host, port, timeout_s)
         if url.scheme == "https":
@@ -111,12 +110,16 @@ class Pool:
             connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
             if proxy is not None:
                 connection.set_tunnel(*_address(url), _proxy_authorization(proxy))
-        connection.response_class = partial(_Response, deadline, silence_s)  # type: ignore[assignment]  # of the tunnel
         try:
+            deadline.connecting = _NO_NAME  # which may take the system minutes to find out
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            deadline.connecting = "connecting timed out"
             connection.connect()
         except BaseException:
             connection.close()
             raise
+        finally:
+            deadline.connecting = ""
         deadline.patience.reached = True
         return connection
 
@@ -154,12 +157,18 @@ def _dropped(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _read_to_end(response: http.client.HTTPResponse) -> bool:
-    """Whether the next response on this connection starts cleanly. Reads the short body of a redirect or an error."""
-    if response.status not in (200, 206) and response.length is not None and response.length <= _SMALL:
+def _read_to_end(response: http.client.HTTPResponse) -> None:
+    """Reads the short body of a redirect or an error, or the end of a body that was read, for the next response."""
+    length = response.getheader("Content-Length", "")
+    if response.status in (200, 206) or (length.isdigit() and int(length) <= _SMALL):
         with suppress(*_FAILURES):
-            response.read()
-    return not response.will_close and (response.isclosed() or response.length == 0)
+            response.read(0 if response.status in (200, 206) else None)
+
+
+def _abort(connection: http.client.HTTPConnection) -> None:
+    """Ends what another thread waits for on a connection."""
+    with suppress(OSError, AttributeError):  # it is closed
+        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _address(url: SplitResult) -> tuple[str, int]:
@@ -199,62 +208,14 @@ def _proxy_authorization(proxy: SplitResult) -> dict[str, str]:
     return {"Proxy-Authorization": basic_authorization(user)} if user else {}
 
 
-def _look_up(host: str, port: int, seconds: float) -> None:
-    """Looks up a host's name in a thread, since the system may take minutes for it."""
-    found: Future[object] = Future()
-
-    def look_up() -> None:
-        try:
-            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=look_up, name="dali_stream name", daemon=True).start()
-    wait([found], max(seconds, 0.001))
-    if not found.done():
-        raise socket.gaierror("timed out")
-    found.result()
-
-
 def _words(error: BaseException) -> tuple[str, bool]:
     """What failed, without the URL, and whether it will fail again."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return "the server's certificate is not trusted; install its authority's, or name it in SSL_CERT_FILE", True
     if isinstance(error, socket.gaierror):
-        return "the name of the host could not be resolved (DNS)", False
+        return _NO_NAME, False
     if isinstance(error, OSError) and error.strerror:
         return error.strerror, False
     if isinstance(error, TimeoutError):
         return "timed out", False
     return f"connection or response broken ({type(error).__name__})", False
-
-
-class _Response(http.client.HTTPResponse):
-    """A response whose status line, headers and body arrive before a deadline."""
-
-    def __init__(self, deadline: Deadline, silence_s: float, sock: socket.socket, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(sock, *arguments, **keywords)
-        self.fp = io.BufferedReader(_Timed(sock, self.fp.detach(), deadline, silence_s))
-
-
-class _Timed(io.RawIOBase):
-    """The bytes of a socket. A socket's own timeout ends silence only: a server that sends a byte now and then, in headers
-    too, could continue for ever."""
-
-    def __init__(self, sock: socket.socket, raw: io.RawIOBase, deadline: Deadline, silence_s: float) -> None:
-        self._sock, self._raw, self._deadline, self._silence_s = sock, raw, deadline, silence_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        silence = Deadline(Patience(self._silence_s))
-        while (left := min(self._deadline.left(), silence.left())) > 0:
-            self._sock.settimeout(min(left, _WAKE_S))
-            with suppress(TimeoutError):
-                return self._sock.recv_into(buffer)
-        raise TimeoutError("timed out")
-
-    def close(self) -> None:
-        self._raw.close()  # the socket closes after its last reader
-        super().close()

@@ -15,14 +15,12 @@ from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.connection import Pool, basic_authorization, body
 from dali_stream.storage.remote import Answer, Transport, Version
-from dali_stream.storage.retry import Deadline, TransientError, cleaned
+from dali_stream.storage.retry import AGAIN, Deadline, TransientError, checked_timeout, cleaned
 from dali_stream.storage.store import Traffic
 
 WHOLE_FILE = 1 << 20  # bytes of a file that may come whole from a server without byte ranges
 _MAX_REDIRECTS = 5
 _REDIRECT_S = 1800.0  # how long a redirect is remembered; signed URLs are valid for an hour or more
-_TIMEOUT_S = 10.0
-AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HINT = "give credentials in the URL (https://user:password@host/…) or storage_options={'headers': {'Authorization': …}}"
 
 
@@ -118,7 +116,7 @@ class HttpTransport(Transport):
                     self._targets[path] = _Target(url, tag, time.monotonic() + _REDIRECT_S)
                 return step
             url, tag = self._next(path, url, step.location), tag or step.tag
-        raise StorageError(f"{self._where(path)}: more than {_MAX_REDIRECTS} redirects; check the address")
+        raise StorageError(f"{self.where(path)}: more than {_MAX_REDIRECTS} redirects; check the address")
 
     def _next(self, path: str, url: str, location: str) -> str:
         there, scheme, host = "", "", None
@@ -128,7 +126,7 @@ class HttpTransport(Transport):
         if scheme not in ("http", "https") or not host:
             raise TransientError("the server redirects to an invalid URL")
         if scheme == "http" and url.startswith("https:"):
-            raise StorageError(f"{self._where(path)}: redirects from https to http, which is not allowed; use its new address")
+            raise StorageError(f"{self.where(path)}: redirects from https to http, which is not allowed; use its new address")
         return there
 
     def _request(
@@ -145,7 +143,7 @@ class HttpTransport(Transport):
                 return _Redirect(response.headers["Location"], _linked_tag(response.headers))
             return self._answer(path, response, tag, start, stop)
 
-        return self._pool.get(url, headers, deadline, use, self._where(path))
+        return self._pool.get(url, headers, deadline, use, self.where(path))
 
     def _answer(self, path: str, response: HTTPResponse, tag: str, start: int, stop: int) -> Answer:
         headers = response.headers
@@ -153,7 +151,7 @@ class HttpTransport(Transport):
             self._refused(path, response)
         if headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
             raise StorageError(
-                f"{self._where(path)}: the server sends Content-Encoding {headers['Content-Encoding']!r}, in which byte "
+                f"{self.where(path)}: the server sends Content-Encoding {headers['Content-Encoding']!r}, in which byte "
                 "ranges have no meaning; configure it to send the file uncompressed"
             )
         tag = tag or headers.get("ETag") or headers.get("Last-Modified") or ""
@@ -174,7 +172,7 @@ class HttpTransport(Transport):
         if size is None or (size > WHOLE_FILE and (start > 0 or stop < size)):
             found = "of unknown size" if size is None else f"of {size} bytes"
             raise StorageError(
-                f"{self._where(path)}: the server does not support byte ranges: it answers a Range request with the whole "
+                f"{self.where(path)}: the server does not support byte ranges: it answers a Range request with the whole "
                 f"file, {found} (up to {WHOLE_FILE} are accepted). Use a server that does (nginx, Apache, Caddy, S3), or copy "
                 "the dataset to a local folder"
             )
@@ -188,7 +186,7 @@ class HttpTransport(Transport):
         return data, cut
 
     def _refused(self, path: str, response: HTTPResponse) -> NoReturn:
-        where, status = self._where(path), response.status
+        where, status = self.where(path), response.status
         if status in (404, 410):
             raise DatasetError(f"{where}: no such file, but the dataset's metadata refers to it (HTTP {status})")
         if status in AGAIN:
@@ -198,9 +196,6 @@ class HttpTransport(Transport):
         if 200 <= status < 300:
             raise TransientError(f"unexpected HTTP {status}")
         raise StorageError(f"{where}: the server answers HTTP {status}; check the address")
-
-    def _where(self, path: str) -> str:
-        return f"{self.address.rstrip('/')}/{path}"
 
 
 class _Target(NamedTuple):
@@ -234,14 +229,6 @@ def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:
             "and timeout"
         )
     return {**(client.get("headers") or {}), **(options.get("headers") or {})}, checked_timeout(options)
-
-
-def checked_timeout(options: Mapping[str, Any]) -> float:
-    """`timeout` of storage options, in seconds."""
-    timeout_s = options.get("timeout", _TIMEOUT_S)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        raise ValueError(f"storage_options has timeout={timeout_s!r}; give a positive number of seconds")
-    return float(timeout_s)
 
 
 def content_range(found: str | None, start: int, stop: int) -> Span:

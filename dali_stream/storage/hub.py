@@ -16,9 +16,9 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.connection import Pool, body
-from dali_stream.storage.http import AGAIN, HttpTransport, checked_timeout, origin, retry_after
+from dali_stream.storage.http import HttpTransport, origin, retry_after
 from dali_stream.storage.remote import Version
-from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
+from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, checked_timeout, retried
 from dali_stream.storage.store import Traffic
 
 _LOGIN = "run `hf auth login`, or give storage_options={'token': …} or HF_TOKEN"
@@ -54,7 +54,9 @@ class HubTransport(HttpTransport):
         pool = Pool(timeout_s)
         self._api = _Api(endpoint, place, headers, pool)
         what = f"hf://{place.kind}/{place.id}"
-        info = retried(self._api.info, what, host=urlsplit(endpoint).netloc, patience=patience, traffic=Traffic())
+        info = retried(
+            self._api.info, lambda found: found, what, host=urlsplit(endpoint).netloc, patience=patience, traffic=Traffic()
+        )
         root = f"{endpoint}/{place.kind}/{place.id}/resolve"
         if place.kind == "datasets":
             self.revision, self.frozen = _commit(info, what), True

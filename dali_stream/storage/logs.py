@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _ours: ContextVar[bool] = ContextVar("dali_stream_request", default=False)
-# At DEBUG these log signed headers and session tokens. fsspec runs them in a thread, which gets a copy of the context.
-_DRIVERS = ("aiobotocore", "aiohttp", "adlfs", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
+# At DEBUG these log signed headers and session tokens.
+_DRIVERS = ("aiohttp", "boto3", "botocore", "fsspec", "requests", "urllib3")
 
 
 class _NotDebug(logging.Filter):

@@ -14,6 +14,7 @@ from dali_stream.storage.file_names import guessed_files
 from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
 from dali_stream.storage.store import Store, Traffic, checked
 
+_R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
@@ -44,7 +45,7 @@ class Answer(NamedTuple):
 
 
 class Transport(abc.ABC):
-    """One attempt of one request of one protocol. Safe to use from several threads, and after a fork.
+    """One attempt of one request of one protocol; may block. Safe to use from several threads.
 
     A retryable failure is a `TransientError`; neither its message nor its chain of causes has credentials. A missing file
     is a `DatasetError`, any other failure a `StorageError`.
@@ -82,6 +83,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Closes connections. The next request opens new ones."""
+
+    def where(self, path: str) -> str:
+        """The name of a file for messages."""
+        return f"{self.address.rstrip('/')}/{path}"
 
 
 class RemoteStore(Store):
@@ -136,7 +141,8 @@ class RemoteStore(Store):
 
     def files(self, folder: str) -> list[str]:
         """The files below a folder. If the protocol has no listings (HTTP), those with names that LeRobot gives."""
-        found = self._retried(self.where(folder), lambda deadline: self._transport.files(checked(folder), deadline))
+        checked(folder)
+        found = self._retried(self.where(folder), lambda deadline: self._transport.files(folder, deadline), lambda found: found)
         if found is None:
             return guessed_files(folder, self.exists)
         for path, version in found.items():
@@ -167,9 +173,11 @@ class RemoteStore(Store):
         self._transport.close()
 
     def _stat(self, path: str) -> Version:
-        version = self._retried(self.where(path), lambda deadline: self._transport.stat(path, deadline))
-        self._pin(path, version)
-        return version
+        def accept(version: Version) -> Version:
+            self._pin(path, version)
+            return version
+
+        return self._retried(self.where(path), lambda deadline: self._transport.stat(path, deadline), accept)
 
     def _pin(self, path: str, version: Version) -> None:
         """Pins a file to the version seen first. A source may give a tag only at times; it is compared then."""
@@ -195,9 +203,11 @@ class RemoteStore(Store):
         parts: list[bytes] = []
         at = start
 
-        def attempt(deadline: Deadline) -> None:
+        def request(deadline: Deadline) -> Answer:
+            return self._transport.read(path, at, stop, self._version(path), deadline)
+
+        def accept(answer: Answer) -> None:
             nonlocal at
-            answer = self._transport.read(path, at, stop, self._version(path), deadline)
             self._pin(path, answer.version)
             parts.append(answer.data)
             at += len(answer.data)
@@ -206,7 +216,7 @@ class RemoteStore(Store):
 
         began = time.perf_counter()
         try:
-            self._retried(f"{self.where(path)}, bytes {start} to {stop}", attempt)
+            self._retried(f"{self.where(path)}, bytes {start} to {stop}", request, accept)
         finally:
             self.traffic.add(fetch_s=time.perf_counter() - began)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -214,10 +224,10 @@ class RemoteStore(Store):
     def _version(self, path: str) -> Version | None:
         return Version(self._sizes[path], self._tags.get(path, "")) if path in self._sizes else None
 
-    def _retried(self, what: str, attempt: Callable[[Deadline], _T]) -> _T:
-        """Repeats an attempt until it succeeds or the time is over."""
-        transport = self._transport
-        return retried(attempt, what, host=transport.host, patience=self._patience, traffic=transport.traffic, stop=self._stop)
+    def _retried(self, what: str, request: Callable[[Deadline], _R], accept: Callable[[_R], _T]) -> _T:
+        """Repeats a request until its answer is accepted or the time is over."""
+        host, traffic = self._transport.host, self._transport.traffic
+        return retried(request, accept, what, host=host, patience=self._patience, traffic=traffic, stop=self._stop)
 
     # -- the cache
 

@@ -7,16 +7,22 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from dali_stream.errors import StorageError
 from dali_stream.storage.store import Traffic
 
+AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that may not last
 PER_HOST = 32  # requests at a time, of all stores of this process
 
+_TIMEOUT_S = 10.0
+_WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
+_R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
@@ -53,11 +59,18 @@ class Patience:
 
 
 class Deadline:
-    """A point in time after which an attempt ends; an event ends it earlier."""
+    """A point in time after which a request ends; an event ends it earlier.
+
+    Attributes:
+        connecting: what failed if the time is over now, while the request connects to a host; else empty.
+        abort: ends the request at once, if its client can do that.
+    """
 
     def __init__(self, patience: Patience, stop: threading.Event | None = None) -> None:
         self.patience, self.total_s = patience, patience.total_s
         self._start, self._stop = time.monotonic(), stop or threading.Event()
+        self.connecting = ""
+        self.abort: Callable[[], None] | None = None
 
     @property
     def stopped(self) -> bool:
@@ -83,7 +96,8 @@ class Deadline:
 
 
 def retried(
-    attempt: Callable[[Deadline], _T],
+    request: Callable[[Deadline], _R],
+    accept: Callable[[_R], _T],
     what: str,
     *,
     host: str,
@@ -91,12 +105,13 @@ def retried(
     traffic: Traffic,
     stop: threading.Event | None = None,
 ) -> _T:
-    """Repeats `attempt`, with pauses, until it returns or raises anything but a `TransientError`.
+    """Repeats `accept(request(deadline))`, with pauses, until it returns or raises anything but a `TransientError`.
 
     Args:
-        attempt: gets the deadline.
+        request: may block; runs in another thread, which is left behind when the time is over.
+        accept: runs in this thread.
         what: names what is read, for the message.
-        host: whose connection slots it takes. Attempts wait for each other beyond `PER_HOST`.
+        host: whose connection slots it takes. Requests wait for each other beyond `PER_HOST`.
         patience: for how long, counted from the first attempt without its wait for a connection slot.
         traffic: counts the retries.
         stop: ends it early.
@@ -108,9 +123,9 @@ def retried(
     failures: list[str] = []
     while True:
         try:
-            with _slot(host, deadline):
-                deadline = deadline or Deadline(patience, stop)
-                found = attempt(deadline)
+            slot = _slot(host, deadline)
+            deadline = deadline or Deadline(patience, stop)
+            found = accept(_bounded(request, deadline, slot))
             patience.reached = True
             return found
         except TransientError as error:
@@ -123,6 +138,14 @@ def retried(
         traffic.add(retries=1)
         deadline.sleep(pause)
     raise _given_up(what, failures, deadline, patience.first_s if failure.unreachable else patience.total_s)
+
+
+def checked_timeout(options: Mapping[str, Any]) -> float:
+    """`timeout` of storage options: seconds without a byte, after which an attempt has failed."""
+    timeout_s = options.get("timeout", _TIMEOUT_S)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        raise ValueError(f"storage_options has timeout={timeout_s!r}; give a positive number of seconds")
+    return float(timeout_s)
 
 
 def cleaned(url: str) -> str:
@@ -152,17 +175,51 @@ def _given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: flo
 
 
 _slots: dict[str, threading.BoundedSemaphore] = {}
-# A child process would wait for slots that threads of its parent hold.
+_idle: list[SimpleQueue[Any]] = []  # the jobs of threads that wait for one
+# A child process has no threads, and would wait for slots that threads of its parent hold.
 os.register_at_fork(after_in_child=_slots.clear)
+os.register_at_fork(after_in_child=_idle.clear)
 
 
-@contextmanager
-def _slot(host: str, deadline: Deadline | None) -> Iterator[None]:
-    """A connection slot: one of the requests that may run at a time to a host."""
+def _slot(host: str, deadline: Deadline | None) -> threading.BoundedSemaphore:
+    """A connection slot, taken: one of the requests that may run at a time to a host."""
     slots = _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
     if not slots.acquire(timeout=None if deadline is None else max(deadline.left(), 0.001)):
         raise TransientError(f"timed out waiting for a connection slot ({PER_HOST} requests at a time to {host})")
+    return slots
+
+
+def _bounded(request: Callable[[Deadline], _R], deadline: Deadline, slot: threading.BoundedSemaphore) -> _R:
+    """`request(deadline)` in another thread, which releases the slot. No longer waited for after the deadline."""
+    answer: SimpleQueue[tuple[_R | None, BaseException | None]] = SimpleQueue()
     try:
-        yield
-    finally:
-        slots.release()
+        jobs = _idle.pop()
+    except IndexError:
+        jobs = SimpleQueue()
+        # A daemon: an interpreter that ends does not wait for a server that hangs.
+        threading.Thread(target=_work, args=(jobs,), name="dali_stream request", daemon=True).start()
+    jobs.put((partial(request, deadline), slot, answer))
+    while (left := deadline.connect_left() if deadline.connecting else deadline.left()) > 0:
+        with suppress(Empty):
+            found, error = answer.get(timeout=min(left, _WAKE_S))
+            if error is not None:
+                raise error
+            return found  # type: ignore[return-value]  # there is one, since there is no error
+    if deadline.abort is not None:
+        deadline.abort()
+    raise TransientError(deadline.connecting or "timed out", unreachable=bool(deadline.connecting))
+
+
+def _work(jobs: SimpleQueue[Any]) -> None:
+    while True:
+        request, slot, answer = jobs.get()
+        found: Any = None
+        failure: BaseException | None = None
+        try:
+            found = request()
+        except BaseException as error:
+            failure = error.with_traceback(None)
+        slot.release()
+        answer.put((found, failure))
+        del request, answer, found, failure  # an idle thread must not keep an answer alive
+        _idle.append(jobs)

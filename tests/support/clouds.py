@@ -1,10 +1,11 @@
-"""The Hub and S3 on loopback. See `servers` for plain files and faults."""
+"""The Hub and object stores on loopback. See `servers` for plain files and faults."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -144,6 +145,46 @@ class _HubHandler(Handler):
         url = f"{self.owner.cdn.url}/{quote(name)}/{quote(path)}?Signature={SIGNATURE}"
         text = b"Found. Redirecting"
         return self.reply(302, text, {"Location": url, "X-Linked-ETag": etag, "X-Linked-Size": str(size)})
+
+
+class Objects(Server):
+    """S3, Google Cloud Storage and Azure as an anonymous client sees them: objects, and listings of two entries a page.
+
+    Args:
+        files: {"bucket/key": bytes}.
+    """
+
+    def handler(self) -> type[Handler]:
+        return _ObjectsHandler
+
+
+class _ObjectsHandler(Handler):
+    def answer(self, request: Request) -> None:
+        query = parse_qs(request.query)
+        if "list-type" not in query and "comp" not in query:
+            return self.send_file(request.path.lstrip("/"))
+        assert isinstance(self.owner.files, dict)
+        bucket = request.path.strip("/")
+        prefix, after = (
+            f"{bucket}/{query.get('prefix', [''])[0]}",
+            query.get("continuation-token", query.get("marker", [""]))[0],
+        )
+        names = sorted(name for name in self.owner.files if name.startswith(prefix) and name.partition("/")[2] > after)
+        items = "".join(self._item(name.partition("/")[2], len(self.owner.files[name])) for name in names[:2])
+        more = names[1].partition("/")[2] if len(names) > 2 else ""
+        following = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+        text = f"<ListBucketResult>{items}{following}</ListBucketResult>"
+        if "comp" in query:
+            text = f"<EnumerationResults><Blobs>{items}</Blobs><NextMarker>{more}</NextMarker></EnumerationResults>"
+        return self.reply(200, text.encode(), {"Content-Type": "application/xml"})
+
+    def _item(self, key: str, size: int) -> str:
+        if "comp=list" in self.path:
+            inside = f"<Last-Modified>{formatdate(0, usegmt=True)}</Last-Modified><Content-Length>{size}</Content-Length>"
+            inside += "<Content-Type>text/plain</Content-Type><Etag>0x1</Etag>"
+            return f"<Blob><Name>{key}</Name><Properties>{inside}</Properties></Blob>"
+        inside = f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>{size}</Size>"
+        return f'<Contents><Key>{key}</Key>{inside}<ETag>"1"</ETag></Contents>'
 
 
 class S3:

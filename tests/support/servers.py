@@ -223,6 +223,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(404, b"not found")
         size, etag = version
         fields = {"ETag": etag, "Accept-Ranges": "bytes", "Last-Modified": formatdate(0, usegmt=True)} | (headers or {})
+        if self.headers.get("If-Match", etag) != etag:
+            return self.reply(412, b"changed", fields)
         start, stop, status = self._span(size)
         if status == 416:
             return self.reply(416, b"", fields | {"Content-Range": f"bytes */{size}"})
