@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import random
@@ -15,13 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
-from test_cache import cut, entries, keep, total, whole
+from test_cache import cut, keep, segments, total, whole
 
-from dali_stream.storage.cache import RangeCache
+from dali_stream.storage.cache import BLOCK, DiskCache
 
-LIMIT = 300_000
+LIMIT = 40 * BLOCK
 HANG = 120  # seconds; only a hang takes so long
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -52,38 +52,39 @@ def received(pipe: Connection) -> Any:
 
 def total_now(folder: Path) -> int:
     """Bytes of the cache while nobody writes."""
-    with filelock.FileLock(folder / "locks/write", timeout=HANG):
+    with open(folder / "usage", "rb") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
         return total(folder)
 
 
 def assert_in_order(folder: Path) -> None:
     """No lock is held, the limit is kept, what is there is right, and the cache works."""
-    for path in (folder / "locks").iterdir():
-        with filelock.FileLock(path, timeout=0):
-            pass
+    with open(folder / "usage", "rb") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(folder / "locks", "ab") as locks:
+        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert total(folder) <= LIMIT
-    cache = RangeCache(folder, LIMIT)
+    cache = DiskCache(folder, LIMIT)
     for file in "abcdefgh":
-        for a, b, data in cache.parts(file, 0, 60_000):
-            assert data is None or data == cut(file, a, b)
+        for number, data in enumerate(cache.read(file, 0, 20)):
+            assert data is None or data == cut(file, number, number + 1)
     new = os.urandom(4).hex()
-    keep(cache, new, 0, 20_000)
-    assert whole(cache, new, 0, 20_000)
-    assert not (folder / "incoming").exists()
+    keep(cache, new, 0, 2)
+    assert whole(cache, new, 0, 2)
 
 
 def use(folder: Path, rng: random.Random, rounds: int) -> tuple[int, int]:
     """Asks for ranges and writes what is missing, as a store does; returns (hits, the highest total seen)."""
-    cache, hits, highest = RangeCache(folder, LIMIT), 0, 0
+    cache, hits, highest = DiskCache(folder, LIMIT), 0, 0
     for number in range(rounds):
-        file, start = rng.choice("abcdefgh"), rng.randrange(0, 40_000, 500)
-        stop = start + rng.choice((300, 5000, 20_000))
-        with cache.fetching(file, start, stop):
-            for a, b, data in cache.parts(file, start, stop):
+        file, first = rng.choice("abcdefgh"), rng.randrange(0, 15)
+        last = first + rng.choice((1, 2, 5))
+        with cache.fetching(file, first, last):
+            for at, data in enumerate(cache.read(file, first, last), start=first):
                 if data is None:
-                    keep(cache, file, a, b)
+                    keep(cache, file, at, at + 1)
                 else:
-                    assert data == cut(file, a, b), f"{file} {a} {b}"
+                    assert data == cut(file, at, at + 1), f"{file} {at}"
                     hits += 1
         if number % 5 == 0:
             highest = max(highest, total_now(folder))
@@ -104,7 +105,7 @@ def test_the_limit_holds_and_every_hit_is_right_with_several_processes(tmp_path:
 
 
 def count_up(pipe: Connection, number: int, folder: Path) -> None:
-    cache, counter = RangeCache(folder / "cache", None), folder / "counter"
+    cache, counter = DiskCache(folder / "cache", None), folder / "counter"
 
     def add(_: int) -> None:
         with cache.fetching("f", 0, 10):
@@ -123,7 +124,7 @@ def test_one_thread_of_one_process_at_a_time_fetches_a_range(tmp_path: Path) -> 
 
 
 def hold(pipe: Connection, number: int, folder: Path) -> None:
-    with RangeCache(folder, None).fetching("f", 0, 10):
+    with DiskCache(folder, None).fetching("f", 0, 10):
         pipe.send("held")
         signal.pause()
 
@@ -131,13 +132,12 @@ def hold(pipe: Connection, number: int, folder: Path) -> None:
 def test_a_killed_process_lets_go_of_a_range(tmp_path: Path) -> None:
     with processes(1, hold, tmp_path) as [(process, pipe)]:
         assert received(pipe) == "held"
-        taken = [path for path in (tmp_path / "locks").iterdir() if path.name != "write"]
-        with pytest.raises(filelock.Timeout):
-            filelock.FileLock(taken[0], timeout=0).acquire()
+        with open(tmp_path / "locks", "ab") as locks, pytest.raises(BlockingIOError):
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB)
         entered = threading.Event()
 
         def fetch() -> None:
-            with RangeCache(tmp_path, None).fetching("f", 0, 10):
+            with DiskCache(tmp_path, None).fetching("f", 0, 10):
                 entered.set()
 
         waiting = threading.Thread(target=fetch)
@@ -150,7 +150,7 @@ def test_a_killed_process_lets_go_of_a_range(tmp_path: Path) -> None:
 
 
 def test_other_ranges_do_not_wait(tmp_path: Path) -> None:
-    cache = RangeCache(tmp_path, None)
+    cache = DiskCache(tmp_path, None)
     with cache.fetching("f", 0, 10), ThreadPoolExecutor(1) as pool:
 
         def fetch() -> str:
@@ -161,10 +161,10 @@ def test_other_ranges_do_not_wait(tmp_path: Path) -> None:
 
 
 def write_on(pipe: Connection, number: int, folder: Path) -> None:
-    rng, cache = random.Random(number), RangeCache(folder, LIMIT)
+    rng, cache = random.Random(number), DiskCache(folder, LIMIT)
     while True:
-        start = rng.randrange(0, 40_000)
-        keep(cache, rng.choice("abcdefgh"), start, start + rng.choice((300, 20_000)))
+        first = rng.randrange(0, 15)
+        keep(cache, rng.choice("abcdefgh"), first, first + rng.choice((1, 5)))
         pipe.send("written")
 
 
@@ -180,22 +180,23 @@ def test_writers_killed_at_random_moments_leave_the_cache_in_order(tmp_path: Pat
 
 def die_at(step: int) -> None:
     """Kills this process right before its n-th change of the file system from now on."""
-    left = [step]
+    left, pwrite = [step], os.pwrite
 
     def watch(event: str, arguments: tuple) -> None:
-        if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"):
+        if event in ("pwrite", "os.mkdir", "os.remove", "os.rmdir", "open", "fcntl.flock"):
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
+    os.pwrite = lambda *arguments: (watch("pwrite", ()), pwrite(*arguments))[1]  # which audits nothing
 
 
 def write_twice(folder: Path, step: int) -> None:
-    cache = RangeCache(folder, LIMIT)
+    cache = DiskCache(folder, LIMIT)
     die_at(step)
     for number in range(2):
-        keep(cache, f"{step} {number}", 0, 60_000)
+        keep(cache, f"{step} {number}", 0, 5)
 
 
 def die_at_each_step(pipe: Connection, number: int, folder: Path) -> None:
@@ -214,9 +215,9 @@ def die_at_each_step(pipe: Connection, number: int, folder: Path) -> None:
 
 
 def test_a_writer_killed_at_any_step_leaves_the_cache_in_order(tmp_path: Path) -> None:
-    cache = RangeCache(tmp_path, LIMIT)
+    cache = DiskCache(tmp_path, LIMIT)
     for file in "abcdefgh":
-        keep(cache, file, 0, 30_000)
+        keep(cache, file, 0, 4)
     with processes(1, die_at_each_step, tmp_path) as [(_, pipe)]:
         steps, killed, deaths = 0, True, 0
         while killed:
@@ -225,4 +226,4 @@ def test_a_writer_killed_at_any_step_leaves_the_cache_in_order(tmp_path: Path) -
             assert size <= LIMIT
     assert deaths == steps - 1 > 10
     assert_in_order(tmp_path)
-    assert len(entries(tmp_path)) > 2
+    assert len(segments(tmp_path)) > 2

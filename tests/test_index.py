@@ -82,7 +82,7 @@ def test_a_second_run_fetches_nothing(
     assert asked_for_index(server.requests, demo_copy) == []
     # All that is fetched is the byte whose answer tells whether the file has changed.
     assert second["fetched_bytes"] <= len(every)
-    assert second["cached_bytes"] == first["fetched_bytes"] - second["fetched_bytes"]
+    assert second["cached_bytes"] > first["cached_bytes"]
 
 
 def test_a_loader_finds_the_index_in_the_cache(

@@ -9,7 +9,7 @@ import math
 import os
 from typing import Any
 
-from dali_stream.storage.cache import RangeCache
+from dali_stream.storage.cache import DiskCache
 from dali_stream.storage.local import LocalStore
 from dali_stream.storage.remote import RemoteStore, Transport
 from dali_stream.storage.retry import Patience
@@ -17,7 +17,7 @@ from dali_stream.storage.store import Store, Traffic
 
 OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
-__all__ = ["LocalStore", "RangeCache", "RemoteStore", "Store", "Traffic", "open_store"]
+__all__ = ["DiskCache", "LocalStore", "RemoteStore", "Store", "Traffic", "open_store"]
 
 
 def open_store(
@@ -55,7 +55,7 @@ def open_store(
         return LocalStore(address)
     if scheme in ("file", "local"):
         return LocalStore(rest)
-    cache = None if cache_dir is None else RangeCache(cache_dir, cache_bytes)
+    cache = None if cache_dir is None else DiskCache(cache_dir, cache_bytes)
     patience = Patience(give_up_after_s)
     transport = _transport(scheme, address, storage_options, revision, patience)
     return RemoteStore(transport, cache=cache, patience=patience)

@@ -1,47 +1,58 @@
-"""Fetched byte ranges on disk, shared by the processes of a host and by later runs.
+"""Fetched blocks of remote files on disk, shared by the processes of a host and by later runs.
 
-    <folder>/ranges/4f/4fc1…/<start>-<stop>   an entry (see entry.py); its folder is named by a hash of the remote file
-    <folder>/incoming                         the entry that is being written
-    <folder>/usage                            bytes of all entries in decimal digits, never too few
-    <folder>/locks/write, 000 … fff           for `flock`, which the kernel releases when a process dies
+    <folder>/blocks/4f/4fc1…-12   a segment: 4 MiB of a remote file, which a hash names, as far as they were fetched
+    <folder>/usage                bytes on disk of all segments in decimal digits, never too few; locked by who writes
+    <folder>/locks                locked by who fetches, a byte for each block
 
-One writer at a time holds the lock, so a file `incoming` that it finds was left by a writer that died.
+A segment is a sparse file: a header with the length and the CRC-32 of each block, then the blocks in their places. A CRC
+detects damage, not forgery. The kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import logging
 import os
 import re
+import stat
+import struct
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
-import filelock
-import numpy as np
-
-from dali_stream.storage import entry
-from dali_stream.storage.entry import Span
+BLOCK = 1 << 14
+_PER_SEGMENT = 256
+_FIXED = struct.Struct("<8s16sQQ")  # magic, hash of the remote file, number of the segment, size of the file
+_CRC = struct.Struct("<I")  # of these
+_MAGIC = b"dsblock1"
+_ENTRY = struct.Struct("<II")  # length, 0 for a block that is not there, and CRC
+_ENTRIES, _BLOCKS = 64, 4096  # where they begin in a segment
+_SEGMENT = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
+_LOCK = struct.Struct("hhqqi")  # struct flock: kind, whence, start, length, process
+_PAGE = 4096  # bytes that a file system takes for a byte
+_FULL = 0.9  # of the limit remains after eviction, which looks at all segments and should be rare
+# The modification time records the last use, for eviction; it is updated no more often than this.
+_NOTE_USE_S = 60.0
+_NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe of the name would wait
 
 _logger = logging.getLogger("dali_stream")
-_HASH = re.compile(r"[0-9a-f]+")
-_STRIPES = 4096
-_LISTINGS = 1024  # remote files whose entries are remembered
-_FULL = 0.9  # of the limit remains after eviction, which scans all entries and should be rare
-
-Listing = dict[str, Span]  # by name; never changed, so that it is read without a lock
 
 
-class RangeCache:
-    """Byte ranges of remote files in a folder, within a limit: the least recently used are evicted.
+class DiskCache:
+    """Blocks of remote files in a folder, within a limit: the least recently used segments are evicted.
 
-    Safe to use from several threads and processes. A damaged entry is a miss. If the folder can no longer be written to
+    Safe to use from several threads and processes. A damaged block is a miss. If the folder can no longer be written to
     (full, read-only, gone), one warning is logged and reading continues. Whoever can write to the folder is trusted.
+    `file` identifies a remote file, including its version. Blocks are numbered from 0; all but a file's last are full.
 
     Args:
         folder: created if it does not exist.
-        limit_bytes: of all entries on disk. None: no limit.
+        limit_bytes: of all segments on disk. None: no limit.
 
     Raises:
         ValueError: the folder is a file or cannot be created, or the limit is less than 1.
@@ -50,202 +61,211 @@ class RangeCache:
     def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"cache_bytes is {limit_bytes}; give a number of bytes of 1 or more, or None for no limit")
-        self._folder, self._limit = _made(folder), limit_bytes
-        self._begin()
-        self._put(None)  # evicts from a folder that was filled under a higher limit
-
-    def _begin(self) -> None:
-        self._writing = True
-        self._listings: dict[str, Listing] = {}
-        self._listings_lock = threading.Lock()
-        self._queue = threading.Lock()  # one thread of a process polls for the file lock
+        self.__setstate__((_made(folder), limit_bytes))
+        self._reserve(0, lambda: None)  # evicts from a folder that was filled under a higher limit
 
     def __getstate__(self) -> tuple[str, int | None]:
         return self._folder, self._limit
 
     def __setstate__(self, state: tuple[str, int | None]) -> None:
         self._folder, self._limit = state
-        self._begin()
+        self._writing, self._lock = True, threading.Lock()
 
-    def parts(self, file: str, start: int, stop: int) -> list[tuple[int, int, bytes | None]]:
-        """[start, stop) of a file as consecutive parts, each with its bytes on a hit and None on a miss.
-
-        Args:
-            file: identifies the remote file, including its version.
-        """
-        home = self._home(file)
-        listing = self._listings.get(home)
-        fresh = listing is None
-        entries = self._listed(home) if listing is None else listing
-        while True:
-            cut = _cut(entries, start, stop)
-            if not fresh and any(span is None for _, _, span in cut):
-                entries, fresh = self._listed(home), True  # another process may have written since
+    def read(self, file: str, first: int, last: int) -> list[bytes | None]:
+        """Blocks [first, last) of a file; None for each that is not there."""
+        found: list[bytes | None] = []
+        for number, a, b in _pieces(first, last):
+            path = self._path(file, number)
+            try:
+                found += _read(path, _hash(file), number, a, b)
                 continue
-            found = [(a, b, span, None if span is None else self._read(home, span, a, b)) for a, b, span in cut]
-            lost = {span for _, _, span, data in found if span is not None and data is None}
-            if not lost:
-                return [(a, b, data) for a, b, _, data in found]
-            entries = {name: span for name, span in entries.items() if span not in lost}
-            self._remember(home, entries)
+            except _DamagedError as error:
+                _logger.warning(
+                    "%s: a cached block is damaged: %s. It is removed, and its bytes are fetched again", path, error
+                )
+                with suppress(OSError):
+                    os.unlink(path)
+            except OSError:  # most likely there is none
+                pass
+            found += [None] * (b - a)
+        return found
 
-    def write(self, file: str, start: int, data: bytes) -> None:
-        """Caches bytes of a file. Never raises if the disk refuses them; what is over the limit is not cached."""
-        if data and self._writing:
-            home, span = self._home(file), (start, start + len(data))
-            if self._put(os.path.join(home, entry.name_of(span)), entry.header(_digest(home), start, data), data):
-                self._remember(home, {**self._listings.get(home, {}), entry.name_of(span): span})
+    def size(self, file: str) -> int | None:
+        """The size of a file that was written with one."""
+        with suppress(OSError), _opened(self._path(file, 0), os.O_RDONLY) as handle:
+            return _header(handle, _hash(file), 0)[0]
+        return None
+
+    def write(self, file: str, first: int, data: bytes, size: int = 0) -> None:
+        """Caches blocks from `first` on, and the file's size. Never raises if the disk refuses them."""
+        view = memoryview(data)
+        for number, a, b in _pieces(first, first + max(-(-len(data) // BLOCK), 1)):
+            at = (number * _PER_SEGMENT + a - first) * BLOCK
+            part, path = view[at : at + (b - a) * BLOCK], self._path(file, number)
+            taken = len(part) + _PAGE + (0 if os.path.exists(path) else _BLOCKS)
+            self._reserve(taken, partial(_write, path, _fixed(_hash(file), number, size), a, part))
 
     @contextmanager
-    def fetching(self, file: str, start: int, stop: int) -> Iterator[None]:
-        """A lock for fetching a range: one thread of one process at a time. It is released when its process dies.
+    def fetching(self, file: str, first: int, last: int) -> Iterator[None]:
+        """A lock on blocks [first, last): one thread of one process fetches a block at a time.
 
-        Ranges share locks, so a thread must not take a second one. After 30 s, or if the folder cannot hold a lock file,
-        the block runs without the lock: fetching twice costs bytes and no more.
+        After 30 s, or if the folder cannot hold a lock file, the block runs without the lock: fetching twice costs bytes and
+        no more.
         """
-        stripe = int.from_bytes(_hash(f"{start}-{stop} {file}")[:8], "little") % _STRIPES
-        with ExitStack() as held:
-            with suppress(OSError):  # filelock.Timeout is one
-                held.enter_context(self._lock(f"{stripe:03x}", timeout=30, poll_interval=0.02))
-            yield
-
-    def _home(self, file: str) -> str:
-        """The folder of a remote file's entries."""
-        name = _hash(file).hex()
-        return os.path.join(self._folder, "ranges", name[:2], name)
-
-    def _listed(self, home: str) -> Listing:
-        """The current entries."""
-        names: list[str] = []
+        handle = -1
         with suppress(OSError):
-            names = os.listdir(home)
-        known = self._listings.get(home, {})
-        listing = {name: span for name in names if (span := known.get(name) or entry.span_of(name))}
-        self._remember(home, listing)
-        return listing
-
-    def _remember(self, home: str, listing: Listing) -> None:
-        with self._listings_lock:
-            if len(self._listings) >= _LISTINGS and home not in self._listings:
-                del self._listings[next(iter(self._listings))]
-            self._listings[home] = listing
-
-    def _read(self, home: str, span: Span, start: int, stop: int) -> bytes | None:
-        path = os.path.join(home, entry.name_of(span))
+            handle = os.open(os.path.join(self._folder, "locks"), os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
+            start = (int.from_bytes(_hash(file)[:5], "little") << 22) + first % (1 << 22)
+            lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, last - first, 0)
+            _locked(lambda: fcntl.fcntl(handle, fcntl.F_OFD_SETLK, lock), 30.0)
         try:
-            return entry.read(path, _digest(home), span, start, stop)
-        except OSError:
-            return None  # most likely evicted
-        except entry.DamagedError as error:
-            _logger.warning("%s: a cache entry is damaged: %s. It is removed, and its bytes are fetched again", path, error)
-            with suppress(OSError):
-                os.unlink(path)
-            return None
+            yield
+        finally:
+            if handle >= 0:
+                os.close(handle)
 
-    def _put(self, path: str | None, *blocks: bytes) -> bool:
-        """Writes an entry if it fits, and evicts others for it. Without an entry, enforces the limit."""
-        size = sum(map(len, blocks))
-        if not self._writing or (self._limit is not None and size > self._limit):
-            return False
+    def _path(self, file: str, number: int) -> str:
+        name = _hash(file).hex()
+        return os.path.join(self._folder, "blocks", name[:2], f"{name}-{number}")
+
+    def _reserve(self, size: int, write: Callable[[], None]) -> None:
+        """Counts bytes, evicts others for them and writes, one thread of one process at a time.
+
+        A writer that dies leaves the count too high, never too low.
+        """
+        if not self._writing or (self._limit is not None and size > self._limit) or not self._lock.acquire(timeout=5):
+            return
         try:
-            with self._alone():
-                if not self._reserve(size):
-                    return False
-                if path is not None:
-                    self._write_file(path, blocks)
-                return True
-        except filelock.Timeout:
-            return False  # the disk is too slow for all writers: not cached, rather than waited for
+            with _opened(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT) as handle:
+                if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
+                    return  # the disk is too slow for all writers: not cached, rather than waited for
+                count = os.pread(handle, 21, 0)
+                usage = int(count) if re.fullmatch(rb"\d{20}\n", count) else None
+                if usage is None or (self._limit is not None and usage + size > self._limit):
+                    usage = self._evicted(size)
+                os.pwrite(handle, b"%020d\n" % (usage + size), 0)
+                write()
         except OSError as error:
-            self._stop_writing(error)
-            return False
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One writer at a time."""
-        lock = self._lock("write", timeout=5, poll_interval=0.002)
-        if not self._queue.acquire(timeout=5):
-            raise filelock.Timeout(lock.lock_file)
-        try:
-            with lock:
-                yield
+            if self._writing:
+                self._writing = False
+                _logger.warning(
+                    "cannot write to cache_dir %s: %s. Fetched bytes are no longer cached; existing ones are still read",
+                    self._folder,
+                    error.strerror or error,
+                )
         finally:
-            self._queue.release()
+            self._lock.release()
 
-    def _lock(self, name: str, *, timeout: float, poll_interval: float) -> filelock.BaseFileLock:
-        if not os.path.isdir(self._folder):
-            raise FileNotFoundError("the folder is gone")  # filelock would create it
-        path = os.path.join(self._folder, "locks", name)
-        # Without the fallback, a lock that outlives its process.
-        return filelock.FileLock(path, timeout=timeout, poll_interval=poll_interval, fallback_to_soft=False)
-
-    def _write_file(self, path: str, blocks: tuple[bytes, ...]) -> None:
-        incoming = os.path.join(self._folder, "incoming")
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(incoming)
-            with open(incoming, "xb") as out:
-                out.writelines(blocks)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.replace(incoming, path)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(incoming)
-            raise
-
-    def _stop_writing(self, error: OSError) -> None:
-        with self._listings_lock:
-            first, self._writing = self._writing, False
-        if first:
-            _logger.warning(
-                "cannot write to cache_dir %s: %s. Fetched bytes are no longer cached; existing entries are still read",
-                self._folder,
-                error.strerror or error,
-            )
-
-    # -- the limit; called only with the lock of `_alone`
-
-    def _reserve(self, size: int) -> bool:
-        """Counts bytes before they are written, so that a writer that dies leaves the count too high, never too low."""
-        handle = os.open(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            count = os.pread(handle, 21, 0)
-            usage = int(count) if re.fullmatch(rb"\d{20}\n", count) else None
-            if usage is None or (self._limit is not None and usage + size > self._limit):
-                usage = self._make_room(size)
-            if self._limit is not None and usage + size > self._limit:
-                return False
-            os.pwrite(handle, b"%020d\n" % (usage + size), 0)
-            return True
-        finally:
-            os.close(handle)
-
-    def _make_room(self, size: int) -> int:
-        """Scans all entries and evicts the least recently used if the limit requires it. Returns the bytes that remain."""
-        # Two walks keep this at 16 bytes for each of perhaps a million entries.
-        there = np.fromiter(
-            ((status.st_mtime_ns, status.st_size) for home in self._homes() for _, status in _entries(home)),
-            dtype=[("used", np.int64), ("size", np.int64)],
-        )
-        usage = int(there["size"].sum())
-        if self._limit is None or usage + size <= self._limit:
-            return usage
-        there.sort(order="used")
-        keep = max(int(self._limit * _FULL) - size, 0)
-        latest = there["used"][np.searchsorted(np.cumsum(there["size"]), usage - keep)]
-        for home in self._homes():
-            for path, status in _entries(home):
-                if status.st_mtime_ns <= latest and usage > keep:
+    def _evicted(self, size: int) -> int:
+        """Looks at all segments and evicts the least recently used if the limit requires it. Returns the bytes that remain."""
+        found = sorted(self._segments())
+        usage = sum(taken for _, taken, _ in found)
+        if self._limit is not None and usage + size > self._limit:
+            keep = max(int(self._limit * _FULL) - size, 0)
+            for _, taken, path in found:
+                if usage > keep:
                     with suppress(FileNotFoundError):  # removed by a reader that found it damaged
                         os.unlink(path)
-                    usage -= status.st_size
-            with suppress(OSError):  # usually not empty
-                os.rmdir(home)
+                    usage -= taken
         return usage
 
-    def _homes(self) -> Iterator[str]:
-        for group in _folders(os.path.join(self._folder, "ranges")):
-            yield from _folders(group)
+    def _segments(self) -> Iterator[tuple[int, int, str]]:
+        """Last use, bytes on disk and path of each."""
+        root = os.path.join(self._folder, "blocks")
+        for group, _, names in os.walk(root):
+            for name in filter(_SEGMENT.fullmatch, names):
+                with suppress(FileNotFoundError):
+                    found = os.lstat(path := os.path.join(group, name))
+                    yield found.st_mtime_ns, found.st_blocks * 512, path
+
+
+class _DamagedError(OSError):
+    """A segment whose content does not match its name."""
+
+
+def _pieces(first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """The segments of blocks [first, last), each with the range of blocks in it."""
+    for number in range(first // _PER_SEGMENT, -(-last // _PER_SEGMENT)):
+        start = number * _PER_SEGMENT
+        yield number, max(first - start, 0), min(last - start, _PER_SEGMENT)
+
+
+def _read(path: str, digest: bytes, number: int, first: int, last: int) -> list[bytes | None]:
+    """Blocks of a segment. Raises _DamagedError, or OSError where there is none."""
+    with _opened(path, os.O_RDONLY) as handle:
+        found, header = os.fstat(handle), _header(handle, digest, number)[1]
+        view = memoryview(os.pread(handle, (last - first) * BLOCK, _BLOCKS + first * BLOCK))
+        blocks: list[bytes | None] = []
+        for at in range(first, last):
+            length, crc = _ENTRY.unpack_from(header, _ENTRIES + at * _ENTRY.size)
+            block = view[(at - first) * BLOCK :][:length]
+            if length > BLOCK or len(block) != length or (length and zlib.crc32(block) != crc):
+                raise _DamagedError(f"block {at} has another content")
+            blocks.append(bytes(block) if length else None)
+        if abs(time.time() - found.st_mtime) > _NOTE_USE_S:
+            with suppress(OSError):  # another user's: readable, but its time cannot be set
+                os.utime(handle)
+        return blocks
+
+
+def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
+    """Writes blocks of a segment, and only then what tells that they are there."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+    entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
+    with _opened(path, os.O_RDWR | os.O_CREAT) as handle:
+        parts: list[tuple[bytes | memoryview, int]] = [
+            (header, 0),
+            (data, _BLOCKS + first * BLOCK),
+            (entries, _ENTRIES + first * _ENTRY.size),
+        ]
+        for part, at in parts if os.fstat(handle).st_size == 0 else parts[1:]:
+            if os.pwrite(handle, part, at) != len(part):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fixed(digest: bytes, number: int, size: int) -> bytes:
+    """The beginning of a segment's header."""
+    head = _FIXED.pack(_MAGIC, digest, number, size)
+    return head + _CRC.pack(zlib.crc32(head))
+
+
+def _header(handle: int, digest: bytes, number: int) -> tuple[int, bytes]:
+    """The size of the remote file, and the header of its segment. Raises _DamagedError if that is of another one."""
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise _DamagedError("it is not a regular file")
+    header = os.pread(handle, _BLOCKS, 0).ljust(_BLOCKS, b"\0")
+    size = int(_FIXED.unpack_from(header)[3])
+    if not header.startswith(_fixed(digest, number, size)):
+        raise _DamagedError("its header is damaged, or of another segment")
+    return size, header
+
+
+@contextmanager
+def _opened(path: str, how: int) -> Iterator[int]:
+    try:
+        handle = os.open(path, how | _NO_FOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _DamagedError("it is a symbolic link") from None
+        raise
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _locked(lock: Callable[[], object], seconds: float) -> bool:
+    """Whether a lock could be taken in time."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            lock()
+            return True
+        except BlockingIOError:  # another error means that there are no locks
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.005)
 
 
 def _made(folder: str | os.PathLike[str]) -> str:
@@ -262,45 +282,5 @@ def _made(folder: str | os.PathLike[str]) -> str:
     return path
 
 
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
-
-
-def _digest(home: str) -> bytes:
-    return bytes.fromhex(os.path.basename(home))
-
-
-def _cut(entries: Listing, start: int, stop: int) -> list[tuple[int, int, Span | None]]:
-    """[start, stop) as consecutive parts, each with the entry to read it from, or None."""
-    if start >= stop:
-        return []
-    if entry.name_of((start, stop)) in entries:
-        return [(start, stop, (start, stop))]
-    near = sorted(
-        (span for span in entries.values() if span[0] < stop and span[1] > start), key=lambda span: (span[0], -span[1])
-    )
-    around = [span for span in near if span[0] <= start and span[1] >= stop]
-    cut: list[tuple[int, int, Span | None]] = []
-    for span in around[:1] or near:
-        if span[1] > start:
-            if span[0] > start:
-                cut.append((start, span[0], None))
-            at = max(start, span[0])
-            start = min(span[1], stop)
-            cut.append((at, start, span))
-    return cut if start >= stop else [*cut, (start, stop, None)]
-
-
-def _folders(parent: str) -> list[str]:
-    """Folders in `parent` with names that the cache gives."""
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as found:
-        return [item.path for item in found if _HASH.fullmatch(item.name) and item.is_dir(follow_symlinks=False)]
-    return []
-
-
-def _entries(home: str) -> Iterator[tuple[str, os.stat_result]]:
-    with suppress(FileNotFoundError), os.scandir(home) as found:
-        for item in found:
-            if entry.span_of(item.name):
-                with suppress(FileNotFoundError):
-                    yield item.path, item.stat(follow_symlinks=False)
+def _hash(file: str) -> bytes:
+    return hashlib.blake2b(file.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage.cache import RangeCache
+from dali_stream.storage.cache import BLOCK, DiskCache
 from dali_stream.storage.file_names import guessed_files
 from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
 from dali_stream.storage.store import Store, Traffic, checked
@@ -100,7 +101,7 @@ class RemoteStore(Store):
 
     remote = True
 
-    def __init__(self, transport: Transport, *, cache: RangeCache | None = None, patience: Patience | None = None) -> None:
+    def __init__(self, transport: Transport, *, cache: DiskCache | None = None, patience: Patience | None = None) -> None:
         self.address, self.revision = transport.address, transport.revision
         self.listings = transport.listings
         self._transport, self._cache, self._patience = transport, cache, patience or Patience()
@@ -182,7 +183,7 @@ class RemoteStore(Store):
     def _pin(self, path: str, version: Version) -> None:
         """Pins a file to the version seen first. A source may give a tag only at times; it is compared then."""
         if path not in self._sizes and self._cache is not None and self._transport.frozen:
-            self._cache.write(self._size_key(path), 0, version.size.to_bytes(8, "little"))
+            self._cache.write(f"{self._transport.source} {path}", 0, b"", version.size)
         size = self._sizes.setdefault(path, version.size)
         tag = self._tags.setdefault(path, version.tag) if version.tag else version.tag
         if size != version.size:
@@ -234,13 +235,10 @@ class RemoteStore(Store):
     def _known_size(self, path: str) -> int | None:
         """The size from a request, of this run or of the run that filled the cache."""
         if path not in self._sizes and self._cache is not None and self._transport.frozen:
-            [*_, (_, _, data)] = self._cache.parts(self._size_key(path), 0, 8)
-            if data is not None and len(data) == 8:
-                self._sizes.setdefault(path, int.from_bytes(data, "little"))
+            size = self._cache.size(f"{self._transport.source} {path}")
+            if size is not None:
+                self._sizes.setdefault(path, size)
         return self._sizes.get(path)
-
-    def _size_key(self, path: str) -> str:
-        return f"size of {self._transport.source} {path}"
 
     def _cache_key(self, path: str) -> str | None:
         """The file's name in the cache; None if its versions cannot be told apart."""
@@ -251,26 +249,25 @@ class RemoteStore(Store):
         version = self._version(path) or self._stat(path)
         return f"{self._transport.source} {path} {version.size} {version.tag}" if version.tag else None
 
-    def _read_cached(self, cache: RangeCache, key: str, path: str, start: int, stop: int) -> bytes:
-        parts = []
-        for first, last, data in cache.parts(key, start, stop):
-            parts.append(self._fill(cache, key, path, first, last) if data is None else self._counted(data))
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    def _read_cached(self, cache: DiskCache, key: str, path: str, start: int, stop: int) -> bytes:
+        """Bytes of a file: whole blocks from the cache or, together with those between them, over the network."""
+        first, last, hit = start // BLOCK, -(-stop // BLOCK), stop - start
+        blocks = cache.read(key, first, last)
+        if lost := _missing(blocks, first):
+            with cache.fetching(key, lost[0][0], lost[-1][1]):
+                # Another process may have fetched them while this one waited.
+                blocks = cache.read(key, first, last)
+                for a, b in _missing(blocks, first):
+                    data = self._fetch(path, a * BLOCK, min(b * BLOCK, self._sizes.get(path, b * BLOCK)))
+                    cache.write(key, a, data, self._sizes[path])
+                    blocks[a - first : b - first] = [data[at : at + BLOCK] for at in range(0, (b - a) * BLOCK, BLOCK)]
+                    hit -= min(b * BLOCK, stop) - max(a * BLOCK, start)
+        self.traffic.add(cached_bytes=hit)
+        return b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
 
-    def _fill(self, cache: RangeCache, key: str, path: str, start: int, stop: int) -> bytes:
-        """Bytes that missed the cache a moment ago."""
-        parts = []
-        with cache.fetching(key, start, stop):
-            # Another process may have fetched them while this one waited.
-            for first, last, data in cache.parts(key, start, stop):
-                if data is None:
-                    data = self._fetch(path, first, min(last, self._sizes.get(path, last)))
-                    cache.write(key, first, data)
-                else:
-                    data = self._counted(data)
-                parts.append(data)
-        return b"".join(parts)
 
-    def _counted(self, data: bytes) -> bytes:
-        self.traffic.add(cached_bytes=len(data))
-        return data
+def _missing(blocks: list[bytes | None], first: int) -> list[tuple[int, int]]:
+    """Ranges of blocks that are None, where `first` is the number of the first block."""
+    runs = itertools.groupby(enumerate(blocks, start=first), key=lambda item: item[1] is None)
+    ranges = [[number for number, _ in run] for missing, run in runs if missing]
+    return [(numbers[0], numbers[-1] + 1) for numbers in ranges]
