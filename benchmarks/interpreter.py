@@ -1,12 +1,14 @@
 """How long the interpreter is held per delivered frame: what bounds how many decode threads can work at once.
 
-    python benchmarks/interpreter.py URI [--mode single|sarm] [--batch-size 64] [--seconds 20] [--rounds 3] [--json]
+    python benchmarks/interpreter.py URI [--over http|s3 [--latency-ms 50] [--megabytes-per-s 40]] [--mode single|sarm]
+                                         [--batch-size 64] [--seconds 20] [--rounds 3] [--json]
 
 py-spy (https://github.com/benfred/py-spy) looks at a Loader with one decode thread 500 times a second, in its first epoch and
 with frames resized to 224×224, and counts when a thread
 holds the interpreter, anywhere in the process. The share of the time, over the frames that came in it, is the cost of a frame;
 where it was spent is listed by function, with the calls below it. A thread that the system took off its core still holds the
-interpreter: what a thread waited for a core, by /proc/*/schedstat, is taken off its looks in proportion.
+interpreter: what a thread waited for a core, by /proc/*/schedstat, is taken off its looks in proportion. With --over, URI is
+a local folder, which another process serves as benchmarks/remote.py does.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from argument_types import count
+from argument_types import count, not_negative, positive
+from remote import served
 
 import dali_stream
 from dali_stream.tools import environment
@@ -39,6 +43,9 @@ LISTED = 15
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser.add_argument("--over", choices=("http", "s3"), help="read the folder URI from a server on loopback")
+    parser.add_argument("--latency-ms", type=not_negative, default=50, help="of each of its answers")
+    parser.add_argument("--megabytes-per-s", type=positive, default=40, help="of all its answers together")
     parser.add_argument("--mode", choices=("single", "sarm"), default="single", help="single frames, or windows of 8")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--seconds", type=count, default=6, help="of a round")
@@ -50,7 +57,10 @@ def main() -> int:
         print("interpreter: needs the program py-spy; install it (pip install py-spy)", file=sys.stderr)
         return 1
     try:
-        result = measure(arguments.uri, arguments.mode, arguments.batch_size, arguments.seconds, arguments.rounds, spy)
+        network = arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6
+        place = served(Path(arguments.uri), arguments.over, *network) if arguments.over else nullcontext({"uri": arguments.uri})
+        with place as opened:
+            result = measure(opened, arguments.mode, arguments.batch_size, arguments.seconds, arguments.rounds, spy)
     except (dali_stream.DaliStreamError, ValueError) as error:
         print(f"interpreter: {error}", file=sys.stderr)
         return 1
@@ -65,13 +75,13 @@ def main() -> int:
     return 0
 
 
-def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy: str) -> dict[str, Any]:
+def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rounds: int, spy: str) -> dict[str, Any]:
     """Medians over the rounds; functions of all rounds together.
 
     Raises:
         DaliStreamError: the dataset cannot be read, or py-spy cannot look at this process.
     """
-    dataset = dali_stream.Dataset(uri)
+    dataset = dali_stream.Dataset(**place)
     costs, rates, functions, waiting = [], [], dict[str, float](), []
     for _ in range(rounds):
         with dali_stream.Loader(
@@ -85,7 +95,7 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
         ) as loader:
             stream = endless(loader)
             take(stream, 5)  # the stage's queue is full then
-            stacks, looks, rate = _watched(stream, lambda loader=loader: loader.stats()["frames"], seconds, spy)
+            stacks, looks, rate = watched(stream, lambda loader=loader: loader.stats()["frames"], seconds, spy)
             frame_us = 1e6 / RATE / seconds / rate  # of one look
             costs.append(sum(stacks.values()) * frame_us)
             waiting.append(looks * frame_us - costs[-1])
@@ -106,7 +116,7 @@ def measure(uri: str, mode: str, batch_size: int, seconds: int, rounds: int, spy
     }
 
 
-def _watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) -> tuple[dict[str, float], int, float]:
+def watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) -> tuple[dict[str, float], int, float]:
     """Takes batches while py-spy looks: how often it saw each stack that holds the interpreter, less what its thread waited for
     a core; how often it saw any; and frames/s meanwhile, which are fewer while py-spy starts."""
     before, places = _scheduled(), []

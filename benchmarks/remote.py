@@ -1,9 +1,10 @@
 """How near a dataset on a slow network comes to the same dataset on the local disk.
 
-    python benchmarks/remote.py ROOT [--latency-ms 50] [--megabytes-per-s 40] [--batch-size 64] [--rounds 5] [--json]
+    python benchmarks/remote.py ROOT [--over http|s3] [--latency-ms 50] [--megabytes-per-s 40] [--batch-size 64] [--rounds 5]
+                                     [--json]
 
-Serves the folder ROOT over HTTP on loopback, from a process of its own, with a latency for each request and a bandwidth for
-all together. In each round four loaders take turns, with the same order: local; remote with nothing at hand (cold); remote
+Serves the folder ROOT over HTTP or S3 on loopback, from a process of its own, with a latency for each request and a bandwidth
+for all together. In each round four loaders take turns, with the same order: local; remote with nothing at hand (cold); remote
 in its second epoch, out of memory; remote with nothing but a filled `cache_dir`. Rates are of an epoch without its first
 batch, whose time is given by itself. The server takes its share of the same cores.
 """
@@ -16,6 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,14 @@ from argument_types import count, not_negative, positive
 import dali_stream
 from dali_stream.tools import environment
 
+BUCKET = "robots"
 TESTS = Path(__file__).parents[1] / "tests"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("root", type=Path, help="a local LeRobot v3 dataset")
+    parser.add_argument("--over", choices=("http", "s3"), default="http")
     parser.add_argument("--latency-ms", type=not_negative, default=50, help="of each request")
     parser.add_argument("--megabytes-per-s", type=positive, default=40, help="of all requests together")
     parser.add_argument("--batch-size", type=count, default=64)
@@ -55,23 +60,17 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Alternates the four sides."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    network = (arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
-    serving = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, arguments.root, *network), daemon=True)
-    serving.start()
-    url = ours.recv()
     loader = {"batch_size": arguments.batch_size, "memory_budget": arguments.memory_budget}
     rounds: dict[str, list[dict[str, float]]] = {"local": [], "cold": [], "memory": [], "cache": []}
-    with tempfile.TemporaryDirectory() as cache:
-        epochs(dali_stream.Dataset(url, cache_dir=cache), 1, loader)  # fills the cache, and warms up the process
+    network = served(arguments.root, arguments.over, arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
+    with tempfile.TemporaryDirectory() as cache, network as remote:
+        epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader)  # fills the cache, and warms up the process
         for _ in range(arguments.rounds):
             rounds["local"] += epochs(dali_stream.Dataset(arguments.root), 1, loader)
-            cold, memory = epochs(dali_stream.Dataset(url), 2, loader)
+            cold, memory = epochs(dali_stream.Dataset(**remote), 2, loader)
             rounds["cold"].append(cold)
             rounds["memory"].append(memory)
-            rounds["cache"] += epochs(dali_stream.Dataset(url, cache_dir=cache), 1, loader)
-    ours.send("end")
-    serving.join()
+            rounds["cache"] += epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader)
     medians = {name: {key: statistics.median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()}
     for found in medians.values():
         found["ratio"] = found["frames_per_s"] / medians["local"]["frames_per_s"]
@@ -98,12 +97,37 @@ def epochs(dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any]) 
     return found
 
 
-def serve(connection: Connection, root: Path, latency_s: float, bytes_per_s: float) -> None:
+@contextmanager
+def served(root: Path, over: str, latency_s: float, bytes_per_s: float) -> Iterator[dict[str, Any]]:
+    """A process that serves a folder: what `Dataset` takes to read from it."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    arguments = (theirs, root, over, latency_s, bytes_per_s)
+    serving = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
+    serving.start()
+    url = ours.recv()
+    try:
+        if over == "http":
+            yield {"uri": url}
+        else:
+            yield {"uri": f"s3://{BUCKET}", "storage_options": {"anon": True, "endpoint_url": url}}
+    finally:
+        ours.send("end")
+        serving.join()
+
+
+def _serve(connection: Connection, root: Path, over: str, latency_s: float, bytes_per_s: float) -> None:
     """The server's process."""
     sys.path.insert(0, str(TESTS))
+    from support.clouds import Objects
     from support.servers import Server
 
-    with Server(root, latency_s=latency_s, bytes_per_s=bytes_per_s) as server:
+    network = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
+    if over == "http":
+        server = Server(root, **network)
+    else:
+        files = {f"{BUCKET}/{path.relative_to(root)}": path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        server = Objects(files, **network)
+    with server:
         connection.send(server.url)
         connection.recv()
 
