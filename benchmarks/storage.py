@@ -42,7 +42,10 @@ http {{
   access_log off; sendfile on; keepalive_requests 100000000;
   client_body_temp_path {folder}/a; proxy_temp_path {folder}/b; fastcgi_temp_path {folder}/c; uwsgi_temp_path {folder}/d;
   scgi_temp_path {folder}/e;
-  server {{ listen 127.0.0.1:{port}; root {folder}/www; }}
+  server {{
+    listen 127.0.0.1:{port}; root {folder}/www;
+    location = /robots {{ return 200 "<ListBucketResult></ListBucketResult>"; }}
+  }}
 }}
 """
 Read = Callable[[int, int], bytes]
@@ -62,7 +65,7 @@ def main() -> int:
         return 0
     spy = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     rows = []
-    with served(nginx) as url:
+    with served(nginx, lambda folder: (folder / "data").write_bytes(os.urandom(1 << 20) * (SIZE >> 20))) as url:
         for name, size, threads in itertools.product(arguments.clients, arguments.ranges, arguments.threads):
             try:
                 read = CLIENTS[name](url)
@@ -131,15 +134,15 @@ def reading(read: Read, size: int, threads: int) -> Iterator[Callable[[], int]]:
 
 
 @contextmanager
-def served(nginx: str) -> Iterator[str]:
-    """nginx with a bucket `robots` in which `data` is the file."""
+def served(nginx: str, write: Callable[[Path], object]) -> Iterator[str]:
+    """nginx with a bucket `robots`, whose folder `write` fills. Its listings are empty."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as name:
         free.bind(("127.0.0.1", 0))
         port, folder = free.getsockname()[1], Path(name)
         free.close()
         folder.chmod(0o755)  # nginx drops its rights
         (folder / "www/robots").mkdir(parents=True)
-        (folder / "www/robots/data").write_bytes(os.urandom(1 << 20) * (SIZE >> 20))
+        write(folder / "www/robots")
         (folder / "config").write_text(CONFIG.format(folder=folder, port=port))
         with subprocess.Popen([nginx, "-c", str(folder / "config"), "-e", str(folder / "log")]) as program:
             try:

@@ -335,10 +335,10 @@ def test_a_disk_without_locks_is_said_once_and_not_written(
     def refuse(handle: int, *operation: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    keep(DiskCache(folder, None), "f3", 0, 6)
+    keep(DiskCache(folder, 1 << 30), "f3", 0, 6)
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    assert fill(DiskCache(folder, None)) == [3]
+    assert fill(DiskCache(folder, 1 << 30)) == [3]
     assert len(warnings()) == 1
     assert "Function not implemented" in warnings()[0]
 

@@ -59,7 +59,7 @@ def total_now(folder: Path) -> int:
 
 def assert_in_order(folder: Path) -> None:
     """No lock is held, the limit is kept, what is there is right, and the cache works."""
-    with open(folder / "usage", "rb") as usage:
+    with open(folder / "usage", "ab") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(folder / "locks", "ab") as locks:
         fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB)

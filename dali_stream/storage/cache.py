@@ -1,7 +1,7 @@
 """Fetched blocks of remote files on disk, shared by the processes of a host and by later runs.
 
     <folder>/blocks/4f/4fc1…-12   a segment: 4 MiB of a remote file, which a hash names, as far as they were fetched
-    <folder>/usage                bytes on disk of all segments in decimal digits, never too few; locked by who writes
+    <folder>/usage                with a limit: bytes of all segments in decimal digits, never too few; locked by who writes
     <folder>/locks                locked by who fetches, a byte for each block
 
 A segment is a sparse file: a header with the length and the CRC-32 of each block, then the blocks in their places. A CRC
@@ -52,7 +52,7 @@ class DiskCache:
 
     Args:
         folder: created if it does not exist.
-        limit_bytes: of all segments on disk. None: no limit.
+        limit_bytes: of all segments on disk, the same for all who use the folder at a time. None: no limit.
 
     Raises:
         ValueError: the folder is a file or cannot be created, or the limit is less than 1.
@@ -62,14 +62,15 @@ class DiskCache:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"cache_bytes is {limit_bytes}; give a number of bytes of 1 or more, or None for no limit")
         self.__setstate__((_made(folder), limit_bytes))
-        self._reserve(0, lambda: None)  # evicts from a folder that was filled under a higher limit
+        if limit_bytes is not None:  # the folder may have been filled under another limit
+            self._guarded(lambda: self._reserve(0, lambda: None, count=True))
 
     def __getstate__(self) -> tuple[str, int | None]:
         return self._folder, self._limit
 
     def __setstate__(self, state: tuple[str, int | None]) -> None:
         self._folder, self._limit = state
-        self._writing, self._lock = True, threading.Lock()
+        self._writing, self._lock, self._turn = True, threading.Lock(), threading.Lock()
 
     def read(self, file: str, first: int, last: int) -> list[bytes | None]:
         """Blocks [first, last) of a file; None for each that is not there."""
@@ -102,8 +103,9 @@ class DiskCache:
         for number, a, b in _pieces(first, first + max(-(-len(data) // BLOCK), 1)):
             at = (number * _PER_SEGMENT + a - first) * BLOCK
             part, path = view[at : at + (b - a) * BLOCK], self._path(file, number)
-            taken = len(part) + _PAGE + (0 if os.path.exists(path) else _BLOCKS)
-            self._reserve(taken, partial(_write, path, _fixed(_hash(file), number, size), a, part))
+            write = partial(_write, path, _fixed(_hash(file), number, size), a, part)
+            taken = _BLOCKS + len(part) + _PAGE
+            self._guarded(write if self._limit is None else partial(self._reserve, taken, write))
 
     @contextmanager
     def fetching(self, file: str, first: int, last: int) -> Iterator[None]:
@@ -128,40 +130,49 @@ class DiskCache:
         name = _hash(file).hex()
         return os.path.join(self._folder, "blocks", name[:2], f"{name}-{number}")
 
-    def _reserve(self, size: int, write: Callable[[], None]) -> None:
-        """Counts bytes, evicts others for them and writes, one thread of one process at a time.
-
-        A writer that dies leaves the count too high, never too low.
-        """
-        if not self._writing or (self._limit is not None and size > self._limit) or not self._lock.acquire(timeout=5):
-            return
+    def _guarded(self, write: Callable[[], None]) -> None:
+        """Writes, unless the disk has refused it before."""
         try:
-            with _opened(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT) as handle:
-                if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
-                    return  # the disk is too slow for all writers: not cached, rather than waited for
-                count = os.pread(handle, 21, 0)
-                usage = int(count) if re.fullmatch(rb"\d{20}\n", count) else None
-                if usage is None or (self._limit is not None and usage + size > self._limit):
-                    usage = self._evicted(size)
-                os.pwrite(handle, b"%020d\n" % (usage + size), 0)
+            if self._writing:
                 write()
         except OSError as error:
-            if self._writing:
-                self._writing = False
+            with self._lock:
+                first, self._writing = self._writing, False
+            if first:
                 _logger.warning(
                     "cannot write to cache_dir %s: %s. Fetched bytes are no longer cached; existing ones are still read",
                     self._folder,
                     error.strerror or error,
                 )
-        finally:
-            self._lock.release()
 
-    def _evicted(self, size: int) -> int:
+    def _reserve(self, size: int, write: Callable[[], None], *, count: bool = False) -> None:
+        """Counts bytes, evicts others for them and writes, one thread of one process at a time.
+
+        A writer that dies leaves the count too high, never too low. Where the disk is too slow for all writers, bytes are
+        not cached, rather than waited for.
+        """
+        limit = self._limit or 0
+        if size > limit or not self._turn.acquire(timeout=5):
+            return
+        try:
+            with _opened(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT) as handle:
+                if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
+                    return
+                noted = os.pread(handle, 21, 0)
+                usage = int(noted) if re.fullmatch(rb"\d{20}\n", noted) and not count else limit + 1
+                if usage + size > limit:
+                    usage = self._evicted(size, limit)
+                os.pwrite(handle, b"%020d\n" % (usage + size), 0)
+                write()
+        finally:
+            self._turn.release()
+
+    def _evicted(self, size: int, limit: int) -> int:
         """Looks at all segments and evicts the least recently used if the limit requires it. Returns the bytes that remain."""
         found = sorted(self._segments())
         usage = sum(taken for _, taken, _ in found)
-        if self._limit is not None and usage + size > self._limit:
-            keep = max(int(self._limit * _FULL) - size, 0)
+        if usage + size > limit:
+            keep = max(int(limit * _FULL) - size, 0)
             for _, taken, path in found:
                 if usage > keep:
                     with suppress(FileNotFoundError):  # removed by a reader that found it damaged
@@ -210,9 +221,12 @@ def _read(path: str, digest: bytes, number: int, first: int, last: int) -> list[
 
 def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
     """Writes blocks of a segment, and only then what tells that they are there."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
+    if not os.path.exists(path):
+        for folder in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):  # but not the cache's, if it is gone
+            with suppress(FileExistsError):
+                os.mkdir(folder)
     with _opened(path, os.O_RDWR | os.O_CREAT) as handle:
         parts: list[tuple[bytes | memoryview, int]] = [
             (header, 0),
