@@ -106,7 +106,7 @@ class RemoteStore(Store):
         self.listings = transport.listings
         self._transport, self._cache, self._patience = transport, cache, patience or Patience()
         self._stop = threading.Event()
-        # Filled with setdefault only, which needs no lock: the first value stays.
+        # Filled with setdefault, which needs no lock: the first value stays.
         self._sizes: dict[str, int] = {}
         self._tags: dict[str, str] = {}
 
@@ -135,10 +135,9 @@ class RemoteStore(Store):
         stop = stop if size is None else min(stop, size)
         if stop <= start:
             return b""
-        key = self._cache_key(path)
-        if self._cache is None or key is None:
+        if self._cache is None:
             return self._fetch(path, start, stop)
-        return self._read_cached(self._cache, key, path, start, min(stop, self._sizes.get(path, stop)))
+        return self._read_cached(self._cache, path, start, stop)
 
     def files(self, folder: str) -> list[str]:
         """The files below a folder. If the protocol has no listings (HTTP), those with names that LeRobot gives."""
@@ -147,7 +146,7 @@ class RemoteStore(Store):
         if found is None:
             return guessed_files(folder, self.exists)
         for path, version in found.items():
-            self._pin(path, version)
+            self._pin_size(path, version.size)
         return sorted(found)
 
     def session(self) -> RemoteStore:
@@ -182,14 +181,19 @@ class RemoteStore(Store):
 
     def _pin(self, path: str, version: Version) -> None:
         """Pins a file to the version seen first. A source may give a tag only at times; it is compared then."""
-        if path not in self._sizes and self._cache is not None and self._transport.frozen:
-            self._cache.write(f"{self._transport.source} {path}", 0, b"", version.size)
-        size = self._sizes.setdefault(path, version.size)
-        tag = self._tags.setdefault(path, version.tag) if version.tag else version.tag
-        if size != version.size:
-            self._changed(path, f"it had {size} bytes and now has {version.size}")
-        if tag != version.tag:
-            self._changed(path, f"it still has {size} bytes, but another tag (ETag, generation or time)")
+        if self._cache is not None and path not in self._tags:
+            self._cache.write(self._name(path), 0, b"", version.size)
+        self._pin_size(path, version.size)
+        tag = self._tags.setdefault(path, version.tag)
+        if version.tag and not tag:
+            self._tags[path] = version.tag
+        if tag and version.tag and tag != version.tag:
+            self._changed(path, f"it still has {version.size} bytes, but another tag (ETag, generation or time)")
+
+    def _pin_size(self, path: str, found: int) -> None:
+        size = self._sizes.setdefault(path, found)
+        if size != found:
+            self._changed(path, f"it had {size} bytes and now has {found}")
 
     def _changed(self, path: str, how: str) -> NoReturn:
         raise StorageError(
@@ -232,34 +236,43 @@ class RemoteStore(Store):
 
     # -- the cache
 
+    def _name(self, path: str) -> str:
+        """The file's name in the cache, whatever its version."""
+        return f"{self._transport.source} {path}"
+
     def _known_size(self, path: str) -> int | None:
         """The size from a request, of this run or of the run that filled the cache."""
         if path not in self._sizes and self._cache is not None and self._transport.frozen:
-            size = self._cache.size(f"{self._transport.source} {path}")
+            size = self._cache.size(self._name(path))
             if size is not None:
                 self._sizes.setdefault(path, size)
         return self._sizes.get(path)
 
-    def _cache_key(self, path: str) -> str | None:
-        """The file's name in the cache; None if its versions cannot be told apart."""
-        if self._cache is None:
-            return None
+    def _cache_key(self, cache: DiskCache, path: str) -> str | None:
+        """The name of the file's version in the cache; None if nothing of it is there, or its versions cannot be told apart."""
         if self._transport.frozen:
-            return f"{self._transport.source} {path}"
-        version = self._version(path) or self._stat(path)
-        return f"{self._transport.source} {path} {version.size} {version.tag}" if version.tag else None
+            return self._name(path)
+        if path not in self._tags and cache.size(self._name(path)) is not None:
+            self._stat(path)
+        tag = self._tags.get(path)
+        return f"{self._name(path)} {self._sizes[path]} {tag}" if tag else None
 
-    def _read_cached(self, cache: DiskCache, key: str, path: str, start: int, stop: int) -> bytes:
-        """Bytes of a file: whole blocks from the cache or, together with those between them, over the network."""
+    def _cached(self, cache: DiskCache, path: str, first: int, last: int) -> list[bytes | None]:
+        key = self._cache_key(cache, path)
+        return [None] * (last - first) if key is None else cache.read(key, first, last)
+
+    def _read_cached(self, cache: DiskCache, path: str, start: int, stop: int) -> bytes:
+        """Bytes of a file: whole blocks from the cache, and those that are not there over the network."""
         first, last, hit = start // BLOCK, -(-stop // BLOCK), stop - start
-        blocks = cache.read(key, first, last)
+        blocks = self._cached(cache, path, first, last)
         if lost := _missing(blocks, first):
-            with cache.fetching(key, lost[0][0], lost[-1][1]):
+            with cache.fetching(self._name(path), lost[0][0], lost[-1][1]):
                 # Another process may have fetched them while this one waited.
-                blocks = cache.read(key, first, last)
+                blocks = self._cached(cache, path, first, last)
                 for a, b in _missing(blocks, first):
                     data = self._fetch(path, a * BLOCK, min(b * BLOCK, self._sizes.get(path, b * BLOCK)))
-                    cache.write(key, a, data, self._sizes[path])
+                    if key := self._cache_key(cache, path):
+                        cache.write(key, a, data, self._sizes[path])
                     blocks[a - first : b - first] = [data[at : at + BLOCK] for at in range(0, (b - a) * BLOCK, BLOCK)]
                     hit -= min(b * BLOCK, stop) - max(a * BLOCK, start)
         self.traffic.add(cached_bytes=hit)
