@@ -32,12 +32,12 @@ def cut(file: str, first: int, last: int) -> bytes:
 
 
 def keep(cache: DiskCache, file: str, first: int, last: int) -> None:
-    cache.write(file, first, cut(file, first, last), SIZE)
+    cache.write(file, "v1", first, cut(file, first, last), SIZE)
 
 
 def hits(cache: DiskCache, file: str, first: int, last: int) -> set[int]:
     """The blocks that the cache has, having checked that they are right."""
-    found = cache.read(file, first, last)
+    found = cache.read(file, "v1", first, last)
     assert len(found) == last - first
     for number, block in enumerate(found, start=first):
         assert block is None or block == cut(file, number, number + 1)
@@ -93,16 +93,28 @@ def test_what_was_written_is_found_and_nothing_else(steps: list) -> None:
 
 def test_the_last_block_of_a_file_may_be_short(folder: Path) -> None:
     cache = DiskCache(folder, None)
-    cache.write("f", 3, b"x" * (BLOCK + 5))
-    assert cache.read("f", 2, 6) == [None, b"x" * BLOCK, b"x" * 5, None]
+    cache.write("f", "v1", 3, b"x" * (BLOCK + 5), SIZE)
+    assert cache.read("f", "v1", 2, 6) == [None, b"x" * BLOCK, b"x" * 5, None]
 
 
-def test_the_size_of_a_file_is_kept_without_a_block(folder: Path) -> None:
+@pytest.mark.parametrize("first", [0, 3 * SEGMENT])
+def test_the_size_of_a_file_is_kept_with_any_block(folder: Path, first: int) -> None:
     cache = DiskCache(folder, None)
     assert cache.size("f") is None
-    cache.write("f", 0, b"", 1 << 40)
+    cache.write("f", "v1", first, b"x", 1 << 40)
     assert DiskCache(folder, None).size("f") == 1 << 40
-    assert hits(cache, "f", 0, 10) == set()
+    assert cache.read("f", "v1", first, first + 2) == [b"x", None]
+
+
+def test_another_version_of_a_file_takes_its_place(folder: Path) -> None:
+    old, new = DiskCache(folder, None), DiskCache(folder, None)
+    keep(old, "f", 0, 4)
+    assert new.read("f", "v2", 0, 4) == [None] * 4
+    new.write("f", "v2", 1, b"n" * BLOCK, 7)
+    assert new.read("f", "v2", 0, 2) == [None, b"n" * BLOCK]
+    assert hits(old, "f", 0, 4) == set()
+    assert new.size("f") == 7
+    assert len(segments(folder)) == 1
 
 
 def test_a_later_run_finds_what_an_earlier_one_wrote(folder: Path) -> None:
@@ -189,8 +201,9 @@ DAMAGE = {
     "the magic": flip(0),
     "the hash": flip(10),
     "the number": flip(24),
-    "the size": flip(33),
-    "the header's check": flip(41),
+    "the version": flip(33),
+    "the size": flip(49),
+    "the header's check": flip(57),
     "a length": flip(64),
     "a check": flip(68),
     "truncated": lambda path: os.truncate(path, 70_000),

@@ -66,7 +66,7 @@ def assert_in_order(folder: Path) -> None:
     assert total(folder) <= LIMIT
     cache = DiskCache(folder, LIMIT)
     for file in "abcdefgh":
-        for number, data in enumerate(cache.read(file, 0, 20)):
+        for number, data in enumerate(cache.read(file, "v1", 0, 20)):
             assert data is None or data == cut(file, number, number + 1)
     new = os.urandom(4).hex()
     keep(cache, new, 0, 2)
@@ -80,7 +80,7 @@ def use(folder: Path, rng: random.Random, rounds: int) -> tuple[int, int]:
         file, first = rng.choice("abcdefgh"), rng.randrange(0, 15)
         last = first + rng.choice((1, 2, 5))
         with cache.fetching(file, first, last):
-            for at, data in enumerate(cache.read(file, first, last), start=first):
+            for at, data in enumerate(cache.read(file, "v1", first, last), start=first):
                 if data is None:
                     keep(cache, file, at, at + 1)
                 else:

@@ -27,7 +27,7 @@ from functools import partial
 
 BLOCK = 1 << 14
 _PER_SEGMENT = 256
-_FIXED = struct.Struct("<8s16sQQ")  # magic, hash of the remote file, number of the segment, size of the file
+_FIXED = struct.Struct("<8s16sQ16sQ")  # magic, hash of the remote file, number of the segment, hash of its version, its size
 _CRC = struct.Struct("<I")  # of these
 _MAGIC = b"dsblock1"
 _ENTRY = struct.Struct("<II")  # length, 0 for a block that is not there, and CRC
@@ -48,7 +48,8 @@ class DiskCache:
 
     Safe to use from several threads and processes. A damaged block is a miss. If the folder can no longer be written to
     (full, read-only, gone), one warning is logged and reading continues. Whoever can write to the folder is trusted.
-    `file` identifies a remote file, including its version. Blocks are numbered from 0; all but a file's last are full.
+    `file` identifies a remote file, `version` its content; of one file there is one version. Blocks are numbered from 0; all
+    but a file's last are full.
 
     Args:
         folder: created if it does not exist.
@@ -72,13 +73,13 @@ class DiskCache:
         self._folder, self._limit = state
         self._writing, self._lock, self._turn = True, threading.Lock(), threading.Lock()
 
-    def read(self, file: str, first: int, last: int) -> list[bytes | None]:
+    def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
         """Blocks [first, last) of a file; None for each that is not there."""
         found: list[bytes | None] = []
         for number, a, b in _pieces(first, last):
             path = self._path(file, number)
             try:
-                found += _read(path, _hash(file), number, a, b)
+                found += _read(path, _hash(file), number, _hash(version), a, b)
                 continue
             except _DamagedError as error:
                 _logger.warning(
@@ -92,18 +93,20 @@ class DiskCache:
         return found
 
     def size(self, file: str) -> int | None:
-        """The size of a file that was written with one."""
+        """The size of a file of which something is there, in any version."""
         with suppress(OSError), _opened(self._path(file, 0), os.O_RDONLY) as handle:
-            return _header(handle, _hash(file), 0)[0]
+            return _header(handle, _hash(file), 0)[1]
         return None
 
-    def write(self, file: str, first: int, data: bytes, size: int = 0) -> None:
-        """Caches blocks from `first` on, and the file's size. Never raises if the disk refuses them."""
-        view = memoryview(data)
-        for number, a, b in _pieces(first, first + max(-(-len(data) // BLOCK), 1)):
-            at = (number * _PER_SEGMENT + a - first) * BLOCK
+    def write(self, file: str, version: str, first: int, data: bytes, size: int) -> None:
+        """Caches blocks from `first` on, and the file's size, in place of another version. Never raises if the disk refuses."""
+        view, pieces = memoryview(data), list(_pieces(first, first + -(-len(data) // BLOCK)))
+        if first >= _PER_SEGMENT and not os.path.exists(self._path(file, 0)):
+            pieces.insert(0, (0, first, first))  # none of its blocks, but the size
+        for number, a, b in pieces:
+            at = (number * _PER_SEGMENT + a - first) * BLOCK if number else 0
             part, path = view[at : at + (b - a) * BLOCK], self._path(file, number)
-            write = partial(_write, path, _fixed(_hash(file), number, size), a, part)
+            write = partial(_write, path, _fixed(_hash(file), number, _hash(version), size), a, part)
             taken = _BLOCKS + len(part) + _PAGE
             self._guarded(write if self._limit is None else partial(self._reserve, taken, write))
 
@@ -201,10 +204,12 @@ def _pieces(first: int, last: int) -> Iterator[tuple[int, int, int]]:
         yield number, max(first - start, 0), min(last - start, _PER_SEGMENT)
 
 
-def _read(path: str, digest: bytes, number: int, first: int, last: int) -> list[bytes | None]:
+def _read(path: str, digest: bytes, number: int, version: bytes, first: int, last: int) -> list[bytes | None]:
     """Blocks of a segment. Raises _DamagedError, or OSError where there is none."""
     with _opened(path, os.O_RDONLY) as handle:
-        found, header = os.fstat(handle), _header(handle, digest, number)[1]
+        found, (written, _, header) = os.fstat(handle), _header(handle, digest, number)
+        if written != version:
+            return [None] * (last - first)
         view = memoryview(os.pread(handle, (last - first) * BLOCK, _BLOCKS + first * BLOCK))
         blocks: list[bytes | None] = []
         for at in range(first, last):
@@ -223,36 +228,39 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
     """Writes blocks of a segment, and only then what tells that they are there."""
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
-    if not os.path.exists(path):
-        for folder in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):  # but not the cache's, if it is gone
-            with suppress(FileExistsError):
-                os.mkdir(folder)
-    with _opened(path, os.O_RDWR | os.O_CREAT) as handle:
-        parts: list[tuple[bytes | memoryview, int]] = [
-            (header, 0),
-            (data, _BLOCKS + first * BLOCK),
-            (entries, _ENTRIES + first * _ENTRY.size),
-        ]
-        for part, at in parts if os.fstat(handle).st_size == 0 else parts[1:]:
-            if os.pwrite(handle, part, at) != len(part):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with suppress(FileNotFoundError), _opened(path, os.O_RDWR) as handle:
+        if os.pread(handle, len(header), 0) == header:
+            return _put(handle, (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
+        os.unlink(path)  # a file has one version from its beginning to its end, whoever still writes to it
+    for folder in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):  # but not the cache's, if it is gone
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+    with suppress(FileExistsError), _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:  # or another process was first
+        _put(handle, (header, 0), (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
+    return None
 
 
-def _fixed(digest: bytes, number: int, size: int) -> bytes:
+def _put(handle: int, *parts: tuple[bytes | memoryview, int]) -> None:
+    for part, at in parts:
+        if os.pwrite(handle, part, at) != len(part):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fixed(digest: bytes, number: int, version: bytes, size: int) -> bytes:
     """The beginning of a segment's header."""
-    head = _FIXED.pack(_MAGIC, digest, number, size)
+    head = _FIXED.pack(_MAGIC, digest, number, version, size)
     return head + _CRC.pack(zlib.crc32(head))
 
 
-def _header(handle: int, digest: bytes, number: int) -> tuple[int, bytes]:
-    """The size of the remote file, and the header of its segment. Raises _DamagedError if that is of another one."""
+def _header(handle: int, digest: bytes, number: int) -> tuple[bytes, int, bytes]:
+    """The version and the size of the remote file, and the segment's header. Raises _DamagedError if that is of another one."""
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         raise _DamagedError("it is not a regular file")
     header = os.pread(handle, _BLOCKS, 0).ljust(_BLOCKS, b"\0")
-    size = int(_FIXED.unpack_from(header)[3])
-    if not header.startswith(_fixed(digest, number, size)):
+    version, size = _FIXED.unpack_from(header)[3:]
+    if not header.startswith(_fixed(digest, number, version, size)):
         raise _DamagedError("its header is damaged, or of another segment")
-    return size, header
+    return version, size, header
 
 
 @contextmanager

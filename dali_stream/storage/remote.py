@@ -181,8 +181,6 @@ class RemoteStore(Store):
 
     def _pin(self, path: str, version: Version) -> None:
         """Pins a file to the version seen first. A source may give a tag only at times; it is compared then."""
-        if self._cache is not None and path not in self._tags:
-            self._cache.write(self._name(path), 0, b"", version.size)
         self._pin_size(path, version.size)
         tag = self._tags.setdefault(path, version.tag)
         if version.tag and not tag:
@@ -248,18 +246,16 @@ class RemoteStore(Store):
                 self._sizes.setdefault(path, size)
         return self._sizes.get(path)
 
-    def _cache_key(self, cache: DiskCache, path: str) -> str | None:
-        """The name of the file's version in the cache; None if nothing of it is there, or its versions cannot be told apart."""
-        if self._transport.frozen:
-            return self._name(path)
-        if path not in self._tags and cache.size(self._name(path)) is not None:
-            self._stat(path)
-        tag = self._tags.get(path)
-        return f"{self._name(path)} {self._sizes[path]} {tag}" if tag else None
+    def _tag(self, path: str) -> str:
+        """What tells the file's version in the cache; empty if it is unknown or there is nothing to tell it."""
+        return "frozen" if self._transport.frozen else self._tags.get(path, "")
 
     def _cached(self, cache: DiskCache, path: str, first: int, last: int) -> list[bytes | None]:
-        key = self._cache_key(cache, path)
-        return [None] * (last - first) if key is None else cache.read(key, first, last)
+        """Blocks of the file's version. Asks for it where something of the file is cached, and it is not known yet."""
+        if not self._tag(path) and path not in self._tags and cache.size(self._name(path)) is not None:
+            self._stat(path)
+        tag = self._tag(path)
+        return cache.read(self._name(path), tag, first, last) if tag else [None] * (last - first)
 
     def _read_cached(self, cache: DiskCache, path: str, start: int, stop: int) -> bytes:
         """Bytes of a file: whole blocks from the cache, and those that are not there over the network."""
@@ -271,8 +267,8 @@ class RemoteStore(Store):
                 blocks = self._cached(cache, path, first, last)
                 for a, b in _missing(blocks, first):
                     data = self._fetch(path, a * BLOCK, min(b * BLOCK, self._sizes.get(path, b * BLOCK)))
-                    if key := self._cache_key(cache, path):
-                        cache.write(key, a, data, self._sizes[path])
+                    if tag := self._tag(path):
+                        cache.write(self._name(path), tag, a, data, self._sizes[path])
                     blocks[a - first : b - first] = [data[at : at + BLOCK] for at in range(0, (b - a) * BLOCK, BLOCK)]
                     hit -= min(b * BLOCK, stop) - max(a * BLOCK, start)
         self.traffic.add(cached_bytes=hit)
