@@ -266,7 +266,10 @@ class RemoteStore(Store):
                 # Another process may have fetched them while this one waited.
                 blocks = self._cached(cache, path, first, last)
                 for a, b in _missing(blocks, first):
-                    data = self._fetch(path, a * BLOCK, min(b * BLOCK, self._sizes.get(path, b * BLOCK)))
+                    end = min(b * BLOCK, self._sizes.get(path, b * BLOCK))
+                    if a * BLOCK >= end:
+                        break  # of the file, whose size was unknown before
+                    data = self._fetch(path, a * BLOCK, end)
                     if tag := self._tag(path):
                         cache.write(self._name(path), tag, a, data, self._sizes[path])
                     blocks[a - first : b - first] = [data[at : at + BLOCK] for at in range(0, (b - a) * BLOCK, BLOCK)]
