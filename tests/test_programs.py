@@ -207,6 +207,25 @@ def test_remote_compares_the_network_with_the_disk(demo: Path) -> None:
     assert medians["cache"]["cached_bytes"] > 0.9 * videos
 
 
+@pytest.mark.slow
+def test_storage_measures_each_client() -> None:
+    clients = ("dali_stream s3", "dali_stream http", "obstore", "http.client")
+    out = run("benchmarks/storage.py", "--seconds", 1, "--ranges", 65536, "--threads", 4, "--clients", *clients, "--json")
+    if "skipped" in out:
+        pytest.skip(out.strip())
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [row["client"] for row in rows] == list(clients)
+    assert all(row["requests_per_s"] > 0 and row["cpu_us"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_index_reads_every_object(g1: Path) -> None:
+    out = run("benchmarks/index.py", g1.with_name("g1_v21"), "--objects", 40, "--json")
+    if "skipped" in out:
+        pytest.skip(out.strip())
+    assert json.loads(out.splitlines()[-1])["objects"] == 40
+
+
 def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None:
     """With a Python that notes what it is told to run, is killed at one part and fails at another."""
     python = tmp_path / "python"
