@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from support.stores import CONTENT, Clock, failure, said
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import RemoteStore, Store, open_store
 from dali_stream.storage.filesystem import FsspecTransport
+from dali_stream.storage.object_options import Bucket
 
 FILES = {"set/meta/info.json": b"{}", "set/data/a b.parquet": CONTENT, "set/empty": b""}
 HANG_GUARD_S = 60.0
@@ -178,6 +180,24 @@ def test_each_cloud_is_read_and_listed(objects: Objects, cloud: str) -> None:
     before = len(objects.requests)
     assert [store.size(f"n/{number}") for number in range(5)] == list(range(5))
     assert len(objects.requests) == before
+
+
+@pytest.mark.parametrize("name", ["a b#c%.bin", "100%25/ä?+&=.mp4", "x=y/~'(1)!*.bin"])
+def test_any_name_of_an_object_is_read(objects: Objects, cloud: str, name: str) -> None:
+    assert isinstance(objects.files, dict)
+    objects.files[f"robots/set/{name}"] = CONTENT[:99]
+    store = opened(cloud, objects)
+    assert store.read(name, 5, 50) == CONTENT[5:50]
+    assert store.files(name.partition("/")[0] if "/" in name else "data") == [name if "/" in name else BIG]
+
+
+def test_many_threads_look_for_credentials_once(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, open_bucket = [], Bucket.open
+    monkeypatch.setattr(Bucket, "open", lambda self: asked.append(time.sleep(0.01)) or open_bucket(self))
+    store = opened("s3", objects)
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(lambda _: store.read(BIG, 0, 9), range(32))) == {CONTENT[:9]}
+    assert len(asked) == 1
 
 
 def test_each_read_after_the_first_asks_for_the_same_version(objects: Objects, cloud: str) -> None:

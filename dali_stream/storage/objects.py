@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from typing import Any
 
 import obstore
@@ -44,11 +45,15 @@ class ObjectTransport(Transport):
     def __init__(self, address: str, storage_options: dict[str, Any] | None, patience: Patience) -> None:
         self._bucket = parsed(address, storage_options or {}, patience)
         self._store: Any = None
+        self._lock = threading.Lock()
         self.address, endpoint = self._bucket.address, self._bucket.endpoint
         self.host, self.source, self.traffic = endpoint or self._bucket.name, f"{endpoint} {self.address}".strip(), Traffic()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_store": None}  # a copy makes its own
+        return {key: value for key, value in vars(self).items() if key not in ("_store", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _store=None, _lock=threading.Lock())  # a copy makes its own
 
     def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """One ranged GET."""
@@ -99,8 +104,9 @@ class ObjectTransport(Transport):
                 f"{self.address} is read in process {os.getpid()}, which was forked from process {_user} after that one had "
                 "read from a bucket; obstore's threads do not outlive a fork. Start processes with spawn or forkserver"
             )
-        store = self._store = self._store or self._bucket.open()
-        return store
+        with self._lock:
+            store = self._store = self._store or self._bucket.open()
+            return store
 
     def _failure(self, path: str, error: Exception) -> Exception | None:
         """The exception to raise for one of obstore, whose text has addresses in it; None for HTTP 412 and 416."""

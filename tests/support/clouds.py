@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from email.utils import formatdate
+from html import escape
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -170,7 +171,7 @@ class _ObjectsHandler(Handler):
             query.get("continuation-token", query.get("marker", [""]))[0],
         )
         names = sorted(name for name in self.owner.files if name.startswith(prefix) and name.partition("/")[2] > after)
-        items = "".join(self._item(name.partition("/")[2], len(self.owner.files[name])) for name in names[:2])
+        items = "".join(self._item(escape(name.partition("/")[2]), len(self.owner.files[name])) for name in names[:2])
         more = names[1].partition("/")[2] if len(names) > 2 else ""
         following = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
         text = f"<ListBucketResult>{items}{following}</ListBucketResult>"
