@@ -83,14 +83,14 @@ class FsspecTransport(Transport):
             raise DatasetError(f"{self.where(path)}: is not a file")
         return Version(int(info["size"]), next((str(info[name]) for name in _TAGS if info.get(name)), ""))
 
-    def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
+    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
         """The files below a folder, with sizes."""
         prefix = self._filesystem()[1].rstrip("/") + "/"
         try:
             found: dict[str, Any] = self._call(folder, lambda files, full: files.find(full, detail=True))
         except DatasetError:
             return {}
-        return {name.removeprefix(prefix): Version(int(info["size"])) for name, info in found.items() if info["type"] == "file"}
+        return {name.removeprefix(prefix): int(info["size"]) for name, info in found.items() if info["type"] == "file"}
 
     def close(self) -> None:
         """Drops the filesystem, which closes its connections."""

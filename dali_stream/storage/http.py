@@ -90,7 +90,7 @@ class HttpTransport(Transport):
         """A GET of one byte: signed URLs are valid for GET only, and not every server reports the size in a HEAD."""
         return self.read(path, 0, 1, None, deadline).version
 
-    def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
+    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
         """HTTP has no listings."""
         return None
 

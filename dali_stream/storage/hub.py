@@ -17,7 +17,6 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.connection import Pool, body
 from dali_stream.storage.http import HttpTransport, origin, retry_after
-from dali_stream.storage.remote import Version
 from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, checked_timeout, retried
 from dali_stream.storage.store import Traffic
 
@@ -71,9 +70,9 @@ class HubTransport(HttpTransport):
             pool=pool,
         )
 
-    def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
+    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
         """The files below a folder, with sizes. Their ETags are known when they are read."""
-        return {path: Version(size) for path, size in self._api.tree(folder, self.revision, deadline)}
+        return dict(self._api.tree(folder, self.revision, deadline))
 
 
 class _Place(NamedTuple):

@@ -82,11 +82,11 @@ class ObjectTransport(Transport):
             failure = self._failure(path, error)
         raise failure or TransientError("unexpected HTTP 412 or 416")
 
-    def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
+    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
         """The files below a folder, with sizes."""
         try:
             pages = list(obstore.list(self._opened(), folder, chunk_size=1000))
-            return {found["path"]: Version(found["size"]) for page in pages for found in page}
+            return {found["path"]: found["size"] for page in pages for found in page}
         except Exception as error:
             failure = self._failure(folder, error)
         raise failure or TransientError("unexpected HTTP 412 or 416")

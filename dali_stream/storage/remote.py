@@ -78,8 +78,8 @@ class Transport(abc.ABC):
         """The current version."""
 
     @abc.abstractmethod
-    def files(self, folder: str, deadline: Deadline) -> dict[str, Version] | None:
-        """The files below a folder at any depth; None if the protocol has no listings."""
+    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
+        """The files below a folder at any depth, with sizes; None if the protocol has no listings."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -145,8 +145,8 @@ class RemoteStore(Store):
         found = self._retried(self.where(folder), lambda deadline: self._transport.files(folder, deadline), lambda found: found)
         if found is None:
             return guessed_files(folder, self.exists)
-        for path, version in found.items():
-            self._pin_size(path, version.size)
+        for path, size in found.items():
+            self._pin_size(path, size)
         return sorted(found)
 
     def session(self) -> RemoteStore:
