@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -221,6 +222,15 @@ def test_closing_ends_a_read_that_waits() -> None:
         reader.join(HANG_GUARD_S)
         assert "closed" in str(errors[0])
         assert store.read(PATH, 0, 10) == CONTENT[:10]
+
+
+def test_the_threads_that_send_requests_end_by_themselves() -> None:
+    with Server({PATH: CONTENT}) as server:
+        assert quick(server.url).read(PATH, 0, 10) == CONTENT[:10]
+    until = time.monotonic() + HANG_GUARD_S
+    while any(thread.name == "dali_stream request" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        os.sched_yield()
 
 
 HANGING = (faults.hang, faults.hang_inside, faults.drip, faults.drip_headers)

@@ -21,6 +21,7 @@ AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that may not last
 PER_HOST = 32  # requests at a time, of all stores of this process
 
 _TIMEOUT_S = 10.0
+_IDLE_S = 0.5  # how long a thread waits for the next request before it ends
 _WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
 _R = TypeVar("_R")
 _T = TypeVar("_T")
@@ -211,8 +212,15 @@ def _bounded(request: Callable[[Deadline], _R], deadline: Deadline, slot: thread
 
 
 def _work(jobs: SimpleQueue[Any]) -> None:
+    """Makes requests until none has come for a while."""
     while True:
-        request, slot, answer = jobs.get()
+        try:
+            request, slot, answer = jobs.get(timeout=_IDLE_S)
+        except Empty:
+            with suppress(ValueError):  # it has just been given one
+                _idle.remove(jobs)
+                return
+            continue
         found: Any = None
         failure: BaseException | None = None
         try:
@@ -220,6 +228,6 @@ def _work(jobs: SimpleQueue[Any]) -> None:
         except BaseException as error:
             failure = error.with_traceback(None)
         slot.release()
+        _idle.append(jobs)
         answer.put((found, failure))
         del request, answer, found, failure  # an idle thread must not keep an answer alive
-        _idle.append(jobs)
