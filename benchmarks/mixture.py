@@ -4,8 +4,8 @@
 
 In each round a loader of each dataset and one of their union take turns, one epoch each, with the same arguments. A union shows
 what its datasets show in an epoch, so it should take as long as they do together: its expected rate is the harmonic mean of
-theirs, weighted by samples. Rates are of an epoch without its first batch, in samples/s, since datasets have different cameras;
-the mixture also has the cost of cameras that are missing, as zeros. Frames are uint8, and decoded on the CPU.
+theirs, weighted by samples. Rates are of whole epochs, from the first request for a batch on, in samples/s, since datasets have
+different cameras; the mixture also has the cost of cameras that are missing, as zeros. Frames are uint8, decoded on the CPU.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def epoch(dataset: dali_stream.Dataset | dali_stream.Mixture, arguments: argparse.Namespace) -> float:
     """Samples/s of one epoch with a new loader."""
     options = {"image_dtype": "uint8", "image_size": tuple(arguments.image_size), "memory_budget": arguments.memory_budget}
-    samples, started = 0, 0.0
-    with dali_stream.Loader(dataset, batch_size=arguments.batch_size, device="cpu", decode="torchcodec", **options) as loader:
-        for batch in loader:
-            samples += len(batch["index"]) if started else 0
-            started = started or time.perf_counter()
-    return samples / (time.perf_counter() - started)
+    with dali_stream.Loader(
+        dataset, batch_size=arguments.batch_size, last_batch="partial", device="cpu", decode="torchcodec", **options
+    ) as loader:
+        started = time.perf_counter()
+        samples = sum(len(batch["index"]) for batch in loader)
+        return samples / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

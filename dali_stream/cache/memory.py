@@ -18,6 +18,7 @@ from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.rows import Found
 from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.union import row_reader
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import find_packets
 from dali_stream.schedule.byte_cache import Drop
@@ -82,7 +83,7 @@ class Memory:
     def __init__(self, source: Source, indices: IndexCache, at_once: int, counters: Counters) -> None:
         self._source, self._indices, self._counters = source, indices, counters
         self._store = source.data_store.session()
-        self._reader = source.row_reader(self._store, at_once)
+        self._reader = row_reader(source, self._store, at_once)
         self._rows = RowCache(len(source.lengths))
         self._coming: dict[tuple[str, int], Future[Any]] = {}
         self._pool: Pool

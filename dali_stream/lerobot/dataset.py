@@ -21,7 +21,6 @@ from dali_stream.lerobot import frame_ranges, metadata, v2
 from dali_stream.lerobot.address import opened, resolved
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
-from dali_stream.lerobot.rows import RowReader
 from dali_stream.lerobot.source import Timing
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store, open_store
@@ -306,9 +305,6 @@ class DatasetFiles:
     def picture_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames."""
         return self.features[camera].frame_size
-
-    def row_reader(self, store: Store, at_once: int) -> RowReader:
-        return RowReader(self, store, at_once)
 
     def names(self) -> dict[str, list[dict[int, str]]]:
         subtasks = self.subtasks if "subtask_index" in self.features else {}

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError, counted
+from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
 from dali_stream.storage.store import SMALL, Ranges
 from dali_stream.workers import Once
-
-if TYPE_CHECKING:
-    from dali_stream.lerobot.dataset import DatasetFiles
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
@@ -50,6 +48,14 @@ class Found(dict[int, Columns]):
         """`bytes_read`, to whoever asks first; 0 to others."""
         taken, self.bytes_read = self.bytes_read, 0
         return taken
+
+
+class Rows(Protocol):
+    """Reads rows. Safe to use from several threads."""
+
+    def read(self, episode: int) -> Found:
+        """The rows of an episode, and of others that had to be read with it. Raises DatasetError, StorageError."""
+        ...
 
 
 class RowReader:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.rows import Found
 from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
@@ -28,14 +27,6 @@ class Timing(NamedTuple):
 
     fps: float
     tolerance_s: float
-
-
-class Rows(Protocol):
-    """Reads rows, such as `lerobot.rows.RowReader`. Safe to use from several threads."""
-
-    def read(self, episode: int) -> Found:
-        """The rows of an episode, and of others that had to be read with it. Raises DatasetError, StorageError."""
-        ...
 
 
 class Source(Protocol):
@@ -116,10 +107,6 @@ class Source(Protocol):
 
     def picture_size(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's frames. Raises ValueError where datasets differ in it."""
-        ...
-
-    def row_reader(self, store: Store, at_once: int) -> Rows:
-        """Reads the rows of all features, from a session of `data_store`. `at_once` as of `RowReader`."""
         ...
 
     def names(self) -> dict[str, list[dict[int, str]]]:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from dali_stream.lerobot.common import common, table
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.rows import Columns, Found, RowReader
-from dali_stream.lerobot.source import ABSENT, Timing
+from dali_stream.lerobot.rows import Columns, Found, RowReader, Rows
+from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
@@ -164,9 +164,6 @@ class Union(Generic[D]):
             )
         return self.features[camera].frame_size
 
-    def row_reader(self, store: Store, at_once: int) -> UnionReader:
-        return UnionReader(self, store, at_once)
-
     def names(self) -> dict[str, list[dict[int, str]]]:
         found: dict[str, list[dict[int, str]]] = {"task": [], "subtask": []}
         for part in self._parts:
@@ -206,6 +203,20 @@ class Union(Generic[D]):
         """Closes file handles and connections; reading opens them again."""
         for part in self._parts:
             part.close()
+
+
+def row_reader(source: Source, store: Store, at_once: int) -> Rows:
+    """Reads the rows of all features of a source.
+
+    Args:
+        source: the episodes.
+        store: a session of its `data_store`.
+        at_once: as of `RowReader`.
+    """
+    if isinstance(source, Union):
+        return UnionReader(source, store, at_once)
+    assert isinstance(source, DatasetFiles)
+    return RowReader(source, store, at_once)
 
 
 class UnionReader:
