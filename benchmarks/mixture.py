@@ -5,7 +5,8 @@
 In each round a loader of each dataset and one of their union take turns, one epoch each, with the same arguments. A union shows
 what its datasets show in an epoch, so it should take as long as they do together: its expected rate is the harmonic mean of
 theirs, weighted by samples. Rates are of whole epochs, from the first request for a batch on, in samples/s, since datasets have
-different cameras; the mixture also has the cost of cameras that are missing, as zeros. Frames are uint8, decoded on the CPU.
+different cameras. The first camera of each is one camera of the mixture, and the others are zeros where they are missing.
+Frames are uint8, decoded on the CPU. The CPU time that both sides take is compared too, since it depends less on what else runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from argument_types import count
 
 import dali_stream
 from dali_stream.tools import environment
+
+MAIN = "observation.images.main"
 
 
 def main() -> int:
@@ -40,6 +43,7 @@ def main() -> int:
     for name, rate in result["samples_per_s"].items():
         print(f"{name:12} {rate:7.0f} samples/s")
     print(f"expected     {result['expected']:7.0f} samples/s; the mixture has {result['ratio']:.3f} of that")
+    print(f"CPU time     {result['cpu_ratio']:7.3f} of what the datasets take together")
     if arguments.json:
         print(environment.report_json(result))
     return 0
@@ -50,36 +54,40 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     datasets = {root.name: dali_stream.Dataset(root) for root in arguments.roots}
     if len(datasets) < len(arguments.roots):
         raise ValueError("two of the folders have the same name; give each dataset another one")
-    sides: dict[str, Any] = {**datasets, "mixture": dali_stream.Mixture(datasets, missing="pad")}
+    keys = {name: {dataset.cameras[0]: MAIN} for name, dataset in datasets.items()}
+    sides: dict[str, Any] = {**datasets, "mixture": dali_stream.Mixture(datasets, keys=keys, missing="pad")}
     rounds: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(arguments.rounds + 1):  # the first only warms up
         for name, side in sides.items():
-            rate = epoch(side, arguments)
+            rate, cpu_s = epoch(side, arguments)
             rounds[name] += [rate] if turn else []
+            cpu[name] += [cpu_s] if turn else []
     frames = {name: dataset.num_frames for name, dataset in datasets.items()}
-    expected = [
-        sum(frames.values()) / sum(frames[name] / rounds[name][turn] for name in datasets) for turn in range(arguments.rounds)
-    ]
+    turns = range(arguments.rounds)
+    expected = [sum(frames.values()) / sum(frames[name] / rounds[name][turn] for name in datasets) for turn in turns]
     return {
         "arguments": {key: str(value) for key, value in vars(arguments).items() if key != "roots"},
         "frames": frames,
         "samples_per_s": {name: statistics.median(rates) for name, rates in rounds.items()},
         "expected": statistics.median(expected),
         "ratio": statistics.median(rate / wanted for rate, wanted in zip(rounds["mixture"], expected, strict=True)),
+        "cpu_ratio": statistics.median(cpu["mixture"][turn] / sum(cpu[name][turn] for name in datasets) for turn in turns),
         "rounds": rounds,
+        "cpu_s": cpu,
         **environment.ran_on("cpu"),
     }
 
 
-def epoch(dataset: dali_stream.Dataset | dali_stream.Mixture, arguments: argparse.Namespace) -> float:
-    """Samples/s of one epoch with a new loader."""
+def epoch(dataset: dali_stream.Dataset | dali_stream.Mixture, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Samples/s, and seconds of CPU time, of one epoch with a new loader."""
     options = {"image_dtype": "uint8", "image_size": tuple(arguments.image_size), "memory_budget": arguments.memory_budget}
     with dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, last_batch="partial", device="cpu", decode="torchcodec", **options
     ) as loader:
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         samples = sum(len(batch["index"]) for batch in loader)
-        return samples / (time.perf_counter() - started)
+        return samples / (time.perf_counter() - started), time.process_time() - cpu
 
 
 if __name__ == "__main__":
