@@ -34,6 +34,8 @@ from dali_stream.order.turns import Pattern, Slack, Turns, stride
 Int64 = npt.NDArray[np.int64]
 _PASSES = 4  # of a dataset that are kept: consumers are in the same or in neighbouring ones
 _PART = 4096  # frames of a run, for each segment of the pool, that are drawn before the next: a resumed run replays these only
+_AHEAD = 64  # draws of a consumer at a time: each costs several calls of NumPy, however many it is
+_NOTHING = np.empty(0, np.int64)
 _BLOCK = 65536  # draws at a time, where they are passed over
 _OFTEN = 4096  # draws within which a dataset comes, for the consumers to follow a pattern
 _SPAN = 16384  # draws of the pattern on which consumers start
@@ -99,6 +101,8 @@ class MixtureOrder:
         self._weights, self._slack = weights, Slack(weights, quotas.draws(0))
         self._preferred = _Preferred(shuffle, seed, epoch, weights, self._count)
         self._turns: dict[int, Turns] = {}
+        self._draws = quotas.draws
+        self._blocks: dict[int, tuple[int, Int64, Int64]] = {}  # per consumer: the first draw, episodes and frames from it on
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -121,31 +125,33 @@ class MixtureOrder:
         check_world(rank, world_size, self._count if self._shuffle is True else None)
         first = start + (rank - start) % world_size
         samples = max(0, min(count, -(-(self._positions - first) // world_size)))
-        dataset, pass_number, place = (np.empty(samples, np.int64) for _ in range(3))
+        episode, frame = np.empty((2, samples), np.int64)
         # One rank's positions visit its consumers in turn. Where there is one for all ranks, it passes over their draws.
         together = math.lcm(world_size, self._count)
         consumers, step = together // world_size, together // self._count
         with self._lock:
             for i in range(min(consumers, samples)):
-                position, of_consumer = first + i * world_size, slice(i, None, consumers)
-                draws = len(dataset[of_consumer])
-                for out, found in zip(
-                    (dataset, pass_number, place),
-                    self._draw(position % self._count, position // self._count, draws, step),
-                    strict=True,
-                ):
-                    out[of_consumer] = found
-            episode, frame = np.empty((2, samples), np.int64)
-            for i in set(dataset.tolist()):
-                at = np.flatnonzero(dataset == i)
-                found, number = self._passes[i].episodes(pass_number[at], place[at])
-                if self._ranges is not None and (frames := self._ranges[i]) is not None:
-                    number = frames.frames(found, number)
-                episode[at], frame[at] = found + self._first_episode[i], number
+                consumer, draw = (first + i * world_size) % self._count, (first + i * world_size) // self._count
+                draws = len(episode[i::consumers])
+                found = self._ahead(consumer, draw, draws) if step == 1 else self._draw(consumer, draw, draws, step)
+                episode[i::consumers], frame[i::consumers] = found
         return episode, frame
 
-    def _draw(self, consumer: int, draw: int, count: int, step: int) -> tuple[Int64, Int64, Int64]:
-        """`count` draws of a consumer, every `step`-th from `draw` on: dataset, pass, and place on the line of that pass."""
+    def _ahead(self, consumer: int, draw: int, count: int) -> tuple[Int64, Int64]:
+        """(episode, frame) of `count` draws of a consumer, out of a block that is drawn at once."""
+        first, episode, frame = self._blocks.get(consumer, (0, _NOTHING, _NOTHING))
+        if not first <= draw <= first + len(episode):
+            first, episode, frame = draw, _NOTHING, _NOTHING
+        if draw + count > (end := first + len(episode)):
+            more = self._draw(consumer, end, min(max(draw + count - end, _AHEAD), self._draws(consumer) - end), 1)
+            episode, frame = (
+                np.concatenate([old[draw - first :], new]) for old, new in zip((episode, frame), more, strict=True)
+            )
+            self._blocks[consumer] = first, episode, frame = draw, episode, frame
+        return episode[draw - first : draw - first + count], frame[draw - first : draw - first + count]
+
+    def _draw(self, consumer: int, draw: int, count: int, step: int) -> tuple[Int64, Int64]:
+        """(episode, frame) of `count` draws of a consumer, every `step`-th from `draw` on."""
         turns = self._turns.get(consumer)
         if turns is None or turns.drawn > draw:
             samples = [int(passes.samples[consumer]) for passes in self._passes]
@@ -160,11 +166,14 @@ class MixtureOrder:
             at = np.flatnonzero(dataset == i)
             number[at] = np.arange(drawn[i], drawn[i] + len(at))
         dataset, number = dataset[::step], number[::step]
-        pass_number, place = np.empty((2, count), np.int64)
+        episode, frame = np.empty((2, count), np.int64)
         for i in set(dataset.tolist()):
             at = np.flatnonzero(dataset == i)
-            pass_number[at], place[at] = self._passes[i].places(consumer, number[at])
-        return dataset, pass_number, place
+            found, within = self._passes[i].episodes(*self._passes[i].places(consumer, number[at]))
+            if self._ranges is not None and (frames := self._ranges[i]) is not None:
+                within = frames.frames(found, within)
+            episode[at], frame[at] = found + self._first_episode[i], within
+        return episode, frame
 
 
 class _Preferred:

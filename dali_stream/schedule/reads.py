@@ -391,7 +391,9 @@ class ReadSchedule:
         return kept
 
     def _is_there(self, episode: int) -> bool:
-        found = self._kinds([episode], {camera: _unique(files[[episode]]) for camera, files in self._storage.files.items()})
+        found = self._kinds(
+            [episode], {camera: [int(files[episode])] for camera, files in self._storage.files.items() if files[episode] >= 0}
+        )
         return all(number in items.size and number not in items.coming for _, items, numbers in found for number in numbers)
 
     def _files_next(self, camera: str, files: Int64) -> Int64:
