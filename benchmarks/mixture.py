@@ -6,7 +6,7 @@ In each round a loader of each dataset and one of their union take turns, one ep
 what its datasets show in an epoch, so it should take as long as they do together: its expected rate is the harmonic mean of
 theirs, weighted by samples. Rates are of whole epochs, from the first request for a batch on, in samples/s, since datasets have
 different cameras. The first camera of each is one camera of the mixture, and the others are zeros where they are missing.
-Frames are uint8, decoded on the CPU. The CPU time that both sides take is compared too, since it depends less on what else runs.
+Frames are uint8, decoded on the CPU. The CPU time that both sides take is compared too: it depends less on what else runs.
 """
 
 from __future__ import annotations

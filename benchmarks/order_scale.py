@@ -1,9 +1,10 @@
 """What the order costs for a dataset of any size: no files are needed.
 
-    python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--json]
+    python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--datasets 1] [--json]
 
 Times planning (the order made and its first batch read) and fast-forward by a million positions of one rank, for world
-sizes from 1 to the number of consumers, and takes the peak memory of the process.
+sizes from 1 to the number of consumers, and takes the peak memory of the process. With --datasets, the episodes are those of a
+mixture of so many, with weights of 1 to 5 and as many samples in an epoch as there are frames.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 from argument_types import count
 
-from dali_stream import Order
+from dali_stream import MixtureOrder, Order
+from dali_stream.order.shares import shares
 from dali_stream.tools import environment
 
 
@@ -26,9 +28,10 @@ def main() -> None:
     parser.add_argument("--episodes", type=count, default=1_000_000)
     parser.add_argument("--length", type=count, default=100, help="frames of an episode")
     parser.add_argument("--consumers", type=count, default=64)
+    parser.add_argument("--datasets", type=count, default=1, help="1: one dataset; more: a mixture")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    result = measure(arguments.episodes, arguments.length, arguments.consumers)
+    result = measure(arguments.episodes, arguments.length, arguments.consumers, arguments.datasets)
     forward = ", ".join(f"{seconds:.2f} s of {world}" for world, seconds in result["forward_s"].items())
     print(
         f"{result['frames']} frames in {arguments.episodes} episodes: planned in {result['plan_s']:.2f} s; a million positions "
@@ -38,17 +41,27 @@ def main() -> None:
         print(environment.report_json(result))
 
 
-def measure(episodes: int, length: int, consumers: int) -> dict[str, Any]:
+def measure(episodes: int, length: int, consumers: int, datasets: int) -> dict[str, Any]:
     """Times one order after the other."""
-    lengths = np.full(episodes, length)
-    result: dict[str, Any] = {"frames": episodes * length, "episodes": episodes, "consumers": consumers, "forward_s": {}}
-    result["plan_s"] = timed(lambda: Order(lengths, consumers=consumers).read(0, 64))
+    made = functools.partial(order, episodes, length, consumers, datasets)
+    result: dict[str, Any] = {"frames": len(made()), "episodes": episodes, "datasets": datasets, "consumers": consumers}
+    result["plan_s"] = timed(lambda: made().read(0, 64))
+    result["forward_s"] = {}
     for world in sorted({1, 8, consumers}):
-        order, start = Order(lengths, consumers=consumers), min(1_000_000 * world, episodes * length - 1)
+        now, start = made(), min(1_000_000 * world, result["frames"] - 1)
         count = consumers // world  # one sample of each consumer of the rank, so that all of them go forward
-        result["forward_s"][world] = timed(functools.partial(order.read, start, count, 0, world))
+        result["forward_s"][world] = timed(functools.partial(now.read, start, count, 0, world))
     result["peak_rss_bytes"] = environment.peak_rss()
     return result | environment.ran_on("cpu")
+
+
+def order(episodes: int, length: int, consumers: int, datasets: int) -> Order | MixtureOrder:
+    """The order of an epoch."""
+    if datasets == 1:
+        return Order(np.full(episodes, length), consumers=consumers)
+    lengths = np.array_split(np.full(episodes, length), datasets)
+    weights = [1 + number % 5 for number in range(datasets)]
+    return MixtureOrder(lengths, shares([each.sum() for each in lengths], weights=weights), consumers=consumers)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -180,11 +180,22 @@ def test_decode_floor_says_what_is_wrong_in_one_line(
         assert said in errors
 
 
-def test_order_scale_prints_its_measurements(run_here: Callable[..., str]) -> None:
-    out = run_here("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, "--json")
+@pytest.mark.parametrize("datasets", [1, 10])
+def test_order_scale_prints_its_measurements(run_here: Callable[..., str], datasets: int) -> None:
+    out = run_here("benchmarks/order_scale.py", "--episodes", 1000, "--consumers", 8, "--datasets", datasets, "--json")
     result = json.loads(out.splitlines()[-1])
     assert result["frames"] == 100_000
     assert set(result["forward_s"]) == {"1", "8"}
+
+
+def test_mixture_compares_with_its_datasets(demo: Path, h264_demo: Path, run_here: Callable[..., str]) -> None:
+    options = ("--image-size", 24, 32, "--rounds", 1, "--json")
+    out = run_here("benchmarks/mixture.py", demo, h264_demo, *options)
+    assert paths_of_the_machine(out) == []
+    result = json.loads(out.splitlines()[-1])
+    assert set(result["samples_per_s"]) == {demo.name, h264_demo.name, "mixture"}
+    assert result["ratio"] > 0
+    assert result["cpu_ratio"] > 0
 
 
 def test_damage_counts_every_trial(demo: Path, run_here: Callable[..., str]) -> None:
