@@ -30,9 +30,13 @@ class IndexCache:
         self._once = Once()
         self.read_bytes = 0
 
+    def file(self, camera: str, episode: int) -> int:
+        """The number of the file that holds an episode."""
+        return int(self._files[camera][episode])
+
     def of(self, camera: str, episode: int, store: Store) -> VideoIndex:
         """The index of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""
-        return self.read(camera, int(self._files[camera][episode]), store)
+        return self.read(camera, self.file(camera, episode), store)
 
     def read(self, camera: str, file: int, store: Store) -> VideoIndex:
         """The index of a file, by its number among those of the camera. As `of`."""

@@ -186,4 +186,4 @@ class Memory:
             return 0
 
     def _path(self, camera: str, episode: int) -> str:
-        return self._source.path(camera, int(self._source.files(camera)[episode]))
+        return self._source.path(camera, self._indices.file(camera, episode))
