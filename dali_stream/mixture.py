@@ -166,8 +166,9 @@ class Mixture(Union[Dataset]):
             try:
                 found.append(windows.offsets(deltas, fps, keys, self.nearest))
             except ValueError as error:
-                hint = ". Mixture(nearest=True) takes the nearest frame" if "no multiple of" in str(error) else ""
-                raise ValueError(f"dataset {name!r}: {error}{hint}") from error
+                if "no multiple of" not in str(error):
+                    raise
+                raise ValueError(f"dataset {name!r}: {error}. Mixture(nearest=True) takes the nearest frame") from error
         return {key: np.stack([offsets[key] for offsets in found]) for key in found[0]}
 
     @property
@@ -234,9 +235,14 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
         try:
             if isinstance(dataset, Mapping):
                 return Dataset(**dataset)
-            return dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-        except (DaliStreamError, ValueError) as error:
+            if isinstance(dataset, (str, os.PathLike)):
+                return Dataset(dataset)
+        except (DaliStreamError, ValueError, TypeError) as error:
             raise type(error)(f"dataset {name!r}: {error}") from error
+        if not isinstance(dataset, Dataset):
+            allowed = "a Dataset, an address, or a dict of arguments of a Dataset"
+            raise ValueError(f"dataset {name!r} is {str(dataset)[:80]}; it is {allowed}")
+        return dataset
 
     with ThreadPoolExecutor(min(len(datasets), _OPENED_AT_ONCE), "dali_stream open") as pool:
         futures = {name: pool.submit(opened, name) for name in datasets}

@@ -73,7 +73,7 @@ def _from_yaml(text: str) -> Any:
         """Refuses a key that comes twice, and takes 1e6 for a number, as JSON does."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _unique([(key.value, None) for key, _ in node.value])
+            _unique([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))

@@ -100,8 +100,8 @@ class Normalizer:
             return shift, scale
         if index is None:
             raise ValueError(
-                f"{key} is normalised by the statistics of each sample's own dataset, and the batch has no {INDEX!r}: int64 "
-                "(B,), as the Loader delivers it. Keep it beside what is normalised"
+                f"{key} is normalised differently from dataset to dataset, by its own statistics or since one lacks some of "
+                f"it, and the batch has no {INDEX!r}: int64 (B,), as the Loader delivers it. Keep it beside what is normalised"
             )
         index = index.to(like.device)
         shape = len(index), *(1,) * (like.ndim - 1 - len(of)), *of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from support.batches import equal
-from support.datasets import ODD_CAMERA, SIDE, TOP, Column, build, read_rows, write_odd
+from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, Column, build, image_file, noise, read_rows, write_odd, write_wide
 from support.faults import reset_inside, short, status
 from support.servers import Server
 
-from dali_stream import Dataset, DatasetError, Loader, Mixture, ResumeError
+from dali_stream import Dataset, DatasetError, DecodeError, Loader, Mixture, ResumeError
 
 WRIST = "observation.images.wrist"
 KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}
@@ -208,6 +209,16 @@ def test_texts_are_those_of_the_samples_dataset(tmp_path: Path) -> None:
             assert sample["note"] == ([""] if name != "c" else [f"note {index}"])
 
 
+def test_a_dataset_without_a_table_of_subtasks_has_empty_ones(tmp_path: Path) -> None:
+    roots = {name: write_odd(tmp_path / name, lengths=(4, 4)) for name in ("a", "b")}
+    (roots["b"] / "meta/subtasks.parquet").unlink()
+    with Loader(Mixture(roots), batch_size=16, image_size=(16, 16), consumers=2) as loader:
+        for batch in loader:
+            assert 1 in batch["subtask_index"]
+            for name, subtask, number in zip(batch["dataset"], batch["subtask"], batch["subtask_index"].tolist(), strict=True):
+                assert subtask == ("" if name == "b" else f"subtask {number}")
+
+
 @pytest.mark.parametrize("whose", ["own", "merged"])
 @pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantiles"])
 def test_normalises_by_own_or_by_merged_statistics(datasets: Mapping[str, Dataset], mode: str, whose: str) -> None:
@@ -260,6 +271,24 @@ def test_merged_statistics_are_those_of_the_mixed_samples(tmp_path: Path) -> Non
     np.testing.assert_allclose(merged["mean"][2], values["a"][:, 2].mean(), atol=1e-3)  # only one has it
 
 
+def test_merged_statistics_are_those_that_all_datasets_have(tmp_path: Path) -> None:
+    root = build(tmp_path, [4], {"action": Column("float32", [2], np.zeros((4, 2)))})
+    own = {"a": {"min": [0, 0], "max": [1, 1]}, "b": {"mean": [0, 0], "std": [1, 1]}}
+    assert Mixture({name: Dataset(root, stats={"action": stats}) for name, stats in own.items()}).stats == {}
+
+
+def test_merged_scales_need_the_dataset_where_one_lacks_some(tmp_path: Path) -> None:
+    roots = {
+        str(width): build(tmp_path / str(width), [4], {"action": Column("float32", [width], np.ones((4, width)))}, stats=True)
+        for width in (2, 3)
+    }
+    with Loader(Mixture(roots, missing="pad"), batch_size=4, consumers=2, normalize="min_max") as loader:
+        with pytest.raises(ValueError, match="or since one lacks some of it, and the batch has no 'dataset_index'"):
+            loader.normalizer.inverse({"action": torch.zeros(1, 3)})
+        back = loader.normalizer.inverse({"action": torch.zeros(2, 3), "dataset_index": torch.tensor([0, 1])})
+    assert back["action"].tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 4), (4, 1)])
 def test_resumes_at_the_very_next_sample_on_other_ranks(datasets: Mapping[str, Dataset], first: int, then: int) -> None:
     mixed = mixture(datasets, weights={"demo": 2, "h264": 1, "rows": 1}, epoch_samples=96)
@@ -307,6 +336,19 @@ def test_streams_from_http_with_faults_and_a_local_one_beside(
                 check(sample, alone)
             assert loader.stats()["retries"] > 0
         assert not any(SIDE in request.path for request in two.requests)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_requests_are_counted_once_and_with_those_of_a_copy(tmp_path: Path, copied: bool) -> None:
+    """Parts of one dataset share its connections, and a copy reads over connections of its own."""
+    with Server(write_wide(tmp_path, [30] * 4, 4)) as server:
+        mixed = Mixture(Dataset(server.url).split({"a": 0.5, "b": 0.5}))
+        mixed = pickle.loads(pickle.dumps(mixed)) if copied else mixed
+        with Loader(mixed, batch_size=8, consumers=4, threads=1) as loader:
+            made, counted = len(server.requests), loader.stats()["requests"]
+            assert len(list(loader)) == len(loader)
+            made, counted = len(server.requests) - made, loader.stats()["requests"] - counted
+    assert made == counted > 0
 
 
 def test_datasets_that_differ_are_an_error_that_lists_how(datasets: Mapping[str, Dataset], demo: Path) -> None:
@@ -365,10 +407,36 @@ def test_sizes_that_differ_need_image_size(demo: Path, written: Callable[..., Pa
 def test_an_error_names_the_dataset(demo: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="dataset 'b': "):
         Mixture({"a": demo, "b": tmp_path / "nowhere"})
+    for wrong, match in (
+        (None, "dataset 'b' is None; it is a Dataset, an address, or a dict"),
+        (Mixture({"a": demo}), "dataset 'b' is Mixture.*; it is a Dataset, an address, or a dict"),
+        ({"uri": demo, "episode": [1]}, "dataset 'b': .*Did you mean 'episodes'"),
+        ({"episodes": [1]}, "dataset 'b': .*'uri'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=match):
+            Mixture({"a": demo, "b": wrong})
     with pytest.raises(ValueError, match="dict of one or more datasets"):
         Mixture({})
     with pytest.raises(TypeError, match="has no items"):
         Mixture({"a": demo})[0]
+
+
+def test_a_frame_that_cannot_be_decoded_is_named_with_its_dataset(tmp_path: Path) -> None:
+    whole = [image_file(noise(0, frame)) for frame in range(4)]
+    roots = {}
+    for name, files in (("a", whole), ("b", [*whole[:2], b"no image", whole[3]])):
+        values = [{"bytes": data, "path": None} for data in files]
+        roots[name] = build(tmp_path / name, [4], {TOP: Column("image", [*ODD_SIZE, 3], values)})
+    with (
+        Loader(Mixture(roots), batch_size=8, consumers=2, threads=1) as loader,
+        pytest.raises(DecodeError, match=f"{TOP}: dataset 'b', episode 0, frame 2: the image is damaged"),
+    ):
+        next(iter(loader))
+
+
+def test_an_unknown_key_of_a_window_is_no_matter_of_one_dataset(demo: Path) -> None:
+    with pytest.raises(ValueError, match=r"^Unknown key 'nothing' in delta_timestamps"):
+        Loader(Mixture({"a": demo}), delta_timestamps={"nothing": [0]})
 
 
 def test_rows_of_the_right_dataset_are_read(datasets: Mapping[str, Dataset]) -> None:

@@ -92,6 +92,7 @@ def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
     ("text", "said"),
     [
         ("datasets: [data/pick", "it is no YAML: .* line 1"),
+        ("? [a, b]\n: 1", "it is no YAML: .*unhashable key"),
         ("[1, 2]", r"the file is '\[1, 2\]'; it is a dict with datasets"),
         ("", "the file is 'None'; it is a dict with datasets"),
         ("weights: {pick: 1}", "the file has no 'datasets'. Its keys: weights"),

@@ -158,8 +158,10 @@ def even_tasks(ends: Int64) -> Int64:
 
 
 def named(source: Source, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
-    """The error with camera, episode and frames in front."""
+    """The error with camera, episode and frames in front, and of a mixture the dataset."""
     which = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
-    found = DecodeError(f"{camera}: episode {source.episodes[episode]}, frame {which}: {error}")
+    names = source.dataset_names
+    whose = f"dataset {names[source.dataset_of[episode]]!r}, " if names else ""
+    found = DecodeError(f"{camera}: {whose}episode {source.episodes[episode]}, frame {which}: {error}")
     found.__cause__ = error
     return found

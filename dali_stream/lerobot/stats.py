@@ -130,6 +130,8 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
         parts: of each, float64 arrays of one shape: `mean`, `std`, `min`, `max` and quantiles, all or some of them.
     """
     names = [name for name in parts[0] if all(name in part for part in parts)]
+    if not names:
+        return {}
     stacked = {name: np.stack([part[name] for part in parts]) for name in names}
     weight = np.asarray(shares, np.float64).reshape(-1, *(1,) * (next(iter(stacked.values())).ndim - 1))
 

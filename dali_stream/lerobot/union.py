@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -56,7 +57,6 @@ class Union(Generic[D]):
         self.sampled_lengths = np.concatenate([part.sampled_lengths for part in self._parts])
         self.episodes = np.concatenate([part.episodes for part in self._parts])
         self.num_episodes = len(self.lengths)
-        self.data_store: Store = UnionStore([part.data_store for part in self._parts])
         have = [{key: part.features[own] for key, own in own_keys.items()} for part, own_keys in self._each()]
         found, names = common(have), list(self.datasets)
         if found.conflicts:
@@ -101,10 +101,15 @@ class Union(Generic[D]):
                 numbers.append(np.full(part.num_episodes, ABSENT))
         return np.concatenate(numbers).astype(np.int64), np.array(before, np.int64)
 
+    @functools.cached_property
+    def data_store(self) -> Store:
+        """Where rows and video are."""
+        return UnionStore([part.data_store for part in self._parts])
+
     @property
     def stores(self) -> list[Store]:
-        """Where they are read from."""
-        return [store for part in self._parts for store in part.stores]
+        """Where they are read from, each once: parts of one dataset share theirs."""
+        return list({id(store): store for part in self._parts for store in part.stores}.values())
 
     @property
     def cache_dir(self) -> str | os.PathLike[str] | None:
@@ -170,7 +175,7 @@ class Union(Generic[D]):
             for key, tables in part.names().items():
                 found[key] += tables
         if any(found["subtask"]):
-            found["subtask"] = [names or {0: ""} for names in found["subtask"]]
+            found["subtask"] = [names or defaultdict(str) for names in found["subtask"]]
         return found
 
     def names_place(self, key: str, dataset: int) -> str:
@@ -198,6 +203,10 @@ class Union(Generic[D]):
         }
         Union.__init__(rest, left, renamed, self._missing)
         return rest
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy reads through the stores of its own datasets.
+        return {name: value for name, value in vars(self).items() if name != "data_store"}
 
     def close(self) -> None:
         """Closes file handles and connections; reading opens them again."""
