@@ -282,12 +282,13 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Counters and times since the loader was made.
 
-        `batches`, `samples`, `frames` delivered to DALI; `clips` and `decoded_frames` that took, with the frames that are only
-        on the way to others; `frame_cache_hits`, delivered frames that an earlier batch had decoded; `frame_cache_bytes` of
-        decoded frames that are kept; `frames_evicted_before_use`, kept frames that memory_budget had no room for until their
-        next use; `padded` and `substituted` samples; `route_changes`; `resident_bytes` of rows, indices, kept frames and, of
-        remote data, encoded video, and `row_bytes`, `index_bytes` and `encoded_bytes` of that; `indices_read_again`, those of
-        video files in use that memory_budget had no room to keep; `first_batch_s` from construction to the first batch.
+        `batches`, `samples`, `frames` delivered to DALI, without those of cameras that a dataset lacks; `clips` and
+        `decoded_frames` that took, with the frames that are only on the way to others; `frame_cache_hits`, delivered frames
+        that an earlier batch had decoded; `frame_cache_bytes` of decoded frames that are kept; `frames_evicted_before_use`,
+        kept frames that memory_budget had no room for until their next use; `padded` and `substituted` samples;
+        `route_changes`; `resident_bytes` of rows, indices, kept frames and, of remote data, encoded video, and `row_bytes`,
+        `index_bytes` and `encoded_bytes` of that; `indices_read_again`, those of video files in use that memory_budget had no
+        room to keep; `first_batch_s` from construction to the first batch.
 
         Seconds per stage, which do not overlap. Of the thread that iterates: `consumer_s` between batches, and in `next()`
         `wait_s`, of which it waited for frames for `starved_s`, and copied them and ran the DALI graph for `graph_s`. Of the

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.faults import reset_inside, short, status
 from support.servers import Server
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader, Mixture, ResumeError
+from dali_stream.lerobot.union import row_reader
 
 WRIST = "observation.images.wrist"
 KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}
@@ -138,6 +140,8 @@ def test_masks_say_what_a_dataset_lacks(datasets: Mapping[str, Dataset]) -> None
     with Loader(mixed, batch_size=8, **LOADER) as loader:
         batch = next(iter(loader))
         assert loader.routes[TOP].decoder == "torchcodec"
+        has = {"demo": 2, "h264": 1, "rows": 1}
+        assert loader.stats()["frames"] == sum(has[name] for name in batch["dataset"])
     for key, there in ((TOP, ("demo", "h264")), (SIDE, ("demo",)), (WRIST, ("rows",)), ("matrix", ("rows",))):
         assert batch[f"{key}_is_missing"].tolist() == [name not in there for name in batch["dataset"]]
     assert "action_is_missing" not in batch
@@ -336,6 +340,19 @@ def test_streams_from_http_with_faults_and_a_local_one_beside(
                 check(sample, alone)
             assert loader.stats()["retries"] > 0
         assert not any(SIDE in request.path for request in two.requests)
+
+
+def test_rows_of_all_datasets_share_the_limit_of_what_is_read_at_once(tmp_path: Path) -> None:
+    with Server(write_wide(tmp_path, [30] * 2, 4), latency_s=0.1) as server:
+        mixed = Mixture({"a": server.url, "b": server.url})
+        reader = row_reader(mixed, mixed.data_store.session(), at_once=1)
+        for episode in (0, 2):  # with the footer
+            reader.read(episode)
+        server.peak = 0
+        with ThreadPoolExecutor(2) as pool:
+            assert [list(found) for found in pool.map(reader.read, (1, 3))] == [[1], [3]]
+        assert server.peak == 1
+        mixed.close()
 
 
 @pytest.mark.parametrize("copied", [False, True])

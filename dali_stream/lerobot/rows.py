@@ -58,13 +58,38 @@ class Rows(Protocol):
         ...
 
 
+class ReadLimit:
+    """Bytes of row groups that are read at the same time, by one reader or by several together.
+
+    Args:
+        at_once: how many, unless a single row group has more.
+    """
+
+    def __init__(self, at_once: int = 1 << 62) -> None:
+        self.at_once, self._reading = at_once, 0
+        self._room = threading.Condition()
+
+    @contextmanager
+    def turn(self, size: int) -> Iterator[None]:
+        """Waits until row groups of `size` bytes may be read beside those that are."""
+        with self._room:
+            self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
+            self._reading += size
+        try:
+            yield
+        finally:
+            with self._room:
+                self._reading -= size
+                self._room.notify_all()
+
+
 class RowReader:
     """Reads the rows of episodes, and only the features that `dataset` selects. Safe to use from several threads.
 
     Args:
         dataset: the selected part of a dataset.
         store: where its rows are read; None: where the dataset lies.
-        at_once: bytes of row groups that are read at the same time, unless a single one has more.
+        limit: of what is read at the same time; None: there is none.
         keys: of these features only; None: of all that `dataset` selects.
     """
 
@@ -74,12 +99,11 @@ class RowReader:
         self,
         dataset: DatasetFiles,
         store: Store | None = None,
-        at_once: int = 1 << 62,
+        limit: ReadLimit | None = None,
         keys: Container[str] | None = None,
     ) -> None:
         self._dataset, self._store = dataset, store or dataset.data_store
-        self._at_once, self._reading, self._warned = at_once, 0, False
-        self._room = threading.Condition()
+        self._limit, self._warned = limit or ReadLimit(), False
         self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
         self._lock = threading.Lock()
@@ -144,22 +168,15 @@ class RowReader:
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
-        """Waits until row groups of `size` bytes may be read beside those that are."""
-        if size > self._at_once and not self._warned:
+        """As of `ReadLimit`; says once where a row group is too large to be kept."""
+        if size > self._limit.at_once and not self._warned:
             self._warned = True
             _log.warning(
                 "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
-                "episodes. `dali-stream reshard` writes smaller ones", self._store.where(path), size, self._at_once,
+                "episodes. `dali-stream reshard` writes smaller ones", self._store.where(path), size, self._limit.at_once,
             )  # fmt: skip
-        with self._room:
-            self._room.wait_for(lambda: not self._reading or self._reading + size <= self._at_once)
-            self._reading += size
-        try:
+        with self._limit.turn(size):
             yield
-        finally:
-            with self._room:
-                self._reading -= size
-                self._room.notify_all()
 
     def _footer(self, path: str, number: int) -> _Footer:
         """The footer of the dataset's data file of that number."""

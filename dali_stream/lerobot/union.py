@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dali_stream.lerobot.common import common, table
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.rows import Columns, Found, RowReader, Rows
+from dali_stream.lerobot.rows import Columns, Found, ReadLimit, RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
 
@@ -220,12 +220,12 @@ def row_reader(source: Source, store: Store, at_once: int) -> Rows:
     Args:
         source: the episodes.
         store: a session of its `data_store`.
-        at_once: as of `RowReader`.
+        at_once: as of `ReadLimit`.
     """
     if isinstance(source, Union):
         return UnionReader(source, store, at_once)
     assert isinstance(source, DatasetFiles)
-    return RowReader(source, store, at_once)
+    return RowReader(source, store, ReadLimit(at_once))
 
 
 class UnionReader:
@@ -234,13 +234,14 @@ class UnionReader:
     Args:
         union: the datasets.
         store: a session of its `data_store`.
-        at_once: as of `RowReader`.
+        at_once: bytes of row groups that are read at the same time, of all datasets together; as of `ReadLimit`.
     """
 
     def __init__(self, union: Union[Any], store: Store, at_once: int) -> None:
         assert isinstance(store, UnionStore)
         self._union = union
-        self._readers = [RowReader(part, of, at_once) for (part, _), of in zip(union._each(), store.stores, strict=True)]
+        limit = ReadLimit(at_once)
+        self._readers = [RowReader(part, of, limit) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:
         """As of `RowReader`."""

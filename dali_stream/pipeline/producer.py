@@ -397,7 +397,7 @@ class BatchProducer:
             failed |= work.failed
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
-        self._counters.frames += rows * sum(map(self._config.windows.steps, frames))
+        self._counters.frames += sum(self._config.windows.steps(key) * (rows - self._lacking(batch, key)) for key in frames)
         if failed:
             good = [row for row in range(rows) if row not in failed]
             share, first = self._config.max_substitutes, failed[min(failed)]
@@ -415,6 +415,11 @@ class BatchProducer:
                 batch.columns[SUBSTITUTE][row] = True
             self._counters.substituted += len(failed)
         return frames
+
+    def _lacking(self, batch: Batch, camera: str) -> int:
+        """Samples of a batch whose dataset lacks a camera."""
+        mask = f"{camera}_is_missing"
+        return int(batch.columns[mask].sum()) if mask in self._config.dataset.constants else 0
 
 
 def closed() -> DaliStreamError:
