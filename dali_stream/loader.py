@@ -18,6 +18,7 @@ from dali_stream.decode.choice import choose_routes
 from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import DaliStreamError, ResumeError, counted
 from dali_stream.mixture import Mixture
+from dali_stream.mixture_file import is_mixture_file
 from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
@@ -131,6 +132,9 @@ class Loader:
         pools = default_pools(batch_size, world_size, consumers, episode_pool_size)
         arguments = OrderArguments(shuffle, seed, *pools).checked(rank, world_size)
         threads = process.cores() if threads is None else positive("threads", threads)
+        if isinstance(dataset, Mapping) or (isinstance(dataset, (str, os.PathLike)) and is_mixture_file(dataset)):
+            how = "Mixture(datasets)" if isinstance(dataset, Mapping) else "Mixture.from_file(path)"
+            raise ValueError(f"dataset is {str(dataset)[:80]!r}; make a mixture of it: Loader(dali_stream.{how}, ...)")
         self.dataset = dataset if isinstance(dataset, (Dataset, Mixture)) else Dataset(dataset)
         orders = self.dataset.orders()
         batches = Batches(orders.positions, batch_size, world_size, last_batch).checked()

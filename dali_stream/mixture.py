@@ -40,7 +40,8 @@ class Mixture(Union[Dataset]):
     temperature     shares that are proportional to frames ** (1 / temperature): 1 is the union's, large ones are equal
 
     In each of them, every prefix of an epoch has each dataset's share within one sample per consumer, on each rank and over
-    all. Each dataset has its own passes, across epochs too, and each pass has every frame once. See docs/mixtures.md.
+    all (with `shuffle="global"` or False within one sample over all, and about that on a rank). Each dataset has its own
+    passes, across epochs too, and each pass has every frame once. See docs/mixtures.md.
 
     A batch has `dataset`, a list of str, and `dataset_index`, int64 (B,), which of `datasets` each sample is of. Where
     datasets differ and `missing` is "pad", it also has `<key>_is_missing`, bool (B,), for each key that some lack, whose values
@@ -90,7 +91,7 @@ class Mixture(Union[Dataset]):
         if not isinstance(datasets, Mapping) or not datasets or not all(isinstance(name, str) for name in datasets):
             raise ValueError(f"datasets is {str(datasets)[:80]}; it is a dict of one or more datasets by name")
         for what, given in (("weights", weights), ("repeats", repeats), ("keys", keys)):
-            _check_names(what, given, datasets, every=what != "keys")
+            check_names(what, given, datasets, every=what != "keys")
         for name, renamed in (keys or {}).items():
             if not isinstance(renamed, Mapping) or not all(isinstance(key, str) for key in (*renamed, *renamed.values())):
                 raise ValueError(f"keys[{name!r}] is {str(renamed)[:80]!r}; it is a dict {{key in the dataset: common key}}")
@@ -215,7 +216,7 @@ class Mixture(Union[Dataset]):
         return f"Mixture({counted(len(self.datasets), 'dataset')}, {counted(len(self), 'sample')} an epoch: {parts})"
 
 
-def _check_names(what: str, given: object, datasets: Mapping[str, Any], every: bool) -> None:
+def check_names(what: str, given: object, datasets: Mapping[str, Any], every: bool) -> None:
     """Raises ValueError where an argument is no dict by the datasets' names."""
     if given is None:
         return

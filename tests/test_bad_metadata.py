@@ -51,7 +51,7 @@ def test_no_such_dataset(tmp_path: Path) -> None:
     for uri in (str(tmp_path / "nowhere"), f"file://{tmp_path}/nowhere"):
         with pytest.raises(dali_stream.DatasetError, match=r"no dataset at .*nowhere.*does not exist"):
             Dataset(uri)
-    with pytest.raises(dali_stream.DatasetError, match="there is no such folder"):
+    with pytest.raises(dali_stream.DatasetError, match=r"not a LeRobot dataset: meta/info\.json does not exist"):
         Dataset("memory://nowhere/at/all")
     (tmp_path / "file").write_text("x")
     with pytest.raises(dali_stream.DatasetError, match="is a file"):

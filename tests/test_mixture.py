@@ -406,6 +406,7 @@ def test_what_cannot_be_one_feature_is_an_error(tmp_path: Path) -> None:
         ({"keys": {"a": {"nothing": "x"}}}, "'nothing', which dataset 'a' cannot rename. Available: "),
         ({"keys": {"a": {"index": "x"}}}, "'index', which dataset 'a' cannot rename"),
         ({"keys": {"a": {TOP: SIDE}}}, "to both"),
+        ({"keys": {"a": {TOP: "dataset"}}}, "gives 'observation.images.top' the key 'dataset', under which batches have"),
         ({"missing": "zeros"}, "missing is 'zeros'"),
         ({"weigths": {"a": 1, "b": 1}}, "Did you mean 'weights'"),
     ],
@@ -434,6 +435,10 @@ def test_an_error_names_the_dataset(demo: Path, tmp_path: Path) -> None:
             Mixture({"a": demo, "b": wrong})
     with pytest.raises(ValueError, match="dict of one or more datasets"):
         Mixture({})
+    with pytest.raises(ValueError, match=r"make a mixture of it: Loader\(dali_stream.Mixture\(datasets\)"):
+        Loader({"a": demo})
+    with pytest.raises(ValueError, match=r"Mixture.from_file\(path\)"):
+        Loader(tmp_path / "mixture.yaml")
     with pytest.raises(TypeError, match="has no items"):
         Mixture({"a": demo})[0]
 

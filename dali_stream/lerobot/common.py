@@ -19,7 +19,7 @@ class Common:
     """Features under common keys, of M datasets.
 
     Attributes:
-        features: by key. A vector is as wide as the widest; a camera has the size of its largest frames.
+        features: by key. A vector is as wide as the widest. A camera is that of a dataset which has video of it, if any.
         missing: (M,) which datasets lack the key, for each key that some lack.
         padded: (M, D) which dimensions of the widest are padding, for each key of vectors whose widths differ.
         differences: keys that some lack, or that have other widths.

@@ -22,6 +22,7 @@ Int64 = npt.NDArray[np.int64]
 D = TypeVar("D", bound=DatasetFiles)
 Self = TypeVar("Self", bound="Union[Any]")
 MISSING = ("error", "pad")
+RESERVED = ("dataset", "dataset_index", "task", "subtask")  # keys of a mixture's batches that no feature can get
 
 
 class Union(Generic[D]):
@@ -332,6 +333,8 @@ def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[
         if key not in dataset.features or (key in NEEDED and key != other):
             can = ", ".join(key for key in dataset.features if key not in NEEDED)
             raise ValueError(f"keys[{name!r}] has {key!r}, which dataset {name!r} cannot rename. Available: {can}")
+        if other in RESERVED and other != key:
+            raise ValueError(f"keys[{name!r}] gives {key!r} the key {other!r}, under which batches have something else")
     found: dict[str, str] = {}
     for key in dataset.features:
         new = keys.get(key, key)

@@ -10,7 +10,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.lerobot.common import common, described
 from dali_stream.lerobot.dataset import NEEDED
 from dali_stream.lerobot.union import own_keys
-from dali_stream.mixture import Mixture
+from dali_stream.mixture import Mixture, check_names
 
 MOST = 10  # times as many passes as another dataset, without a warning
 _NAMED = 5  # datasets in the warning
@@ -68,6 +68,7 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
     Raises:
         ValueError: a bad argument.
     """
+    check_names("keys", keys, datasets, every=False)
     have = [
         {key: dataset.features[own] for key, own in own_keys(name, dataset, keys.get(name, {})).items()}
         for name, dataset in datasets.items()
