@@ -63,10 +63,10 @@ def repeat(root: Path, folder: Path, objects: int) -> None:
     total, size = -(-objects // (1 + len(cameras))), info["chunks_size"]
     shutil.copytree(root / "meta", folder / "meta", dirs_exist_ok=True)
     kinds = [(info["data_path"], "")] + [(info["video_path"], camera) for camera in cameras]
-    lines = []
+    meta = []
     for number in range(total):
         source = episodes[number % len(episodes)]
-        lines.append(json.dumps(source | {"episode_index": number}))
+        meta.append(json.dumps(source | {"episode_index": number}))
         for template, camera in kinds:
             names = {"video_key": camera}
             old = template.format(episode_chunk=source["episode_index"] // size, episode_index=source["episode_index"], **names)
@@ -76,10 +76,10 @@ def repeat(root: Path, folder: Path, objects: int) -> None:
                 shutil.copy(root / old, new)
             else:
                 os.link(folder / old, new)
-    frames = sum(json.loads(line)["length"] for line in lines)
+    frames = sum(json.loads(line)["length"] for line in meta)
     info |= {"total_episodes": total, "total_frames": frames, "splits": {"train": f"0:{total}"}}
     (folder / "meta/info.json").write_text(json.dumps(info))
-    (folder / "meta/episodes.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "meta/episodes.jsonl").write_text("\n".join(meta) + "\n")
     (folder / "meta/episodes_stats.jsonl").unlink(missing_ok=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import BLOCK, DiskCache
 from dali_stream.storage.file_names import guessed_files
-from dali_stream.storage.retry import Deadline, Patience, TransientError, retried
+from dali_stream.storage.retry import Deadline, Patience, TransientError, end_idle_threads, retried
 from dali_stream.storage.store import Store, Traffic, checked
 
 _R = TypeVar("_R")
@@ -171,6 +171,7 @@ class RemoteStore(Store):
         stop, self._stop = self._stop, threading.Event()
         stop.set()
         self._transport.close()
+        end_idle_threads()
 
     def _stat(self, path: str) -> Version:
         def accept(version: Version) -> Version:

@@ -22,6 +22,7 @@ PER_HOST = 32  # requests at a time, of all stores of this process
 
 _TIMEOUT_S = 10.0
 _IDLE_S = 0.5  # how long a thread waits for the next request before it ends
+_ABORT_S = 1.0  # how long a request that was ended may take to end
 _WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
 _R = TypeVar("_R")
 _T = TypeVar("_T")
@@ -176,7 +177,7 @@ def _given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: flo
 
 
 _slots: dict[str, threading.BoundedSemaphore] = {}
-_idle: list[SimpleQueue[Any]] = []  # the jobs of threads that wait for one
+_idle: list[tuple[SimpleQueue[Any], threading.Thread]] = []  # threads that wait for a job, and where they wait
 # A child process has no threads, and would wait for slots that threads of its parent hold.
 os.register_at_fork(after_in_child=_slots.clear)
 os.register_at_fork(after_in_child=_idle.clear)
@@ -194,7 +195,7 @@ def _bounded(request: Callable[[Deadline], _R], deadline: Deadline, slot: thread
     """`request(deadline)` in another thread, which releases the slot. No longer waited for after the deadline."""
     answer: SimpleQueue[tuple[_R | None, BaseException | None]] = SimpleQueue()
     try:
-        jobs = _idle.pop()
+        jobs, _ = _idle.pop()
     except IndexError:
         jobs = SimpleQueue()
         # A daemon: an interpreter that ends does not wait for a server that hangs.
@@ -208,19 +209,34 @@ def _bounded(request: Callable[[Deadline], _R], deadline: Deadline, slot: thread
             return found  # type: ignore[return-value]  # there is one, since there is no error
     if deadline.abort is not None:
         deadline.abort()
+        with suppress(Empty):
+            answer.get(timeout=_ABORT_S)
     raise TransientError(deadline.connecting or "timed out", unreachable=bool(deadline.connecting))
 
 
+def end_idle_threads() -> None:
+    """Ends the threads that have no request, and waits for that."""
+    with suppress(IndexError):
+        while True:
+            jobs, thread = _idle.pop()
+            jobs.put(None)
+            thread.join()
+
+
 def _work(jobs: SimpleQueue[Any]) -> None:
-    """Makes requests until none has come for a while."""
+    """Makes requests until none has come for a while, or until it is told to end."""
+    me = jobs, threading.current_thread()
     while True:
         try:
-            request, slot, answer = jobs.get(timeout=_IDLE_S)
+            job = jobs.get(timeout=_IDLE_S)
         except Empty:
             with suppress(ValueError):  # it has just been given one
-                _idle.remove(jobs)
+                _idle.remove(me)
                 return
             continue
+        if job is None:
+            return
+        request, slot, answer = job
         found: Any = None
         failure: BaseException | None = None
         try:
@@ -228,6 +244,6 @@ def _work(jobs: SimpleQueue[Any]) -> None:
         except BaseException as error:
             failure = error.with_traceback(None)
         slot.release()
-        _idle.append(jobs)
+        _idle.append(me)
         answer.put((found, failure))
-        del request, answer, found, failure  # an idle thread must not keep an answer alive
+        del job, request, answer, found, failure  # an idle thread must not keep an answer alive
