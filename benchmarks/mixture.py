@@ -7,22 +7,17 @@ what its datasets show in an epoch, so it should take as long as they do togethe
 theirs, weighted by samples. Rates are of whole epochs, from the first request for a batch on, in samples/s, since datasets have
 different cameras. The first camera of each is one camera of the mixture, and the others are zeros where they are missing.
 Frames are uint8, decoded on the CPU. The CPU time that both sides take is compared too: it depends less on what else runs.
-
-Before each epoch, as much memory as all frames take is written and freed: a virtual machine may be given memory only at its
-first touch, which would fall on whichever side needs more of it at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from argument_types import count
 
 import dali_stream
@@ -61,12 +56,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("two of the folders have the same name; give each dataset another one")
     keys = {name: {dataset.cameras[0]: MAIN} for name, dataset in datasets.items()}
     sides: dict[str, Any] = {**datasets, "mixture": dali_stream.Mixture(datasets, keys=keys, missing="pad")}
-    touched = sum(part.num_frames * len(part.cameras) for part in datasets.values()) * 3 * math.prod(arguments.image_size)
     rounds: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(arguments.rounds + 1):  # the first only warms up
         for name, side in sides.items():
-            rate, cpu_s = epoch(side, arguments, touched)
+            rate, cpu_s = epoch(side, arguments)
             rounds[name] += [rate] if turn else []
             cpu[name] += [cpu_s] if turn else []
     frames = {name: dataset.num_frames for name, dataset in datasets.items()}
@@ -85,12 +79,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def epoch(
-    dataset: dali_stream.Dataset | dali_stream.Mixture, arguments: argparse.Namespace, touched: int
-) -> tuple[float, float]:
+def epoch(dataset: dali_stream.Dataset | dali_stream.Mixture, arguments: argparse.Namespace) -> tuple[float, float]:
     """Samples/s, and seconds of CPU time, of one epoch with a new loader."""
     options = {"image_dtype": "uint8", "image_size": tuple(arguments.image_size), "memory_budget": arguments.memory_budget}
-    np.ones(touched, np.uint8)
     with dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, last_batch="partial", device="cpu", decode="torchcodec", **options
     ) as loader:
