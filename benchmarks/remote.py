@@ -4,7 +4,7 @@
                                      [--json]
 
 Serves the folder ROOT over HTTP or S3 on loopback, from a process of its own, with a latency for each request and a bandwidth
-for all together. In each round four loaders take turns, with the same order: local; remote with nothing at hand (cold); remote
+for all together. In each round four loaders take turns, with the same order: local; remote with empty caches (cold); remote
 in its second epoch, out of memory; remote with nothing but a filled `cache_dir`. Rates are of an epoch without its first
 batch, whose time is given by itself. The server takes its share of the same cores.
 """

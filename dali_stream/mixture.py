@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -145,7 +146,7 @@ class Mixture(Union[Dataset]):
         `Dataset`. Raises ValueError."""
         return mixture_file.read(path)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits over the names, keys and fingerprints of the datasets. Shares do not count."""
         parts = [[name, dataset.fingerprint, sorted(self._keys[name].items())] for name, dataset in self.datasets.items()]
@@ -183,9 +184,7 @@ class Mixture(Union[Dataset]):
 
     def merged_stats(self, key: str) -> dict[str, np.ndarray]:
         """Those of one feature, in the shape of a row, or (C, 1, 1) of a camera."""
-        having = self.having(key)
-        feature = self.features[key]
-        shape = (feature.channels, 1, 1) if feature.is_camera else feature.row_shape
+        having, shape = self.having(key), self.features[key].statistic_shape
         parts = []
         for number, (part, own) in having.items():
             there = self.dimensions(key, number)
@@ -199,10 +198,8 @@ class Mixture(Union[Dataset]):
 
     def dimensions(self, key: str, number: int) -> np.ndarray:
         """Which numbers of a row of a feature, (C, 1, 1) of a camera, dataset `number` has, and are no padding."""
-        feature = self.features[key]
         padded = self.constants.get(f"{key}_dim_is_pad")
-        shape = (feature.channels, 1, 1) if feature.is_camera else feature.row_shape
-        return np.ones(shape, np.bool_) if padded is None else ~padded[number]
+        return np.ones(self.features[key].statistic_shape, np.bool_) if padded is None else ~padded[number]
 
     def __len__(self) -> int:
         """Samples of an epoch."""

@@ -63,7 +63,7 @@ class Normalizer:
         self.modes = {key: mode for key, (mode, _) in chosen.items()}
         # (shift, scale) of each key; where the datasets of a mixture differ, one after the other.
         self._affine = {key: _affine(dataset, key, *mode) for key, mode in chosen.items()}
-        self._shape = {key: _shape(dataset, key) for key in chosen}
+        self._shape = {key: dataset.features[key].statistic_shape for key in chosen}
         self._on: dict[tuple[str, Any], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class Normalizer:
         import torch
 
         if (key, like.device) not in self._on:
-            on_device = (torch.tensor(values, device=like.device) for values in self._affine[key])
-            self._on[key, like.device] = (next(on_device), next(on_device))
+            first, second = self._affine[key]
+            self._on[key, like.device] = (torch.tensor(first, device=like.device), torch.tensor(second, device=like.device))
         shift, scale = self._on[key, like.device]
         of = self._shape[key]
         # What is not of that shape would be broadcast to something else without a word.
@@ -142,17 +142,11 @@ def _is_floats(dataset: Dataset | Mixture, key: str) -> bool:
     return key in dataset.cameras or dataset.features[key].is_float
 
 
-def _shape(dataset: Dataset | Mixture, key: str) -> tuple[int, ...]:
-    """The shape of what is normalised alike: of a row, or (C, 1, 1) of a camera."""
-    feature = dataset.features[key]
-    return (feature.channels, 1, 1) if feature.is_camera else feature.row_shape
-
-
 def _affine(dataset: Dataset | Mixture, key: str, mode: str, whose: str) -> Affine:
     """(shift, scale): a value is normalised as (value - shift) / scale. (M, ...) where M datasets have different ones."""
     if not isinstance(dataset, Mixture):
         return _of_statistics({name: _statistic(dataset, key, name) for name in _names(dataset, key, mode)}, dataset, key, mode)
-    having, shape = dataset.having(key), _shape(dataset, key)
+    having, shape = dataset.having(key), dataset.features[key].statistic_shape
     shift, scale = np.zeros((len(dataset.datasets), *shape), np.float32), np.ones((len(dataset.datasets), *shape), np.float32)
     for number, (part, own) in having.items():
         try:

@@ -319,10 +319,7 @@ class DatasetFiles:
         Raises:
             ValueError: an unknown key, or one that every dataset needs.
         """
-        for key in keys:
-            if key not in self.features or key in NEEDED:
-                can = ", ".join(other for other in self.features if other not in NEEDED)
-                raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
+        check_left_out(keys, self.features)
         rest = object.__new__(type(self))
         vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
         rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
@@ -361,6 +358,14 @@ class DatasetFiles:
         """Closes file handles and connections; reading opens them again."""
         for store in self.stores:
             store.close()
+
+
+def check_left_out(keys: Collection[str], features: Collection[str]) -> None:
+    """Raises ValueError for a key that is no feature, or one that every dataset needs."""
+    for key in keys:
+        if key not in features or key in NEEDED:
+            can = ", ".join(other for other in features if other not in NEEDED)
+            raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
 
 
 def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Stats:

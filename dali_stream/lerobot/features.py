@@ -60,6 +60,11 @@ class Feature(dict[str, Any]):
         return () if self.shape == (1,) else self.shape
 
     @property
+    def statistic_shape(self) -> tuple[int, ...]:
+        """The shape of a statistic of it in a batch: of a row, or (C, 1, 1) of a camera."""
+        return (self.channels, 1, 1) if self.is_camera else self.row_shape
+
+    @property
     def row_bytes(self) -> int:
         """Memory of its value for one row; of images and text, without what they point to."""
         if self.is_video:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.lerobot.common import common, table
-from dali_stream.lerobot.dataset import NEEDED, DatasetFiles
+from dali_stream.lerobot.dataset import NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.rows import Columns, Found, ReadLimit, RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
@@ -188,10 +188,7 @@ class Union(Generic[D]):
         Raises:
             ValueError: an unknown key, or one that every dataset needs.
         """
-        for key in keys:
-            if key not in self.features or key in NEEDED:
-                can = ", ".join(other for other in self.features if other not in NEEDED)
-                raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
+        check_left_out(keys, self.features)
         rest = object.__new__(type(self))
         vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
         left = {
