@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from argument_types import count
-from storage import served
+from storage import find_nginx, served
 
 import dali_stream
 from dali_stream.tools import environment
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=count, default=1)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    nginx = find_nginx()
     if nginx is None:
         print("index: skipped, since there is no nginx here: apt-get install nginx")
         return 0

@@ -51,6 +51,11 @@ http {{
 Read = Callable[[int, int], bytes]
 
 
+def find_nginx() -> str | None:
+    """Its path, if it is installed; Debian has it outside of a user's PATH."""
+    return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranges", type=count, nargs="+", default=[16 << 10, 64 << 10, 4 << 20], help="bytes of a read")
@@ -59,7 +64,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=count, default=3, help="of each measurement")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    nginx = find_nginx()
     if nginx is None:
         print("storage: skipped, since there is no nginx here: apt-get install nginx")
         return 0

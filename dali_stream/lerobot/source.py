@@ -38,7 +38,6 @@ class Source(Protocol):
         videos: those of the cameras whose frames are in MP4 files.
         images: those whose frames are images in rows; a camera may have both, in several datasets.
         lengths: (E,) int64, frames of each episode.
-        sampled_lengths: (E,) int64, frames of each that an epoch shows.
         episodes: (E,) int64, their indices in their datasets, for messages.
         dataset_of: (E,) int64, the number of each episode's dataset.
         dataset_names: of the M datasets of a mixture; empty of a single dataset.
@@ -60,8 +59,6 @@ class Source(Protocol):
     def images(self) -> tuple[str, ...]: ...
     @property
     def lengths(self) -> Int64: ...
-    @property
-    def sampled_lengths(self) -> Int64: ...
     @property
     def episodes(self) -> Int64: ...
     @property
