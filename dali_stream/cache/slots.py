@@ -28,7 +28,8 @@ class Slots:
     """
 
     def __init__(self, count: int, shape: tuple[int, int, int]) -> None:
-        self._frames = np.empty((count, *shape), np.uint8)
+        self._frames = np.empty((count + 1, *shape), np.uint8)
+        self._frames[-1] = 0  # what -1 stands for
         self._errors: dict[int, DecodeError] = {}
         self.shape = shape
 
@@ -56,7 +57,7 @@ class Slots:
         """Copies the frames of a batch.
 
         Args:
-            show: (B, T) slots; negative for zeros.
+            show: (B, T) slots; -1 for zeros.
             out: (B, T, height, width, channels), uint8, or float32 for levels divided by 255.
             helpers: threads that take a share each of the copying; the calling one takes its own.
 
@@ -80,13 +81,9 @@ class Slots:
         return failed
 
     def _copy(self, slots: Int64, out: npt.NDArray[Any]) -> None:
-        if out.dtype == np.uint8 and (slots >= 0).all():
-            np.take(self._frames, slots, axis=0, out=out, mode="clip")  # "raise" goes by way of another copy
+        if out.dtype == np.uint8:
+            np.take(self._frames, slots, axis=0, out=out, mode="wrap")  # "raise" goes by way of another copy
             return
         for slot, frame in zip(slots.tolist(), out, strict=True):
-            if slot < 0:
-                frame[:] = 0
-            elif out.dtype == np.uint8:
-                frame[:] = self._frames[slot]
-            else:  # a division, as LeRobot does it: x * (1 / 255) rounds otherwise
-                np.divide(self._frames[slot], np.float32(255), out=frame, dtype=np.float32)
+            # A division, as LeRobot does it: x * (1 / 255) rounds otherwise.
+            np.divide(self._frames[slot], np.float32(255), out=frame, dtype=np.float32)
