@@ -7,20 +7,20 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
 from dali_stream.errors import DatasetError, counted
-from dali_stream.lerobot import frame_ranges, metadata, v2
+from dali_stream.lerobot import frame_ranges, metadata, selection, v2
 from dali_stream.lerobot.address import opened, resolved
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
+from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store, open_store
@@ -28,7 +28,6 @@ from dali_stream.storage import Store, open_store
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # that every dataset has
 CLOCKS = ("timestamp", "frame_index")
 Self = TypeVar("Self", bound="DatasetFiles")
-EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
 
 
 class DatasetFiles:
@@ -83,7 +82,7 @@ class DatasetFiles:
         """Reads the metadata, all but tasks and statistics."""
         self._info = info = metadata.read_info(self.store)
         self.version, self.fps = info.version, info.fps
-        self.cameras = _selected_cameras(info, cameras)
+        self.cameras = selection.cameras(info, cameras)
         self.features = {key: feature for key, feature in info.features.items() if not feature.is_camera or key in self.cameras}
         for key in self.cameras:
             feature = self.features[key]
@@ -98,13 +97,7 @@ class DatasetFiles:
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
-        rows = _selected_rows(self.table.index, episodes)
-        if filter is not None:
-            matching = np.intersect1d(rows, np.searchsorted(self.table.index, self._matching(filter)))
-            if not len(matching):
-                raise ValueError(f"filter leaves none of {len(rows)} episodes; `dali-stream info` lists what there is")
-            rows = matching
-        self._take(rows, None)
+        self._take(selection.rows(self.table.index, episodes, filter, self.episode_columns), None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Selects the episodes in these rows of the table, and these frames of them."""
@@ -128,26 +121,6 @@ class DatasetFiles:
                 f"of {self.num_episodes} episodes; give wider ranges, or drop fewer frames"
             )
         self._take(self.rows, ranges)
-
-    def _matching(self, filter: EpisodeFilter) -> npt.NDArray[np.int64]:
-        """Indices of the episodes that a filter takes."""
-        table = self.episode_columns()
-        if isinstance(filter, pc.Expression):
-            try:
-                kept = table.filter(filter)
-            except pa.ArrowInvalid:  # perhaps a column of statistics
-                table = self.episode_columns(stats=True)
-                try:
-                    kept = table.filter(filter)
-                except (pa.ArrowException, TypeError) as error:
-                    raise ValueError(
-                        f"filter is {filter}, which does not fit the episode table: {error}; its columns are "
-                        f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
-                    ) from error
-            return kept["episode_index"].to_numpy()
-        if not callable(filter):
-            raise ValueError(f"filter is {filter!r}; it is a function of an episode's columns, or a pyarrow.compute expression")
-        return np.array([row["episode_index"] for row in table.to_pylist() if filter(row)], np.int64)
 
     def episode_columns(self, *, stats: bool = False) -> pa.Table:
         """The episode table of the whole dataset as its files have it, with columns of statistics or without."""
@@ -396,35 +369,3 @@ def _numbers(values: npt.NDArray[Any]) -> list[Any]:
     """Values of a statistic, whatever types and nesting a version writes them in."""
     flat = values.ravel()
     return [str(v) for v in flat] if flat.dtype.kind not in "biuf" else (flat.astype(np.float64) + 0.0).tolist()  # no -0.0
-
-
-def _selected_cameras(info: metadata.Info, cameras: Sequence[str] | None) -> tuple[str, ...]:
-    there = tuple(key for key, feature in info.features.items() if feature.is_camera)
-    if cameras is None:
-        return there
-    if isinstance(cameras, str):
-        raise ValueError(f"cameras is the string {cameras!r}; it is a list of keys")
-    for camera in cameras:
-        if camera in info.left_out:
-            raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {', '.join(there) or 'none'}")
-        if camera not in there:
-            raise ValueError(f"Unknown camera {camera!r}. Available: {', '.join(there) or 'none'}")
-    return tuple(key for key in there if key in cameras)
-
-
-def _selected_rows(index: npt.NDArray[np.int64], episodes: Sequence[int] | None) -> npt.NDArray[np.int64]:
-    """Rows of the episode table, by rising episode index."""
-    if episodes is None:
-        return np.arange(len(index))
-    wanted = np.asarray(episodes)
-    if wanted.ndim != 1 or not len(wanted) or not np.issubdtype(wanted.dtype, np.integer):
-        raise ValueError(f"episodes is {episodes!r}; it is a list of one or more episode indices")
-    wanted, count = np.unique(wanted, return_counts=True)
-    if (count > 1).any():
-        raise ValueError(f"episodes has {wanted[count > 1][0]} more than once")
-    rows = np.minimum(np.searchsorted(index, wanted), len(index) - 1)
-    unknown = wanted[index[rows] != wanted]
-    if len(unknown):
-        there = f"{len(index)} episodes, from {index[0]} to {index[-1]}" if len(index) > 1 else f"episode {index[0]}"
-        raise ValueError(f"Unknown episode {unknown[0]}. Available: {there}")
-    return rows

@@ -1,0 +1,91 @@
+"""Which cameras and episodes of a dataset are read, as `cameras=`, `episodes=` and `filter=` say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dali_stream.lerobot import metadata
+
+Int64 = npt.NDArray[np.int64]
+EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
+
+
+class ReadColumns(Protocol):
+    """Reads the episode table of the whole dataset, with columns of statistics or without."""
+
+    def __call__(self, *, stats: bool = False) -> pa.Table: ...
+
+
+def cameras(info: metadata.Info, given: Sequence[str] | None) -> tuple[str, ...]:
+    """The cameras that `given` names, in the dataset's order. None: all. Raises ValueError."""
+    there = tuple(key for key, feature in info.features.items() if feature.is_camera)
+    if given is None:
+        return there
+    if isinstance(given, str):
+        raise ValueError(f"cameras is the string {given!r}; it is a list of keys")
+    for camera in given:
+        if camera in info.left_out:
+            raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {', '.join(there) or 'none'}")
+        if camera not in there:
+            raise ValueError(f"Unknown camera {camera!r}. Available: {', '.join(there) or 'none'}")
+    return tuple(key for key in there if key in given)
+
+
+def rows(index: Int64, episodes: Sequence[int] | None, filter: EpisodeFilter | None, read: ReadColumns) -> Int64:
+    """Rows of the episode table, by rising episode index. Raises ValueError.
+
+    Args:
+        index: (E,) the dataset's episode indices, rising.
+        episodes: indices of the ones to take. None: all.
+        filter: of these, which to take. None: all.
+        read: for the filter.
+    """
+    taken = np.arange(len(index)) if episodes is None else _named(index, episodes)
+    if filter is None:
+        return taken
+    matching = np.intersect1d(taken, np.searchsorted(index, _matching(filter, read)))
+    if not len(matching):
+        raise ValueError(f"filter leaves none of {len(taken)} episodes; `dali-stream info` lists what there is")
+    return matching
+
+
+def _named(index: Int64, episodes: Sequence[int]) -> Int64:
+    wanted = np.asarray(episodes)
+    if wanted.ndim != 1 or not len(wanted) or not np.issubdtype(wanted.dtype, np.integer):
+        raise ValueError(f"episodes is {episodes!r}; it is a list of one or more episode indices")
+    wanted, count = np.unique(wanted, return_counts=True)
+    if (count > 1).any():
+        raise ValueError(f"episodes has {wanted[count > 1][0]} more than once")
+    rows = np.minimum(np.searchsorted(index, wanted), len(index) - 1)
+    unknown = wanted[index[rows] != wanted]
+    if len(unknown):
+        there = f"{len(index)} episodes, from {index[0]} to {index[-1]}" if len(index) > 1 else f"episode {index[0]}"
+        raise ValueError(f"Unknown episode {unknown[0]}. Available: {there}")
+    return rows
+
+
+def _matching(filter: EpisodeFilter, read: ReadColumns) -> Int64:
+    """Indices of the episodes that a filter takes."""
+    table = read()
+    if isinstance(filter, pc.Expression):
+        try:
+            kept = table.filter(filter)
+        except pa.ArrowInvalid:  # perhaps a column of statistics
+            table = read(stats=True)
+            try:
+                kept = table.filter(filter)
+            except (pa.ArrowException, TypeError) as error:
+                raise ValueError(
+                    f"filter is {filter}, which does not fit the episode table: {error}; its columns are "
+                    f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
+                ) from error
+        return kept["episode_index"].to_numpy()
+    if not callable(filter):
+        raise ValueError(f"filter is {filter!r}; it is a function of an episode's columns, or a pyarrow.compute expression")
+    return np.array([row["episode_index"] for row in table.to_pylist() if filter(row)], np.int64)
