@@ -111,9 +111,7 @@ class Mixture(Union[Dataset]):
                 names=list(opened),
             )
         except BaseException:
-            for name, dataset in opened.items():
-                if dataset is not datasets[name]:
-                    dataset.close()
+            close_opened(opened, datasets)
             raise
         self.uri = f"the mixture of {', '.join(opened)}"
         self._keys = {name: dict((keys or {}).get(name, {})) for name in opened}
@@ -246,9 +244,14 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
         futures = {name: pool.submit(opened, name) for name in datasets}
     failed = [future.exception() for future in futures.values() if future.exception()]
     if failed:
-        for name, future in futures.items():
-            if not future.exception() and future.result() is not datasets[name]:
-                future.result().close()
+        close_opened({name: future.result() for name, future in futures.items() if not future.exception()}, datasets)
         assert failed[0] is not None
         raise failed[0]
     return {name: future.result() for name, future in futures.items()}
+
+
+def close_opened(opened: Mapping[str, Dataset], given: Mapping[str, Any]) -> None:
+    """Closes datasets, but not those that the caller has opened."""
+    for name, dataset in opened.items():
+        if dataset is not given[name]:
+            dataset.close()

@@ -83,8 +83,8 @@ class BatchProducer:
         self._on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
         self._past_dali = self._on_cpu if config.past_dali else []
         sizes = config.sizes(self._on_cpu)
-        self._shares, depth = divide(config.memory_budget, sizes), config.depth
-        self._memory = Memory(dataset, config.indices, self._shares.encoded, counters)
+        self._parts, depth = divide(config.memory_budget, sizes), config.depth
+        self._memory = Memory(dataset, config.indices, self._parts.encoded, counters)
         self._names = self._memory.names()
         self._schedule = Schedule(
             dataset.lengths,
@@ -228,9 +228,9 @@ class BatchProducer:
         self._put(closed())  # for a thread that waits in `source`
 
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
-        kept, frames = self._shares.frames, int(self._config.dataset.lengths.sum())
-        larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._shares.frame_bytes else 0
-        return Limits(kept, depth, order_horizon(self._shares, sizes), larger)
+        kept, frames = self._parts.frames, int(self._config.dataset.lengths.sum())
+        larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._parts.frame_bytes else 0
+        return Limits(kept, depth, order_horizon(self._parts, sizes), larger)
 
     def _storage(self, sizes: Sizes) -> Storage:
         dataset, remote = self._config.dataset, self._config.dataset.data_store.remote
@@ -239,8 +239,8 @@ class BatchProducer:
             row_bytes=(dataset.row_bytes_of * SPARE[0] // SPARE[1])[self._dataset_of],
             index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
             fetched=dataset.videos if remote else (),
-            room=self._shares.encoded,
-            block=self._shares.block,
+            room=self._parts.encoded,
+            block=self._parts.block,
             look_ahead=look_ahead(self._config.batches.batch_size) if remote else 0,
         )
 
@@ -347,12 +347,12 @@ class BatchProducer:
         if count and not getattr(self._counters, counter):
             _log.warning(
                 "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
-                "the episodes in use take: %s more than once. %s", self._shares.encoded, what, _MORE_MEMORY,
+                "the episodes in use take: %s more than once. %s", self._parts.encoded, what, _MORE_MEMORY,
             )  # fmt: skip
         setattr(self._counters, counter, self._before[counter] + count)
 
     def _advise(self, advice: Advice) -> None:
-        budget = self._config.memory_budget + (advice.kept - self._shares.frames) * self._shares.frame_bytes
+        budget = self._config.memory_budget + (advice.kept - self._parts.frames) * self._parts.frame_bytes
         gop = max(index.longest_gop for index in self._config.sizes(self._on_cpu).indices.values())
         shorter = ", and dali-stream transcode URI OUT --gop 2 to 1.5 or less" if advice.now >= _COSTLY else ""
         _log.log(

@@ -22,7 +22,7 @@ LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some secon
 _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
-class Shares(NamedTuple):
+class Parts(NamedTuple):
     """How `memory_budget` is divided. Where some frames are kept and not all, the rest is for those of batches in progress.
 
     Attributes:
@@ -75,7 +75,7 @@ class Sizes:
         return min(frames, int(self.episodes * frames / len(self.lengths) * 1.5))
 
 
-def divide(budget: int, sizes: Sizes) -> Shares:
+def divide(budget: int, sizes: Sizes) -> Parts:
     """Divides `budget` bytes.
 
     Raises:
@@ -92,9 +92,9 @@ def divide(budget: int, sizes: Sizes) -> Shares:
     frames = int(sizes.lengths.sum())
     room, each = budget - encoded, sizes.frame_bytes
     if not each or room >= frames * each:  # to keep all but a few frames would cost many decodes
-        return Shares(budget - frames * each, frames if each else 0, each, _block(sizes, budget))
+        return Parts(budget - frames * each, frames if each else 0, each, _block(sizes, budget))
     kept = max((room - sizes.in_progress) // each, 0)
-    return Shares(budget - kept * each - (sizes.in_progress if kept else 0), kept, each, _block(sizes, budget))
+    return Parts(budget - kept * each - (sizes.in_progress if kept else 0), kept, each, _block(sizes, budget))
 
 
 def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> int:
@@ -113,9 +113,9 @@ def look_ahead(batch_size: int) -> int:
     return min(max(LOOK_AHEAD // batch_size, 16), 256)
 
 
-def order_horizon(shares: Shares, sizes: Sizes) -> int:
+def order_horizon(parts: Parts, sizes: Sizes) -> int:
     """Samples that the order is read ahead, for decoded frames and for what is fetched."""
-    return max(horizon(shares.frames, int(sizes.lengths.sum())), encoded_horizon(shares.encoded, sizes), LOOK_AHEAD)
+    return max(horizon(parts.frames, int(sizes.lengths.sum())), encoded_horizon(parts.encoded, sizes), LOOK_AHEAD)
 
 
 def horizon(kept: int, frames: int) -> int:
