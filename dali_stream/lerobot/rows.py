@@ -192,24 +192,13 @@ class RowReader:
         return footer
 
     def _read_footer(self, path: str, number: int) -> _Footer:
-        table, store = self._dataset.table, self._store
-        whole = self._small_file(path, number)
+        table = self._dataset.table
         first_row, promised = int(table.first_row[table.data.rows(number)].min()), int(table.length.sum())
-        size = store.size(path)  # after the read above, which brings that of a remote file
-        whole = whole if len(whole) == size else b""
-        with pa.BufferReader(whole) if whole else store.open(path, size) as file:
-            # pyarrow reads 64 KiB from the end, where an image may lie that is not needed.
-            parquet = pq.ParquetFile(_footer_alone(file, size) if self._dataset.skips_images else file)
-            footer = _Footer(parquet, list(self.features), first_row, promised, store.where(path), size)
+        parquet, whole = open_parquet(self._dataset, self._store, number)
+        where, size = self._store.where(path), self._store.size(path)
+        footer = _Footer(parquet, list(self.features), first_row, promised, where, size)
         footer.whole = whole
         return footer
-
-    def _small_file(self, path: str, number: int) -> bytes:
-        """A remote file of one short episode, as v2.x has them: one request instead of three. Empty, or cut, for others."""
-        dataset = self._dataset
-        rows = dataset.table.length[dataset.table.data.rows(number)]
-        small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
-        return self._store.read(path, 0, SMALL) if small and self._store.remote else b""
 
     def _cut(self, path: str, table: pa.Table) -> Found:
         """The selected episodes that are whole in `table`."""
@@ -253,6 +242,23 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
             f"{where}: row {row}: its timestamp is {timestamp[row]:.4f} s{before}. Timestamps rise within an episode; the "
             "file is damaged: copy or record it again"
         )
+
+
+def open_parquet(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.ParquetFile, bytes]:
+    """A data file with its footer, by its number among the dataset's, and all of its bytes if it was read whole, or none.
+
+    A remote file of one short episode, as v2.x has them, is read whole: one request instead of three.
+    """
+    path = dataset.table.data.paths[number]
+    rows = dataset.table.length[dataset.table.data.rows(number)]
+    small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
+    whole = store.read(path, 0, SMALL) if small and store.remote else b""
+    size = store.size(path)  # after the read above, which brings that of a remote file
+    if whole and len(whole) == size:
+        return pq.ParquetFile(pa.BufferReader(whole)), whole
+    file = store.open(path, size)
+    # pyarrow reads 64 KiB from the end, where an image may lie that is not needed.
+    return pq.ParquetFile(_footer_alone(file, size) if dataset.skips_images else file), b""
 
 
 def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:

@@ -260,7 +260,7 @@ class RemoteStore(Store):
 
     def _read_cached(self, cache: DiskCache, path: str, start: int, stop: int) -> bytes:
         """Bytes of a file: whole blocks from the cache, and those that are not there over the network."""
-        first, last, hit = start // BLOCK, -(-stop // BLOCK), stop - start
+        first, last, fetched = start // BLOCK, -(-stop // BLOCK), 0
         blocks = self._cached(cache, path, first, last)
         if lost := _missing(blocks, first):
             with cache.fetching(self._name(path), lost[0][0], lost[-1][1]):
@@ -274,9 +274,10 @@ class RemoteStore(Store):
                     if tag := self._tag(path):
                         cache.write(self._name(path), tag, a, data, self._sizes[path])
                     blocks[a - first : b - first] = [data[at : at + BLOCK] for at in range(0, (b - a) * BLOCK, BLOCK)]
-                    hit -= min(b * BLOCK, stop) - max(a * BLOCK, start)
-        self.traffic.add(cached_bytes=hit)
-        return b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
+                    fetched += max(min(a * BLOCK + len(data), stop) - max(a * BLOCK, start), 0)
+        found = b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
+        self.traffic.add(cached_bytes=len(found) - fetched)
+        return found
 
 
 def _missing(blocks: list[bytes | None], first: int) -> list[tuple[int, int]]:

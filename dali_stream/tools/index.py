@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
+from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.rows import open_parquet
 from dali_stream.mp4.index import read_index
-from dali_stream.storage import Store
 from dali_stream.tools.describe import used
 from dali_stream.tools.output.work import Work
-from dali_stream.tools.reshard.rows import read_footer
 
 THREADS = 16  # nearly all time is spent waiting for responses
 
@@ -57,7 +58,7 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
     jobs, traffic = _jobs(dataset), dataset.data_store.traffic
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
     work = Work(lambda _, done, total: progress(done, total), dataset.close, THREADS)
-    errors = work.each("index", list(jobs), lambda path: _error(jobs[path], dataset.data_store, path))
+    errors = work.each("index", list(jobs.values()), _error)
     return IndexReport(
         files=len(jobs),
         fetched_bytes=traffic.fetched_bytes - fetched,
@@ -66,18 +67,29 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
     )
 
 
-def _jobs(dataset: Dataset) -> dict[str, Callable[[Store, str], object]]:
-    """The files of the selected cameras and episodes, each with the function that reads its index."""
-    jobs: dict[str, Callable[[Store, str], object]] = dict.fromkeys(used(dataset, dataset.table.data), read_footer)
+def _jobs(dataset: Dataset) -> dict[str, Callable[[], object]]:
+    """The files of the selected cameras and episodes, each with what reads its index."""
+    store, data = dataset.data_store, dataset.table.data
+    jobs: dict[str, Callable[[], object]] = {}
+    for number in dict.fromkeys(data.index[dataset.rows].tolist()):
+        jobs[data.paths[number]] = partial(_read_footer, dataset, number)
     for camera in dataset.videos:
-        jobs |= dict.fromkeys(used(dataset, dataset.table.video[camera]), read_index)
+        jobs |= {path: partial(read_index, store, path) for path in used(dataset, dataset.table.video[camera])}
     return jobs
 
 
-def _error(read: Callable[[Store, str], object], store: Store, path: str) -> str | None:
+def _read_footer(dataset: Dataset, number: int) -> None:
+    """Reads the footer of a data file as the loader does. Raises DatasetError if it is missing or broken."""
+    store, path = dataset.data_store, dataset.table.data.paths[number]
+    with parquet_errors(store, path):
+        parquet, _ = open_parquet(dataset, store, number)
+        _ = parquet.schema_arrow  # made on access, from what the footer says
+
+
+def _error(read: Callable[[], object]) -> str | None:
     """Reads an index; returns the error of a broken or missing file."""
     try:
-        read(store, path)
+        read()
     except (DatasetError, DecodeError) as error:
         return str(error)
     return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import TypeVar
 
 THREADS = 4
@@ -38,11 +39,13 @@ class Work:
         self.advance(0)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="dali_stream output") as pool:
             jobs: list[Future[R]] = []
+            ended: SimpleQueue[Future[R]] = SimpleQueue()
             try:
                 for item in items:
                     jobs.append(pool.submit(call, item))
-                for job in as_completed(jobs):
-                    job.result()
+                    jobs[-1].add_done_callback(ended.put)
+                for _ in jobs:
+                    ended.get().result()
                     self.advance(int(counted))
             except BaseException:
                 self._stopping = True
