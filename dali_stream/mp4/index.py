@@ -142,7 +142,8 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     shown = np.argsort(pts, kind="stable")
     if (np.diff(pts[shown]) == 0).any():
         raise DecodeError("its index shows two frames at the same time (stts, ctts): which one a timestamp means is open")
-    head = np.repeat(sync, np.diff(np.append(sync, n)))
+    lengths = np.diff(np.append(sync, n))
+    head = np.repeat(sync, lengths)
     if (config != config[head]).any():
         raise DecodeError("its sample description (stsd) changes between frames that are decoded together (stsc, stss)")
     stretch = np.cumsum(np.append(0, offset[1:] != offset[:-1] + size[:-1]))
@@ -151,7 +152,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
         path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale, offset, size, pts, sync,
         head.astype(np.int32), config, shown.astype(np.int32), stretch.astype(np.int32),
         index_bytes=len(moov),
-        longest_gop=int(np.diff(np.append(sync, n)).max()),
+        longest_gop=int(lengths.max()),
         reordered=bool((np.diff(shown) != 1).any()),
         open_gops=bool((np.minimum.reduceat(pts, sync) < pts[sync]).any()),
     )  # fmt: skip

@@ -23,7 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 
 BLOCK = 1 << 14
 _PER_SEGMENT = 256
@@ -131,7 +131,7 @@ class DiskCache:
 
     def _path(self, file: str, number: int) -> str:
         name = _hash(file).hex()
-        return os.path.join(self._folder, "blocks", name[:2], f"{name}-{number}")
+        return f"{self._folder}/blocks/{name[:2]}/{name}-{number}"
 
     def _guarded(self, write: Callable[[], None]) -> None:
         """Writes, unless the disk has refused it before."""
@@ -232,9 +232,10 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
         if os.pread(handle, len(header), 0) == header:
             return _put(handle, (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
         os.unlink(path)  # a file has one version from its beginning to its end, whoever still writes to it
-    for folder in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):  # but not the cache's, if it is gone
+    folder = os.path.dirname(path)
+    for missing in () if os.path.isdir(folder) else (os.path.dirname(folder), folder):  # but not the cache's, if it is gone
         with suppress(FileExistsError):
-            os.mkdir(folder)
+            os.mkdir(missing)
     with suppress(FileExistsError), _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:  # or another process was first
         _put(handle, (header, 0), (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
     return None
@@ -304,5 +305,6 @@ def _made(folder: str | os.PathLike[str]) -> str:
     return path
 
 
+@lru_cache(1024)  # several times for each read
 def _hash(file: str) -> bytes:
     return hashlib.blake2b(file.encode(errors="surrogatepass"), digest_size=16).digest()

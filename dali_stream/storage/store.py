@@ -7,7 +7,6 @@ import io
 import os
 import threading
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 from dali_stream.errors import DatasetError
 
@@ -119,8 +118,9 @@ class Store(abc.ABC):
 
 def checked(path: str) -> str:
     """The path itself, unless it leads out of the root: paths come from metadata that others wrote."""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path or not _encodable(path):
+    parts = path.split("/")
+    leads_out = path.startswith("/") or ".." in parts or all(part in ("", ".") for part in parts)
+    if leads_out or "\0" in path or "\\" in path or not _encodable(path):
         raise DatasetError(
             f"the metadata names the file {path!r}, which leads out of the dataset or is no file name; correct the path in the "
             "metadata"
