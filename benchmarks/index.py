@@ -4,7 +4,8 @@
 
 ROOT is a local dataset of LeRobot v2.1, whose episodes are repeated (as hard links) until there are enough files. nginx serves
 them on loopback as an anonymous S3 bucket, without latency, so what is measured is the work on this machine: nginx's share of
-it, too. Every round begins with an empty cache.
+it, too. Every round begins with an empty cache. Caches are removed at the end: ext4 creates files more slowly for some minutes
+after many were deleted. Wait that long between runs to compare, or set TMPDIR to a folder in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from argument_types import count
@@ -38,15 +40,15 @@ def main() -> int:
         print("index: skipped, since there is no nginx here: apt-get install nginx")
         return 0
     rounds = []
-    with served(nginx, lambda folder: repeat(arguments.root, folder, arguments.objects)) as url:
-        for _ in range(arguments.rounds):
-            with tempfile.TemporaryDirectory() as cache:
-                options = {"anon": True, "endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
-                dataset = dali_stream.Dataset("s3://robots", storage_options=options, cache_dir=cache)
-                began, cpu = time.perf_counter(), time.process_time()
-                report = dali_stream.index(dataset)
-                rounds.append({"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu})
-                dataset.close()
+    write = partial(repeat, arguments.root, objects=arguments.objects)
+    with served(nginx, write) as url, tempfile.TemporaryDirectory() as caches:
+        for number in range(arguments.rounds):
+            options = {"anon": True, "endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
+            dataset = dali_stream.Dataset("s3://robots", storage_options=options, cache_dir=f"{caches}/{number}")
+            began, cpu = time.perf_counter(), time.process_time()
+            report = dali_stream.index(dataset)
+            rounds.append({"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu})
+            dataset.close()
             text = "{seconds:.1f} s, CPU {cpu_s:.1f} s".format(**rounds[-1])
             print(f"{report.files} files, {len(report.broken)} broken: {text}")
     if arguments.json:

@@ -326,6 +326,15 @@ def test_the_cache_spares_what_an_earlier_run_has_read(tmp_path: Path) -> None:
         assert server.requests[-1].range == f"bytes={BLOCK}-{2 * BLOCK - 1}"
 
 
+def test_a_read_past_the_end_counts_the_bytes_that_are_there(tmp_path: Path) -> None:
+    with Server(FILES) as server:
+        for cached in (0, len(CONTENT)):
+            store = open_store(server.url, cache_dir=tmp_path)
+            assert store.read(BIG, 0, 2 * len(CONTENT)) == CONTENT
+            assert store.traffic.cached_bytes == cached
+            store.close()
+
+
 @pytest.mark.parametrize(
     ("address", "options", "arguments", "words"),
     [

@@ -140,6 +140,14 @@ def test_remote_data_takes_one_request_per_file_of_rows(version: str, roots: dic
         assert sorted(rows) == [f"/{v2_path(V2_ROWS, episode)}" for episode in range(len(LENGTHS))]
 
 
+def test_index_takes_one_request_per_file_of_rows(roots: dict[str, Path], tmp_path: Path) -> None:
+    with Server(roots["v2.1"]) as server:
+        report = dali_stream.index(Dataset(server.url, cache_dir=tmp_path))
+        rows = [request.path for request in server.requests if request.path.startswith("/data/")]
+        assert sorted(rows) == [f"/{v2_path(V2_ROWS, episode)}" for episode in range(len(LENGTHS))]
+    assert report.broken == {}
+
+
 def test_no_byte_of_another_camera_is_read(roots: dict[str, Path]) -> None:
     with Server(roots["v2.1"]) as server:
         assert_same(Dataset(server.url, cameras=[TOP], episodes=[1, 3]), Dataset(roots["v3.0"], cameras=[TOP], episodes=[1, 3]))
