@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,9 @@ def _scheduled() -> dict[int, tuple[int, int]]:
     """Per thread of this process, nanoseconds on a core and nanoseconds that it was ready and waited for one."""
     found = {}
     for path in Path("/proc/self/task").iterdir():
-        ran, waited, _ = (path / "schedstat").read_text().split()
-        found[int(path.name)] = int(ran), int(waited)
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            ran, waited, _ = (path / "schedstat").read_text().split()
+            found[int(path.name)] = int(ran), int(waited)
     return found
 
 
