@@ -59,9 +59,9 @@ docs: install ## build the documentation site in site/
 test: install ## run the tests, without the slow ones
 	$(RUN) pytest -q -m 'not slow' -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# pytest exits 5 where no test is marked slow: nothing failed.
+# And the property tests with all of their examples. pytest exits 5 where no test is marked slow: nothing failed.
 test-slow: install ## run the slow tests
-	$(RUN) pytest -q -m slow $(ARGS) || test $$? -eq 5
+	ALL_EXAMPLES=1 $(RUN) pytest -q -m 'slow or hypothesis' $(ARGS) || test $$? -eq 5
 
 # In an environment that is there: a GPU machine may reach no package index.
 test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is loaded, for programs that a test starts too. Otherwise torch's threads wait for each other by spinning, and
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts by file; the order within a file stays."""
     places = {f"test_{name}": place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays. A test that collects garbage need not go through all of torch for it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support import videos as data
 from support.broken import WHOLE, WHOLE_FILES, damage, hole, lost_bytes, other_keyframe, other_size, trimmed
+from support.slow import slow
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
@@ -225,9 +226,12 @@ def test_an_index_that_calls_another_frame_a_key_frame(codec: str, broken: Calla
 # ------------------------------------------------------------------------------------------------ damaged packets
 
 
+IN_A_GOP = [slow(24, id="first of a GOP"), pytest.param(40, id="in a GOP")]
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", WHOLE)
-@pytest.mark.parametrize("sample", [24, 40], ids=["first of a GOP", "in a GOP"])
+@pytest.mark.parametrize("sample", IN_A_GOP)
 def test_a_packet_that_is_overwritten(codec: str, kind: str, sample: int, broken: Callable[..., Path]) -> None:
     root, _ = damaged(broken, codec, sample, lambda payload: WHOLE[kind](len(payload)))
     message = error_of(root)
@@ -235,7 +239,7 @@ def test_a_packet_that_is_overwritten(codec: str, kind: str, sample: int, broken
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("sample", [24, 40], ids=["first of a GOP", "in a GOP"])
+@pytest.mark.parametrize("sample", IN_A_GOP)
 @pytest.mark.parametrize("begin", [0.0, 0.3, 0.6], ids=["from the start", "inside", "to the end"])
 def test_a_packet_with_a_hole_of_zeros(codec: str, sample: int, begin: float, broken: Callable[..., Path]) -> None:
     """Decoders conceal these, or read on in them. See `dali_stream.mp4.damage` for what cannot be found."""

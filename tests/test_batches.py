@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples
 
 from dali_stream.order.batches import LAST_BATCH, Batches
 
@@ -29,7 +30,7 @@ def shares(batches: Batches, span: tuple[int, int]) -> list[int]:
 
 
 @given(cuts, st.integers(0, 320))
-@settings(deadline=None, max_examples=300, derandomize=True)
+@examples(300)
 def test_spans_follow_each_other_and_are_as_many_as_counted(batches: Batches, position: int) -> None:
     found = spans(batches, position)
     assert len(found) == batches.count(position)
@@ -40,7 +41,7 @@ def test_spans_follow_each_other_and_are_as_many_as_counted(batches: Batches, po
 
 
 @given(cuts, st.integers(0, 320))
-@settings(deadline=None, max_examples=300, derandomize=True)
+@examples(300)
 def test_ranks_get_equal_shares(batches: Batches, position: int) -> None:
     found = spans(batches, position)
     for number, span in enumerate(found):
@@ -54,7 +55,7 @@ def test_ranks_get_equal_shares(batches: Batches, position: int) -> None:
 
 
 @given(cuts, st.integers(0, 320))
-@settings(deadline=None, max_examples=300, derandomize=True)
+@examples(300)
 def test_what_is_left_out(batches: Batches, position: int) -> None:
     left = max(batches.frames - position, 0)
     served = sum(stop - start for start, stop in spans(batches, position))

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples
 
 from dali_stream.storage.cache import BLOCK, DiskCache
 
@@ -72,7 +73,7 @@ SPANS = st.tuples(st.sampled_from([0, SEGMENT - 3, 5 * SEGMENT - 2]), st.integer
 STEPS = st.tuples(st.sampled_from(["write", "ask", "another process"]), st.sampled_from(["a", "b"]), SPANS)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@examples(120)
 @given(st.lists(STEPS, min_size=2, max_size=25))
 def test_what_was_written_is_found_and_nothing_else(steps: list) -> None:
     folder = Path(tempfile.mkdtemp())

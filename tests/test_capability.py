@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.driver import FakeDriver
+from support.slow import slow
 
 _ASK = """
 import json
@@ -49,7 +50,7 @@ def supported(caps: list[Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("gpu", "name", "engines", "has", "lacks"),
     [
-        (
+        slow(
             "a100",
             "NVIDIA A100-SXM4-80GB",
             5,
@@ -57,7 +58,7 @@ def supported(caps: list[Any]) -> set[str]:
             {"av1 420 8", "h264 422 8"},
         ),
         ("h100", "NVIDIA H100 80GB HBM3", 7, {"h264 420 8", "hevc 420 8"}, {"av1 420 8", "h264 420 10"}),
-        ("l4", "NVIDIA L4", 4, {"av1 420 8", "av1 420 10"}, {"av1 444 8", "h264 422 8"}),
+        slow("l4", "NVIDIA L4", 4, {"av1 420 8", "av1 420 10"}, {"av1 444 8", "h264 422 8"}),
         ("b200", "NVIDIA B200", 7, {"av1 420 8", "h264 422 8", "hevc 422 10"}, {"h264 444 8"}),
     ],
 )

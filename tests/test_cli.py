@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from support.datasets import change_info
 from support.programs import driver, failed, pictures, program
+from support.slow import slow
 from support.videos import b_frames
 
 import dali_stream
@@ -47,12 +48,13 @@ def copied(made: Path, tmp_path: Path, **changes: Any) -> Path:
 # ---- demo
 
 
-def test_demo_writes_a_dataset_and_delivers_every_frame_exactly_once(tmp_path: Path) -> None:
+def test_demo_writes_a_dataset_and_delivers_every_frame_exactly_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "made"
     options = ["--episodes", 2, "--size", "120x128", "--codec", "h264", "--batch-size", 16]
-    run = program("demo", "--root", root, *options, "--json")
-    assert (run.returncode, run.stderr) == (0, "")
-    report = json.loads(run.stdout)  # nothing else is on stdout
+    assert main(["demo", "--root", str(root), *map(str, options), "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    report = json.loads(out)  # nothing else is on stdout
     info = json.loads((root / "meta/info.json").read_text())
     assert sorted(report["indices"]) == list(range(info["total_frames"]))
     assert report["indices"] != sorted(report["indices"])
@@ -417,7 +419,7 @@ def test_a_failed_run_is_one_line_and_exit_code_1(made: Path, tmp_path: Path, ca
     assert str(video) in json.loads(capsys.readouterr().out)["cameras"][TOP]["broken"][0]
 
 
-@pytest.mark.parametrize(("module", "remedy"), [("torchcodec.decoders", "FFmpeg"), ("nvidia.dali", "dali-stream[cuda12]")])
+@pytest.mark.parametrize(("module", "remedy"), [("nvidia.dali", "dali-stream[cuda12]"), slow("torchcodec.decoders", "FFmpeg")])
 def test_what_is_not_installed_is_said_before_anything_is_written(tmp_path: Path, module: str, remedy: str) -> None:
     code = f"import sys; sys.modules['{module}'] = None; from dali_stream.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", "--root", str(tmp_path / "new")]

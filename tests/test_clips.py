@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import videos as data
+from support.slow import examples
 
 from dali_stream.decode import torchcodec as decode
 from dali_stream.errors import DecodeError
@@ -19,7 +20,7 @@ from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
 
-PROPERTY = settings(deadline=None, max_examples=40, derandomize=True)
+PROPERTY = examples(40)
 FILES = {
     "av1-2": (data.av1(2), data.av1(2)),
     "h264-12": (data.h264(12), data.h264(12)),

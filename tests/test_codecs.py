@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import videos as data
+from support.slow import slow
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
 from dali_stream.mp4.index import read_index
@@ -40,11 +41,14 @@ CODECS = {
 }
 
 
-# Between GOPs of 1 and 12 frames and of one for the whole file, which the fast tests have too.
-_SLOW = [f"{codec}-{gop}" for codec in ("h264", "h264-open", "hevc", "hevc-open") for gop in (2, 30)]
+# The fast tests have GOPs of 1 and 12 frames, open GOPs, and one GOP for the whole file; each codec; 10 bit, 4:2:2 and 4:4:4.
+_FAST = (
+    "av1-2", "av1-30-hidden", "h264-1", "h264-12", "h264-open-12", "hevc-open-12", "hevc-250", "vp9-12-hidden", "mpeg4-12-b",
+    "h264-422", "hevc-444", "av1-10bit",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in CODECS])
+@pytest.mark.parametrize("name", [n if n in _FAST else slow(n) for n in CODECS])
 def test_every_frame_of_every_codec_is_the_frame_asked_for(name: str, tmp_path: Path) -> None:
     video = data.encode(data.draw(), tmp_path / "video.mp4", CODECS[name])
     if "hidden" in name:
@@ -97,7 +101,7 @@ def test_offsets_of_64_bits(tmp_path: Path) -> None:
     check_identity(data.write_dataset(tmp_path / "set", [video]), [video])
 
 
-@pytest.mark.parametrize("codec", ["h264", "hevc", "av1"])
+@pytest.mark.parametrize("codec", ["h264", *map(slow, ("hevc", "av1"))])
 def test_a_file_with_two_sample_descriptions_in_the_middle_of_an_episode(codec: str, tmp_path: Path) -> None:
     """As a concatenation leaves them. The windows of the second episode cross from one description to the other."""
     first, second = {
@@ -122,7 +126,7 @@ def test_gops_that_begin_with_no_idr_frame_and_have_no_b_frames(tmp_path: Path) 
     check_identity(data.write_dataset(tmp_path / "set", [video]), [video])
 
 
-@pytest.mark.parametrize("codec", ["av1-2", "h264-12", "hevc-12", "vp9-12", "mpeg4-12"])
+@pytest.mark.parametrize("codec", ["av1-2", "h264-12", *map(slow, ("hevc-12", "vp9-12", "mpeg4-12"))])
 def test_sizes_that_are_no_multiple_of_a_block(codec: str, tmp_path: Path) -> None:
     size = (122, 150)
     video = data.encode(data.draw((20,), size=size), tmp_path / "video.mp4", CODECS[codec])

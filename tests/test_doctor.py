@@ -11,6 +11,7 @@ import pytest
 from support.doctor import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
 from support.programs import failed
+from support.slow import slow
 
 from dali_stream.cli import main
 from dali_stream.tools.doctor.machine import container, cpu_quota, memory_limit
@@ -38,8 +39,8 @@ def test_the_text_fits_on_a_screen(fake_driver: FakeDriver, libraries: Path) -> 
 @pytest.mark.parametrize(
     ("gpus", "warned", "engines"),
     [
-        ("a100", ["GPU 0 AV1"], [5]),
-        ("l4", [], [4]),
+        slow("a100", ["GPU 0 AV1"], [5]),
+        slow("l4", [], [4]),
         ("b200", [], [7]),
         ("h100,h100,l4", ["GPU 0, 1 AV1"], [7, 7, 4]),
         ("mig", ["GPU 0"], [0]),
@@ -70,8 +71,8 @@ def test_what_each_gpu_decodes(
     [
         ({"cuInit": 100}, "warning", "finds no GPU", "--gpus all"),
         ({"cuInit": 803}, "problem", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart"),
-        ({"cuInit": 34}, "problem", "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
-        ({"cuDeviceGetCount": 800}, "problem", "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
+        slow({"cuInit": 34}, "problem", "CUDA_ERROR_STUB_LIBRARY", "LD_LIBRARY_PATH"),
+        slow({"cuDeviceGetCount": 800}, "problem", "CUDA_ERROR_NOT_PERMITTED", "/dev/nvidia"),
     ],
 )
 def test_a_driver_that_fails(
@@ -132,7 +133,7 @@ def test_two_builds_of_dali_at_once(libraries: Path) -> None:
     assert "pip uninstall" in finding["remedy"]
 
 
-@pytest.mark.parametrize("library", ["torch", "torchcodec", "DALI"])
+@pytest.mark.parametrize("library", ["torchcodec", *map(slow, ("torch", "DALI"))])
 def test_libraries_that_are_absent_broken_or_crash(library: str, tmp_path: Path) -> None:
     expected = {ABSENT: "not installed", BROKEN: "undefined symbol", ABORTS: "crashed with SIGABRT"}
     for number, (code, said) in enumerate(expected.items()):
@@ -169,7 +170,7 @@ void *avcodec_find_decoder_by_name(const char *n) { return find(decoder, n) < 5 
 
 @pytest.mark.parametrize(
     ("av1", "status", "remedy"),
-    [("av1", "problem", "libdav1d"), ("libaom-av1", "warning", "libdav1d"), ("libdav1d", None, "")],
+    [("av1", "problem", "libdav1d"), slow("libaom-av1", "warning", "libdav1d"), slow("libdav1d", None, "")],
 )
 def test_ffmpegs_decoders_are_those_of_the_library_that_is_loaded(
     av1: str, status: str | None, remedy: str, tmp_path: Path, fake_driver: FakeDriver

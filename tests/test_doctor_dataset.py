@@ -24,6 +24,7 @@ from support.doctor import bad, cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
 from support.programs import driver
 from support.servers import Server
+from support.slow import slow
 from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader, shifted, vp9, write_dataset
 
 import dali_stream
@@ -67,6 +68,7 @@ def healthy(vp9_demo: Path) -> dict[str, Any]:
     return doctor(vp9_demo)
 
 
+@pytest.mark.slow
 def test_a_healthy_machine_without_a_gpu(healthy: dict[str, Any]) -> None:
     if driver():
         pytest.skip("this machine has a driver")
@@ -84,6 +86,7 @@ def test_a_healthy_machine_without_a_gpu(healthy: dict[str, Any]) -> None:
     assert report["machine"]["cores"] >= 1
 
 
+@pytest.mark.slow
 def test_a_frame_of_each_camera_by_every_decoder(healthy: dict[str, Any]) -> None:
     report = healthy
     assert [(f["status"], f["name"]) for f in report["findings"] if f["area"] == "dataset" and f["status"] != "ok"] == []
@@ -114,7 +117,7 @@ def test_a_decoder_that_fails_where_another_does_not_is_not_the_files_fault(
     ("size", "codec", "reason"),
     [
         ((120, 128), h264(12), "120×128 is outside what NVDEC takes"),  # of less than 80×144 the fake driver decodes nothing
-        pytest.param((242, 326), hevc(12), "242×326 is coded as 248×328 in hevc", marks=pytest.mark.slow),
+        slow((242, 326), hevc(12), "242×326 is coded as 248×328 in hevc"),
     ],
 )
 def test_sizes_that_no_codec_brings_to_nvdec_are_not_sent_round_in_circles(
@@ -148,10 +151,10 @@ def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_
     ("arguments", "traits", "hidden"),
     [
         (h264(12, open_gop=True), {"open_gops": True, "b_frames": True, "codec": "h264"}, False),
-        (hevc(12), {"open_gops": False, "b_frames": True, "codec": "hevc"}, False),
+        slow(hevc(12), {"open_gops": False, "b_frames": True, "codec": "hevc"}, False),
         (av1(2), {"open_gops": False, "b_frames": False, "codec": "av1", "gop_max": 2}, False),
         (av1(30), {"codec": "av1", "gop_max": 30}, True),
-        (vp9(12), {"codec": "vp9", "b_frames": False}, False),
+        slow(vp9(12), {"codec": "vp9", "b_frames": False}, False),
     ],
     ids=["h264 open", "hevc", "av1 2", "av1 30", "vp9"],
 )
@@ -174,8 +177,9 @@ def test_what_a_cameras_video_is(
     ("split", "arguments"),
     [
         ("av1_frame_split", av1(30)),
-        ("vp9_superframe_split", vp9(60, hidden=True)),
-        ("vp9_superframe_split", vp9(60, pixels="yuv444p10le", hidden=True)),  # profile 3, whose header has a bit more
+        slow("vp9_superframe_split", vp9(60, hidden=True)),
+        # Profile 3, whose header has a bit more.
+        slow("vp9_superframe_split", vp9(60, pixels="yuv444p10le", hidden=True)),
     ],
     ids=["av1", "vp9", "vp9 profile 3"],
 )

@@ -11,10 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import faults
 from support.servers import Server
+from support.slow import examples
 from support.stores import CONTENT, SMALL, Clock, failure, quick
 
 from dali_stream.errors import DatasetError, StorageError
@@ -238,7 +239,7 @@ ANY = st.sampled_from([*PASSING.values(), *(fault for fault, _ in LASTING.values
 RANGES = st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20)).map(sorted)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(script=st.lists(st.one_of(ANY, st.none()), max_size=6), ranges=st.lists(RANGES, min_size=1, max_size=3))
 def test_under_any_faults_the_right_bytes_or_an_error_in_time(
     script: list[Callable[..., None] | None], ranges: list[list[int]]

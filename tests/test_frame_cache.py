@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from PIL import Image
 from support.batches import as_bytes, equal, samples
+from support.slow import examples
 
 from dali_stream import Loader, MemoryBudgetError
 from dali_stream.cli import main
@@ -60,7 +61,7 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kept=st.integers(0, 200), threads=st.integers(1, 8), start=st.integers(0, 15), prefetch=st.none() | st.integers(1, 4),
     steps=st.sampled_from([(0,), (-20, 0), (-3, -2, -1, 0, 7)]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import html.parser
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from dali_stream.pipeline.bottleneck import STAGES
 
 ROOT = Path(__file__).parents[1]
-MATRIX, SUMMARIZE = ROOT / "benchmarks/slurm/matrix.sh", ROOT / "benchmarks/summarize.py"
+MATRIX = ROOT / "benchmarks/slurm/matrix.sh"
 SHORT = {"BATCH_SIZE": "4", "NUM_BATCHES": "2", "WARMUP": "1", "DEVICE": "cpu"}
 
 # Plays sbatch and dali-stream: notes how it was called.
@@ -46,6 +48,22 @@ def stubs(tmp_path: Path) -> dict[str, str]:
         (venv / "bin" / name).chmod(0o755)
     (tmp_path / "calls").touch()
     return {"VENV": str(venv), "PATH": f"{venv}/bin:/usr/bin:/bin", "CALLS": str(tmp_path / "calls")}
+
+
+Summarize = Callable[[Path], tuple[int, str, str]]
+
+
+@pytest.fixture
+def summarize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Summarize:
+    """Runs benchmarks/summarize.py on a folder, in this process: its exit code, what it prints, and its errors."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    program = importlib.import_module("summarize")
+
+    def run(folder: Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["summarize.py", str(folder)])
+        return (program.main(), *capsys.readouterr())
+
+    return run
 
 
 def calls(tmp_path: Path) -> list[tuple[str, list[str]]]:
@@ -96,17 +114,19 @@ def test_a_job_measures_what_the_environment_says(stubs: dict[str, str], tmp_pat
     assert (name, arguments) == ("dali-stream", [*head, "--batch-size", "16", "--image-size", "64x80", "--cache-dir", "/a b"])
 
 
-def test_a_job_that_says_nothing_any_more_is_told(stubs: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_that_says_nothing_any_more_is_told(stubs: dict[str, str], tmp_path: Path, summarize: Summarize) -> None:
     """One that is killed with its shell, one that sbatch does not take, and a report of before that is neither's."""
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench/a-single-auto.json").write_text("{}")
     environment = {"SOURCES": "a=/data/a", "MODES": "single", "DECODES": "auto"}
     assert matrix(tmp_path, **stubs, **environment).returncode == 0
     assert [path.name for path in (tmp_path / "bench").iterdir()] == ["a-single-auto.failed"]
-    assert summary(tmp_path / "bench")[0] == [("a", "single", "auto", "did not end: killed, out of time, or still waiting")]
+    summarize(tmp_path / "bench")
+    assert summary(tmp_path / "bench") == [("a", "single", "auto", "did not end: killed, out of time, or still waiting")]
     done = matrix(tmp_path, **stubs, **environment, CODE="1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert summary(tmp_path / "bench")[0] == [("a", "single", "auto", "was not taken by sbatch")]
+    summarize(tmp_path / "bench")
+    assert summary(tmp_path / "bench") == [("a", "single", "auto", "was not taken by sbatch")]
 
 
 def test_an_interrupted_measurement_ends_the_others(stubs: dict[str, str], tmp_path: Path) -> None:
@@ -145,12 +165,12 @@ class Links(html.parser.HTMLParser):
         self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value and value[0] != "#"]
 
 
-def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path) -> None:
+def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path, summarize: Summarize) -> None:
     (tmp_path / "a.json").write_text(json.dumps(report(source="a<b>")))
     (tmp_path / "b.json").write_text(json.dumps(report(mode="sarm", image_size=None)))
     (tmp_path / "b-sarm-dali.failed").write_text("was not taken by sbatch")
     (tmp_path / "other.json").write_text("[]")
-    assert subprocess.run([sys.executable, str(SUMMARIZE), str(tmp_path)], timeout=200, check=False).returncode == 0
+    assert summarize(tmp_path)[0] == 0
     page = (tmp_path / "summary.html").read_text()
     links = Links()
     links.feed(page)
@@ -167,14 +187,13 @@ def test_the_page_has_its_plots_and_needs_no_network(tmp_path: Path) -> None:
         assert said in page, said
 
 
-def summary(folder: Path) -> tuple[list[tuple[str, ...]], subprocess.CompletedProcess[str]]:
-    """(source, mode, decode, status) of the rows, and how the program ended."""
-    done = subprocess.run([sys.executable, str(SUMMARIZE), str(folder)], capture_output=True, text=True, timeout=200)
+def summary(folder: Path) -> list[tuple[str, ...]]:
+    """(source, mode, decode, status) of the rows."""
     rows = csv.DictReader((folder / "summary.csv").open())
-    return [(row["source"], row["mode"], row["decode"], row["status"]) for row in rows], done
+    return [(row["source"], row["mode"], row["decode"], row["status"]) for row in rows]
 
 
-def test_a_report_that_cannot_be_read_costs_no_other_its_row(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_read_costs_no_other_its_row(tmp_path: Path, summarize: Summarize) -> None:
     good = report(source="a$b_$c[red]x[/bold]")
     (tmp_path / "good.json").write_text(json.dumps(good))
     for name, text in {
@@ -185,10 +204,10 @@ def test_a_report_that_cannot_be_read_costs_no_other_its_row(tmp_path: Path) -> 
         "nan-sarm-auto": json.dumps(good | {"wallclock_s": float("nan")}),
     }.items():
         (tmp_path / f"{name}.json").write_bytes(text.encode("latin-1"))
-    rows, done = summary(tmp_path)
-    assert done.returncode == 1
-    assert "a$b_$c[red]x[/bold]" in done.stdout
-    statuses = {source: status for source, _, _, status in rows}
+    code, out, _ = summarize(tmp_path)
+    assert code == 1
+    assert "a$b_$c[red]x[/bold]" in out
+    statuses = {source: status for source, _, _, status in summary(tmp_path)}
     assert statuses.pop(good["source"]) == "ok"
     assert len(statuses) == 5
     assert all(status.startswith("unreadable: ") for status in statuses.values()), statuses
@@ -197,11 +216,10 @@ def test_a_report_that_cannot_be_read_costs_no_other_its_row(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "said"), [(".", "holds no report"), ("nothing", "is no folder")])
-def test_a_folder_without_reports_is_an_error(tmp_path: Path, name: str, said: str) -> None:
-    command = [sys.executable, str(SUMMARIZE), str(tmp_path / name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert said in done.stderr
+def test_a_folder_without_reports_is_an_error(tmp_path: Path, name: str, said: str, summarize: Summarize) -> None:
+    code, _, err = summarize(tmp_path / name)
+    assert (code, err.count("\n")) == (1, 1)
+    assert said in err
 
 
 def report(**given: Any) -> dict[str, Any]:

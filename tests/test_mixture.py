@@ -18,6 +18,7 @@ from support.batches import equal
 from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, Column, build, image_file, noise, read_rows, write_odd, write_wide
 from support.faults import reset_inside, short, status
 from support.servers import Server
+from support.slow import slow
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader, Mixture, ResumeError
 from dali_stream.lerobot.union import row_reader
@@ -103,7 +104,7 @@ def test_every_frame_of_every_dataset_once_and_as_it_is_alone(
     assert len(loader.dataset) == len(found) == loader.dataset.num_frames
 
 
-@pytest.mark.parametrize("budget", ["4GiB", "12MB"])
+@pytest.mark.parametrize("budget", ["12MB", slow("4GiB")])
 def test_batches_are_the_same_with_any_threads_and_memory(datasets: Mapping[str, Dataset], budget: str) -> None:
     options = {"batch_size": 6, "delta_timestamps": WINDOWS, "seed": 5}
     with (
@@ -224,7 +225,7 @@ def test_a_dataset_without_a_table_of_subtasks_has_empty_ones(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("whose", ["own", "merged"])
-@pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantiles"])
+@pytest.mark.parametrize("mode", ["mean_std", *map(slow, ("min_max", "quantiles"))])
 def test_normalises_by_own_or_by_merged_statistics(datasets: Mapping[str, Dataset], mode: str, whose: str) -> None:
     weights = {"demo": 3, "h264": 1, "rows": 2}
     mixed = mixture(datasets, weights=weights, epoch_samples=48)
@@ -293,7 +294,7 @@ def test_merged_scales_need_the_dataset_where_one_lacks_some(tmp_path: Path) -> 
     assert back["action"].tolist() == [[1, 1, 0], [1, 1, 1]]
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("first", "then"), [(2, 4), slow(1, 2), slow(4, 1)])
 def test_resumes_at_the_very_next_sample_on_other_ranks(datasets: Mapping[str, Dataset], first: int, then: int) -> None:
     mixed = mixture(datasets, weights={"demo": 2, "h264": 1, "rows": 1}, epoch_samples=96)
 

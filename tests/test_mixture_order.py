@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support.slow import examples, slow
 
 from dali_stream.order import turns as turns_module
 from dali_stream.order.mixture import MixtureOrder
@@ -86,7 +87,7 @@ def off(found: list[int], shared: Shares) -> Fraction:
 
 
 @given(mixtures, arguments, st.integers(0, 2**20), st.data())
-@settings(deadline=None, max_examples=200, derandomize=True)
+@examples(200)
 def test_shares_hold_after_every_position(
     lengths: list[list[int]], given_arguments: dict[str, Any], epoch: int, data: st.DataObject
 ) -> None:
@@ -101,7 +102,7 @@ def test_shares_hold_after_every_position(
 
 
 @given(mixtures, arguments, st.data())
-@settings(deadline=None, max_examples=30, derandomize=True)
+@examples(30)
 def test_shares_hold_over_many_epochs(lengths: list[list[int]], given_arguments: dict[str, Any], data: st.DataObject) -> None:
     """Where an epoch's share is no whole number, epochs have it rounded up or down, so that it comes out right."""
     shared = data.draw(shares_of(lengths))
@@ -122,7 +123,7 @@ def test_shares_hold_over_many_epochs(lengths: list[list[int]], given_arguments:
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**40),
 )
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_quotas_are_the_shares_rounded_up_or_down(
     weights: list[int], positions: int, consumers: int, start: int, epoch: int
 ) -> None:
@@ -148,7 +149,7 @@ def test_quotas_are_the_shares_rounded_up_or_down(
 )
 @example([4, 9, 3, 3, 7], None, 8, 0)
 @example([91, 10, 54, 19, 54, 54, 21], None, 7, 0)
-@settings(deadline=None, max_examples=800, derandomize=True)
+@examples(800)
 def test_every_consumer_can_end_its_epoch(weights: list[int], positions: int | None, consumers: int, seed: int) -> None:
     """Of the datasets whose next samples begin late in the epoch, no consumer has more than it has draws left."""
     total, positions = sum(weights), sum(weights) if positions is None else positions
@@ -177,7 +178,7 @@ RARE = {
 
 
 @pytest.mark.parametrize("name", RARE)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *map(slow, (1, 2))])
 def test_no_deadline_beyond_the_horizon_is_missed(name: str, seed: int) -> None:
     """Deadlines of rare datasets are farther away than a consumer looks ahead."""
     check_deadlines(RARE[name], 12 * HORIZON + 5, seed)
@@ -289,7 +290,7 @@ def test_bad_shares_are_refused(wrong: dict[str, Any], message: str) -> None:
 
 
 @given(mixtures, arguments, st.integers(0, 3), st.data())
-@settings(deadline=None, max_examples=150, derandomize=True)
+@examples(150)
 def test_each_frame_comes_exactly_once_per_pass(
     lengths: list[list[int]], given_arguments: dict[str, Any], more_epochs: int, data: st.DataObject
 ) -> None:
@@ -307,7 +308,7 @@ def test_each_frame_comes_exactly_once_per_pass(
 
 
 @given(mixtures, arguments, st.integers(0, 9))
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 def test_an_epoch_of_the_union_is_every_frame_once(
     lengths: list[list[int]], given_arguments: dict[str, Any], epoch: int
 ) -> None:
@@ -353,7 +354,7 @@ def test_unshuffled_datasets_come_in_recorded_order() -> None:
 
 
 @given(mixtures, arguments, st.integers(0, 5), st.data())
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_every_world_size_and_every_slice_is_of_the_same_order(
     lengths: list[list[int]], given_arguments: dict[str, Any], epoch: int, data: st.DataObject
 ) -> None:

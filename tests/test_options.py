@@ -82,10 +82,10 @@ def test_seed_and_shuffle_choose_the_order(rows_only: Dataset) -> None:
     assert tuple(samples(batches_of(rows_only))) == orders[True, 0, 32, 8], "the defaults"
 
 
-def test_as_many_batches_are_made_ahead_as_asked_for(demo: Path) -> None:
-    expected = batches_of(Dataset(demo), image_dtype="uint8", batch_size=4)
+def test_as_many_batches_are_made_ahead_as_asked_for(small: Path) -> None:
+    expected = batches_of(Dataset(small), image_dtype="uint8", batch_size=4)
     for ahead in (1, 7):
-        with Loader(demo, batch_size=4, prefetch=ahead, image_dtype="uint8") as loader:
+        with Loader(small, batch_size=4, prefetch=ahead, image_dtype="uint8") as loader:
             batches, planned = iter(loader), 0
             got = [next(batches)]
             while planned < 1 + ahead:  # one is taken; that many more come without being asked for

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples, slow
 
 import dali_stream
 from dali_stream import Order
@@ -56,7 +57,7 @@ def divisors(n: int) -> list[int]:
 
 
 @given(lengths, orders)
-@settings(deadline=None, max_examples=150, derandomize=True)
+@examples(150)
 def test_each_frame_comes_exactly_once(episode_lengths: list[int], arguments: dict[str, Any]) -> None:
     order = Order(episode_lengths, **arguments)
     assert len(order) == sum(episode_lengths)
@@ -64,7 +65,7 @@ def test_each_frame_comes_exactly_once(episode_lengths: list[int], arguments: di
 
 
 @given(lengths, orders, st.data())
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_rank_r_serves_every_world_size_th_position(
     episode_lengths: list[int], arguments: dict[str, Any], data: st.DataObject
 ) -> None:
@@ -75,7 +76,7 @@ def test_rank_r_serves_every_world_size_th_position(
 
 
 @given(lengths, orders, st.data())
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_any_slice_is_that_slice_of_the_whole(
     episode_lengths: list[int], arguments: dict[str, Any], data: st.DataObject
 ) -> None:
@@ -172,7 +173,7 @@ def test_each_draw_is_uniform_over_what_remains_in_the_pool(episode_lengths: lis
     assert chi_square(found, dict(expected)) < bound(len(expected))
 
 
-@pytest.mark.parametrize("frames", [2, 5, 8, 13])
+@pytest.mark.parametrize("frames", [5, *map(slow, (2, 8, 13))])
 def test_a_global_permutation_puts_every_frame_everywhere(frames: int) -> None:
     found = Counter(place for epoch in range(4000) for place in enumerate(read(Order([frames], "global", 1, epoch))))
     expected = {(at, (0, frame)): 1 / frames**2 for at in range(frames) for frame in range(frames)}
@@ -187,7 +188,7 @@ def test_neighbours_in_a_global_permutation_are_unrelated() -> None:
 
 
 @given(st.lists(st.integers(0, 25), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 5), st.integers(0, 99))
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_a_consumer_has_no_more_episodes_open_than_its_pool(
     episode_lengths: list[int], consumers: int, pool: int, seed: int
 ) -> None:
@@ -204,7 +205,7 @@ def test_a_consumer_has_no_more_episodes_open_than_its_pool(
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=10), st.integers(1, 8), st.integers(0, 99))
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 def test_consumers_own_contiguous_runs_of_equal_length(episode_lengths: list[int], consumers: int, seed: int) -> None:
     """An episode that two consumers share is cut once, so encoded video is fetched by neighbours at most twice."""
     whole = read(Order(episode_lengths, True, seed, 0, consumers, 2))
@@ -251,7 +252,7 @@ def test_consumers_and_pools_by_default(batch_size: int, world: int, expected: t
 
 
 @given(st.integers(1, 600), st.integers(1, 40))
-@settings(deadline=None, max_examples=200, derandomize=True)
+@examples(200)
 def test_default_consumers_are_the_divisor_nearest_to_32(batch_size: int, world: int) -> None:
     consumers, pool = default_pools(batch_size, world)
     stride = batch_size * world

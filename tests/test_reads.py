@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples
 
 from dali_stream import MemoryBudgetError
 from dali_stream.mp4.clip import span
@@ -148,7 +149,7 @@ class Run:
 LENGTHS = st.lists(st.integers(3, 40), min_size=3, max_size=12).map(np.array)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(
     lengths=LENGTHS,
     room=st.sampled_from([14_000, 30_000, 60_000, HUGE]),
@@ -175,7 +176,7 @@ def test_all_that_a_batch_reads_is_there_and_within_the_room(
         assert max(run.fetched.values()) == 1 or kept >= lengths.sum(), "fetched again although it fits"
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 @given(lengths=LENGTHS, open_gops=st.booleans())
 def test_what_is_decoded_once_is_fetched_once_and_not_kept(lengths: np.ndarray, open_gops: bool) -> None:
     run = Run(lengths, kept=10_000, open_gops=open_gops).go(3 * -(-int(lengths.sum()) // BATCH) + 20)

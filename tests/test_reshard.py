@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import videos as video_data
 from support.batches import assert_same_stream
 from support.datasets import DEPTH, SIDE, TOP, copied, enrich, episode_table, videos, write_wide
 from support.servers import Server
+from support.slow import examples, slow
 from support.tools import SMALL
 from support.tools import resharded as written
 from support.videos import frames_by_ffmpeg, top_boxes
@@ -48,7 +49,7 @@ def rich_out(rich: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the same dataset
 
 
-@pytest.mark.parametrize("source", ["demo", "h264_demo", "vp9_demo"])
+@pytest.mark.parametrize("source", ["demo", "h264_demo", slow("vp9_demo")])
 def test_the_same_batches_come_out_of_small_files(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     root = request.getfixturevalue(source)
     report = written(root, tmp_path / "out", **SMALL)
@@ -82,7 +83,10 @@ _CODECS = {
 }
 
 
-@pytest.fixture(scope="module", params=_CODECS)
+_SLOW = ("h264", "h264 open", "mpeg4")
+
+
+@pytest.fixture(scope="module", params=[slow(name) if name in _SLOW else name for name in _CODECS])
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four episodes in two files, their index at the end; in each, the second episode begins in the middle of a GOP."""
     folder = tmp_path_factory.mktemp("recorded")
@@ -261,7 +265,7 @@ CHUNK = 700_000
 
 
 @given(tracks())
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 def test_the_head_of_an_mp4_reads_back(tmp_path_factory: pytest.TempPathFactory, track: Track) -> None:
     _check_head(track, tmp_path_factory.getbasetemp())
 

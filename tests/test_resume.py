@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, read_lengths
+from support.slow import examples, slow
 
 from dali_stream import Dataset, Loader, Order, ResumeError
 from dali_stream.order import default_pools
@@ -49,7 +50,7 @@ def epoch_order(shuffle: bool | str, epoch: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------- one world size
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("shuffle", [True, *map(slow, ("global", False))])
 @pytest.mark.parametrize("last_batch", LAST_BATCH)
 def test_every_state_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, shuffle: bool | str, last_batch: str) -> None:
     arguments: dict[str, Any] = {"shuffle": shuffle, "last_batch": last_batch}
@@ -207,7 +208,7 @@ def run_ranks(
     last_batch=st.sampled_from(("drop", "pad")),
     phases=st.lists(st.tuples(st.sampled_from((1, 2, 3, 4)), st.integers(1, 2), st.integers(1, 3)), min_size=2, max_size=4),
 )
-@settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_other_numbers_of_ranks_continue_the_same_order(
     rows: Dataset, shuffle: bool | str, last_batch: str, phases: list[tuple[int, int, int]]
 ) -> None:

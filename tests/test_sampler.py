@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.batches import samples
 from support.datasets import build, read_lengths
+from support.slow import examples
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader
 
 import dali_stream
@@ -78,7 +79,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(lengths, arguments, st.sampled_from(WORLDS), st.integers(0, 3))
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_ranks_share_the_kept_frames_and_never_see_the_dropped(
     episode_lengths: list[int], options: dict[str, Any], world: int, epoch: int
 ) -> None:
@@ -320,7 +321,7 @@ def test_consumers_that_do_not_divide_the_global_batch_get_one_warning(caplog: p
 
 
 @given(lengths, arguments, st.data())
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_any_position_resumes_on_other_ranks_at_the_very_next(
     episode_lengths: list[int], options: dict[str, Any], data: st.DataObject
 ) -> None:

@@ -9,8 +9,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples, slow
 
 from dali_stream import Dataset
 
@@ -28,7 +29,7 @@ def scaling() -> Iterator[ModuleType]:
 
 
 @given(exponent=st.floats(-2, 2), factor=st.floats(1e-6, 1e9), noise=st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 def test_a_power_law_is_found_through_noise(scaling: ModuleType, exponent: float, factor: float, noise: int) -> None:
     wrong = np.random.default_rng(noise).uniform(0.95, 1.05, len(VALUES))
     found = scaling.fit(VALUES, factor * np.asarray(VALUES, float) ** exponent * wrong)
@@ -39,7 +40,7 @@ def test_a_power_law_is_found_through_noise(scaling: ModuleType, exponent: float
 @given(
     before=st.floats(-1, 1), step=st.sampled_from([-1.0, -0.5, 0.5, 1.0]), at=st.integers(2, 4), noise=st.integers(0, 2**32 - 1)
 )
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 def test_a_bend_is_found_where_it_is(scaling: ModuleType, before: float, step: float, at: int, noise: int) -> None:
     x = np.log(VALUES)
     y = before * x + step * np.maximum(x - x[at], 0)
@@ -87,9 +88,7 @@ def test_a_dataset_of_metadata_is_one(scaling: ModuleType, tmp_path: Path) -> No
     "axes",
     [
         ["batch", "episodes", "ranks"],
-        pytest.param(
-            ["threads", "batch", "window", "gop", "episodes", "consumers", "pool", "ranks"], marks=pytest.mark.slow, id="all"
-        ),
+        slow(["threads", "batch", "window", "gop", "episodes", "consumers", "pool", "ranks"], id="all"),
     ],
 )
 def test_every_axis_is_measured(

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples
 
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
@@ -137,7 +138,7 @@ def runs(draw: st.DrawFn) -> Run:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, derandomize=False)
 @given(runs())
 def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
     """Also with any frames missing, from any position, in any order and across the end of epochs."""
@@ -164,7 +165,7 @@ def test_each_slot_holds_the_frame_that_a_batch_shows(run: Run) -> None:
         assert step.hits == step.show.size - misses
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, derandomize=False)
 @given(runs())
 def test_where_all_frames_fit_each_is_decoded_once_and_never_again(run: Run) -> None:
     run.limits = Limits(int(run.lengths.sum()), run.limits.in_flight, 0)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import check_identities, samples
 from support.datasets import SIDE, TOP, change_info, read_lengths
 from support.servers import Server
+from support.slow import examples
 
 import dali_stream
 from dali_stream import Dataset, DatasetError, FrameSampler, Loader, Order, ResumeError
@@ -40,7 +41,7 @@ def ranges(draw: st.DrawFn) -> tuple[list[int], FrameRanges, list[tuple[int, int
     return lengths, FrameRanges(len(lengths), *table.T), frames
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@examples(200)
 @given(ranges(), st.sampled_from((True, "global", False)), st.sampled_from((1, 2, 4)), st.integers(0, 30))
 def test_each_frame_of_the_ranges_once_on_any_ranks(
     selected: tuple[list[int], FrameRanges, list[tuple[int, int]]], shuffle: bool | str, world: int, start: int
@@ -55,7 +56,7 @@ def test_each_frame_of_the_ranges_once_on_any_ranks(
     assert after == shares[0][-(-start // world) :]
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 @given(ranges(), st.integers(0, 5), st.integers(0, 5))
 def test_ranges_are_cut_as_sets_of_frames_are(
     selected: tuple[list[int], FrameRanges, list[tuple[int, int]]], first: int, last: int

@@ -90,9 +90,8 @@ def test_frames_of_another_frame_or_colour_are_seen(vp9_demo: Path, monkeypatch:
     assert all(row["wrong"] == 0 and row["mean_error"] > dali.COLOUR_TOLERANCE for row in shapes.values())
 
 
-def test_what_dali_cannot_decode_is_a_result(tmp_path: Path) -> None:
-    folder = write_demo(tmp_path / "h264", episodes=2, size=(128, 160), codec="h264")
-    found = identity.measure([str(folder)], None)
+def test_what_dali_cannot_decode_is_a_result(h264_demo: Path) -> None:
+    found = identity.measure([str(h264_demo)], None)
     assert found["refused"] == "DALI decodes vp8, vp9, mjpeg on a CPU, and this is h264"
     for row in found["shapes"].values():
         assert row["wrong"] == row["frames"]

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples
 
 import dali_stream
 
@@ -62,7 +63,7 @@ def test_below_what_is_shown_it_stalls_and_well_above_it_does_not(parts: SimpleN
     assert (fast.wait_share, fast.waiting_steps) == (0.0, 0.0)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@examples(4)
 @given(
     megabytes_per_s=st.sampled_from([3.0, 10.0, 300.0]),
     latency_s=st.sampled_from([0.0, 0.05]),
@@ -107,7 +108,7 @@ def test_a_budget_that_holds_no_batch_is_refused(parts: SimpleNamespace, small: 
     jobs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 300)), min_size=1, max_size=60),
     latency=st.sampled_from([0.0, 0.5]),
 )
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 def test_a_link_is_shared_and_a_sooner_need_comes_first(
     parts: SimpleNamespace, jobs: list[tuple[int, int, int]], latency: float
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_link_is_shared_and_a_sooner_need_comes_first(
 
 
 @given(enough=st.floats(0.1, 10))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 def test_the_smallest_bandwidth_is_found(parts: SimpleNamespace, enough: float) -> None:
     assert enough <= parts.smallest(lambda bandwidth: bandwidth >= enough, 1.0) <= enough * 1.0701
 

@@ -31,14 +31,14 @@ def batches_of(dataset: Dataset | Path) -> list[Batch]:
 
 
 @pytest.fixture(scope="module")
-def local(demo: Path) -> list[Batch]:
-    return batches_of(demo)
+def local(small: Path) -> list[Batch]:
+    return batches_of(small)
 
 
 @pytest.fixture
-def hub(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The demo as a repository and as a bucket, which needs a token."""
-    with Hub({f"datasets/{REPOSITORY}": demo, "buckets/someone/bulk": demo}, token=TOKEN) as running:
+    with Hub({f"datasets/{REPOSITORY}": small, "buckets/someone/bulk": small}, token=TOKEN) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lerobot"))
@@ -56,13 +56,13 @@ def test_hub(hub: Hub, local: list[Batch], uri: str) -> None:
     assert same(batches_of(dataset), local)
 
 
-def test_the_revision_is_pinned_and_part_of_the_fingerprint(hub: Hub, demo: Path, local: list[Batch]) -> None:
+def test_the_revision_is_pinned_and_part_of_the_fingerprint(hub: Hub, small: Path, local: list[Batch]) -> None:
     dataset = Dataset(REPOSITORY, revision="main")
     before = dataset.revision
     hub.put(f"datasets/{REPOSITORY}", {"README.md": b"changed"})  # main moves on during the run
     later = Dataset(REPOSITORY)
     assert later.revision != before == dataset.revision
-    assert len({dataset.fingerprint, later.fingerprint, Dataset(demo).fingerprint}) == 3
+    assert len({dataset.fingerprint, later.fingerprint, Dataset(small).fingerprint}) == 3
     assert all(f"/resolve/{later.revision}/" not in r.path for r in hub.requests if r.path.endswith(".mp4"))
 
 
@@ -77,8 +77,8 @@ def test_metadata_from_the_repository_and_bulk_from_a_bucket(hub: Hub, local: li
     assert bulk == {"buckets"}
 
 
-def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, demo: Path, tmp_path: Path, local: list[Batch]) -> None:
-    shutil.copytree(demo, tmp_path / "lerobot" / REPOSITORY)
+def test_what_lerobot_has_downloaded_is_read_from_there(hub: Hub, small: Path, tmp_path: Path, local: list[Batch]) -> None:
+    shutil.copytree(small, tmp_path / "lerobot" / REPOSITORY)
     dataset = Dataset(REPOSITORY)
     assert same(batches_of(dataset), local)
     assert hub.requests == []
@@ -125,18 +125,18 @@ def test_a_folder_that_is_not_there_where_there_is_no_network(
     assert clock.now > 30
 
 
-def test_s3(demo: Path, local: list[Batch]) -> None:
-    with S3(demo) as s3:
+def test_s3(small: Path, local: list[Batch]) -> None:
+    with S3(small) as s3:
         dataset = Dataset(f"s3://{s3.bucket}", storage_options=s3.options)
         assert same(batches_of(dataset), local)
         assert dataset.store.traffic.requests > 0
 
 
-def test_a_copy_of_a_remote_dataset_reads_the_same(hub: Hub, demo: Path, tmp_path: Path) -> None:
+def test_a_copy_of_a_remote_dataset_reads_the_same(hub: Hub, small: Path, tmp_path: Path) -> None:
     """The same revision, with connections and counters of its own, and nothing is asked for before it is read."""
     file = f"videos/{SIDE}/chunk-000/file-000.mp4"
-    expected = (demo / file).read_bytes()
-    with Server(demo) as web, S3(demo) as s3:
+    expected = (small / file).read_bytes()
+    with Server(small) as web, S3(small) as s3:
         for dataset, asked in (
             (Dataset(REPOSITORY), hub.requests),
             (Dataset(REPOSITORY, data_files_root="hf://buckets/someone/bulk"), hub.requests),
@@ -145,7 +145,7 @@ def test_a_copy_of_a_remote_dataset_reads_the_same(hub: Hub, demo: Path, tmp_pat
         ):
             assert dataset.data_store.read_all(file) == expected
             hub.put(f"datasets/{REPOSITORY}", {"meta/info.json": b"{}"})  # main moves on, to the next round's revision
-            hub.put(f"datasets/{REPOSITORY}", {"meta/info.json": (demo / "meta/info.json").read_bytes()})
+            hub.put(f"datasets/{REPOSITORY}", {"meta/info.json": (small / "meta/info.json").read_bytes()})
             for how in (copy.copy, copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))):
                 before, requests = len(asked), dataset.data_store.traffic.requests
                 twin = how(dataset)
@@ -157,8 +157,8 @@ def test_a_copy_of_a_remote_dataset_reads_the_same(hub: Hub, demo: Path, tmp_pat
                 assert traffic.fetched_bytes + traffic.cached_bytes == len(expected)
 
 
-def test_cache_dir_serves_a_second_run(demo: Path, tmp_path: Path, local: list[Batch]) -> None:
-    with Server(demo) as server:
+def test_cache_dir_serves_a_second_run(small: Path, tmp_path: Path, local: list[Batch]) -> None:
+    with Server(small) as server:
         for _ in range(2):
             server.requests.clear()
             dataset = Dataset(server.url, cache_dir=tmp_path / "cache")
@@ -190,10 +190,10 @@ def test_info_and_preview_of_remote_datasets(hub: Hub, tmp_path: Path, capsys: p
 
 
 def test_no_credentials_in_what_a_user_sees(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    with Server(demo) as server:
+    with Server(small) as server:
         uri = server.url.replace("http://", "http://user:pa55word@") + "?signature=s1gned"
         dataset = Dataset(uri, cache_dir=tmp_path / "cache")
         with Loader(dataset, batch_size=8) as loader:
@@ -207,10 +207,10 @@ def test_no_credentials_in_what_a_user_sees(
     assert not [text for text in seen if "pa55word" in text or "s1gned" in text]
 
 
-def test_a_run_goes_on_over_the_same_dataset_in_other_files(demo: Path, tmp_path: Path) -> None:
-    reshard(Dataset(demo), tmp_path / "out")
+def test_a_run_goes_on_over_the_same_dataset_in_other_files(small: Path, tmp_path: Path) -> None:
+    reshard(Dataset(small), tmp_path / "out")
     arguments: dict[str, Any] = {"batch_size": 16, "consumers": 4}
-    with Loader(demo, **arguments) as loader:
+    with Loader(small, **arguments) as loader:
         epoch = iter(loader)
         found = samples(next(epoch) for _ in range(4))
         state, expected = loader.state_dict(), samples(epoch)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support import faults
 from support.batches import check_identities, samples
 from support.datasets import SIDE, TOP, read_lengths
 from support.servers import Handler, Server
+from support.slow import examples
 
 from dali_stream import DaliStreamError, Dataset, Loader, StorageError
 
@@ -63,7 +64,7 @@ def epoch(url: str, root: Path, *, timeout_s: float = 0.5, give_up_s: float = GI
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+@examples(12, suppress_health_check=list(HealthCheck))
 @given(script=st.lists(st.one_of(st.none(), st.none(), st.sampled_from(sorted(HELPED))), max_size=40))
 def test_an_epoch_survives_what_a_second_try_mends(small: Path, script: list[str | None]) -> None:
     spaced = [HELPED[name] if name else None for name in script]
@@ -73,7 +74,7 @@ def test_an_epoch_survives_what_a_second_try_mends(small: Path, script: list[str
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(
     script=st.lists(st.one_of(st.none(), st.none(), st.none(), st.sampled_from(sorted(HELPED | FINAL))), max_size=30),
     budget=st.sampled_from(["1GiB", 150_000]),

@@ -15,6 +15,7 @@ import pytest
 from support.batches import Batch, check_identities, equal, samples
 from support.datasets import ODD_CAMERA, SIDE, TOP, Camera, build, read_lengths, write_odd
 from support.servers import Request, Server
+from support.slow import slow
 from support.videos import SIZE, draw, encode, h264
 
 from dali_stream import DaliStreamError, Dataset, Loader
@@ -60,9 +61,9 @@ def spans(requests: list[Request], ending: str) -> list[tuple[str, int, int]]:
     ],
     ids=["pools", "windows", "recorded", "global", "second of two ranks"],
 )
-def test_remote_batches_equal_local_ones(demo: Path, server: Server, arguments: dict[str, Any]) -> None:
-    arguments |= {"batch_size": 32, "image_dtype": "uint8"}
-    with Loader(demo, **arguments) as local, Loader(server.url, **arguments) as remote:
+def test_remote_batches_equal_local_ones(small: Path, arguments: dict[str, Any]) -> None:
+    arguments |= {"batch_size": 16, "image_dtype": "uint8"}
+    with Server(small) as server, Loader(small, **arguments) as local, Loader(server.url, **arguments) as remote:
         for _ in range(2):  # epochs
             for there, here in zip(remote, local, strict=True):
                 assert equal(there, here)
@@ -76,7 +77,7 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
         assert all(equal(a, b) for a, b in zip(batches_of(odd.url, batch_size=4, image_dtype="uint8"), expected, strict=True))
 
 
-@pytest.mark.parametrize(("codec", "gop", "episodes"), [("h264", 12, 4), ("hevc", 30, 2)])
+@pytest.mark.parametrize(("codec", "gop", "episodes"), [("h264", 12, 4), slow("hevc", 30, 2)])
 def test_b_frames_and_open_gops(written: Callable[..., Path], codec: str, gop: int, episodes: int) -> None:
     """What a frame needs may begin in the block before its own."""
     root = written(episodes=episodes, size=(128, 160), codec=codec, gop=gop)
@@ -198,7 +199,7 @@ def test_the_first_batch_needs_only_what_it_shows(twelve: Path) -> None:
     assert sum(request.sent for request in server.requests if request.path.endswith(".mp4")) < 1.1 * videos
 
 
-@pytest.mark.parametrize("budget", [1_000_000, 700_000])
+@pytest.mark.parametrize("budget", [700_000, slow(1_000_000)])
 def test_the_budget_holds_and_changes_nothing_but_the_traffic(
     demo: Path, server: Server, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,7 +218,7 @@ def test_the_budget_holds_and_changes_nothing_but_the_traffic(
     assert "Give a larger memory_budget" in warnings[0]
 
 
-@pytest.mark.parametrize("where", ["disk", "server"])
+@pytest.mark.parametrize("where", ["server", slow("disk")])
 def test_indices_that_the_budget_does_not_keep_are_told(
     demo: Path, server: Server, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,16 +240,17 @@ def test_a_budget_below_one_batch_is_refused_up_front(server: Server, budget: in
         Loader(server.url, batch_size=32, memory_budget=budget)
 
 
-def test_resume_over_the_network(demo: Path, server: Server) -> None:
+def test_resume_over_the_network(small: Path) -> None:
     arguments: dict[str, Any] = {"batch_size": 8, "consumers": 4}
-    expected = samples(batches_of(demo, **arguments))
-    with Loader(server.url, **arguments) as loader:
-        epoch = iter(loader)
-        found = samples(next(epoch) for _ in range(5))
-        state = loader.state_dict()
-    with Loader(server.url, **arguments) as loader:
-        loader.load_state_dict(state)
-        assert found + samples(loader) == expected
+    expected = samples(batches_of(small, **arguments))
+    with Server(small) as server:
+        with Loader(server.url, **arguments) as loader:
+            epoch = iter(loader)
+            found = samples(next(epoch) for _ in range(5))
+            state = loader.state_dict()
+        with Loader(server.url, **arguments) as loader:
+            loader.load_state_dict(state)
+            assert found + samples(loader) == expected
 
 
 def test_close_leaves_no_thread(server: Server) -> None:

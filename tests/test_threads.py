@@ -76,9 +76,9 @@ def broken(root: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------------ ends
 
 
-def test_after_close(demo: Path) -> None:
+def test_after_close(small: Path) -> None:
     with nothing_left():
-        loader = Loader(demo, batch_size=8)
+        loader = Loader(small, batch_size=8)
         assert len(list(loader)) == len(loader)
         for kind in ("dali_stream planner", "dali_stream decode", "[DALI]"):  # the next epoch is being prepared
             assert any(kind in name for name in traces()[0])
@@ -109,9 +109,9 @@ def test_after_a_loop_that_was_left_early(demo: Path) -> None:
         del loader
 
 
-def test_who_takes_all_batches_and_asks_for_no_more_keeps_what_is_under_way(demo: Path) -> None:
+def test_who_takes_all_batches_and_asks_for_no_more_keeps_what_is_under_way(small: Path) -> None:
     """As `islice` and Lightning's Trainer do: the threads that are at the next epoch already continue with it."""
-    with Loader(demo, batch_size=8) as loader:
+    with Loader(small, batch_size=8) as loader:
         threads = []
         for epoch in range(2):
             assert len(list(itertools.islice(loader, len(loader)))) == len(loader)
@@ -221,15 +221,15 @@ def test_one_iteration_at_a_time(demo: Path) -> None:
         assert loader.state_dict()["position"] == 16
 
 
-def test_two_loaders_do_not_touch_each_other(demo: Path) -> None:
-    dataset = Dataset(demo, episodes=[0, 1])
+def test_two_loaders_do_not_touch_each_other(small: Path) -> None:
+    dataset = Dataset(small)
     with Loader(dataset, batch_size=8) as one, Loader(dataset, batch_size=8, seed=1) as two:
         both = [(a, b) for a, b in zip(one, two, strict=True)]
     with Loader(dataset, batch_size=8, seed=1) as alone:
         assert samples(b for _, b in both) == samples(alone)
 
 
-def test_control_c_in_next(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_in_next(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the main thread waits for the first frames, and leaves a loader that can continue."""
     with nothing_left():
         read, sent = LocalStore.read, threading.Event()
@@ -240,7 +240,7 @@ def test_control_c_in_next(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return read(self, path, start, stop)
 
-        loader = Loader(demo, batch_size=8)
+        loader = Loader(small, batch_size=8)
         with monkeypatch.context() as patched:
             patched.setattr(LocalStore, "read", interrupt)
             with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.train import ENVIRONMENT, ROOT, SMALL, command, journal, losses, train
+from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dali_stream import Dataset, Loader, Mixture
@@ -27,7 +27,8 @@ STEPS = 8
 def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of 8 steps that nothing interrupted."""
     out = tmp_path_factory.mktemp("train") / "run"
-    train(demo, out, "--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4)
+    with in_this_process() as program:
+        program.main([*map(str, [demo, "--out", out, *SMALL, "--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4])])
     return out
 
 
@@ -131,6 +132,7 @@ def mixture(demo: Path, small: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_and_continues_bit_for_bit(
     program: Any, mixture: Path, demo: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import videos as video_data
 from support.batches import assert_same_but_for_frames
 from support.datasets import DEPTH, SIDE, TOP, change_info, copied, enrich, tree, video, videos
 from support.servers import Server
+from support.slow import examples, slow
 from support.tools import assert_rest_is_the_same, table_of, transcoded
 from support.videos import colourful, difference, probe, recorded
 
 from dali_stream import Dataset, DecodeError, Loader
-from dali_stream.demo import write_demo
 from dali_stream.tools.transcode.encoders import encoder
 from dali_stream.tools.transcode.meta import renewed
 from dali_stream.tools.transcode.video import Share
@@ -29,9 +30,9 @@ pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmp
 
 
 @pytest.fixture(scope="module")
-def h264(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def h264(written: Callable[..., Path]) -> Path:
     """The same as H.264 with B-frames and GOP 12. Read only."""
-    return write_demo(tmp_path_factory.mktemp("small") / "h264", episodes=2, size=(120, 128), codec="h264", gop=12)
+    return written(episodes=2, size=(120, 128), codec="h264", gop=12)
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +46,10 @@ def hevc(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the same dataset in another encoding
 
 
-@pytest.mark.parametrize(
-    ("codec", "gop"),
-    [
-        ("h264", 2),
-        ("av1", 12),
-        pytest.param("vp9", 2, marks=pytest.mark.slow),
-        pytest.param("hevc", 1, marks=pytest.mark.slow),
-        pytest.param("hevc", 12, marks=pytest.mark.slow),
-        pytest.param("vp9", 30, marks=pytest.mark.slow),
-        pytest.param("h264", 1, marks=pytest.mark.slow),
-        pytest.param("av1", 2, marks=pytest.mark.slow),
-    ],
-)
+_MORE = (("h264", 2), ("vp9", 2), ("hevc", 1), ("hevc", 12), ("vp9", 30), ("h264", 1), ("av1", 2))
+
+
+@pytest.mark.parametrize(("codec", "gop"), [("av1", 12), *(slow(*kind) for kind in _MORE)])
 def test_every_frame_in_every_codec(h264: Path, tmp_path: Path, codec: str, gop: int) -> None:
     out = tmp_path / "out"
     report = transcoded(h264, out, codec=codec, gop=gop)
@@ -105,7 +97,7 @@ def test_the_report(h264: Path, tmp_path: Path) -> None:
     assert finer.cameras[TOP].psnr_min > report.cameras[TOP].psnr_min + 5
 
 
-@pytest.mark.parametrize(("codec", "gop"), [("hevc", 2), pytest.param("hevc", 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("codec", "gop"), [("hevc", 2), slow("hevc", 10)])
 def test_what_is_as_asked_is_copied(hevc: Path, tmp_path: Path, codec: str, gop: int) -> None:
     report = transcoded(hevc, tmp_path / "out", codec=codec, gop=gop)
     assert [(c.copied, c.encoder, c.psnr_min) for c in report.cameras.values()] == [
@@ -140,10 +132,10 @@ _SOURCES: dict[str, tuple[str, ...]] = {
 }
 
 
-_SLOW = ("4:4:4", "MPEG-4", "hidden frames")
+_FAST = ("full range", "BT.709 10 bit")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in _SLOW else k for k in _SOURCES])
+@pytest.mark.parametrize("kind", [k if k in _FAST else slow(k) for k in _SOURCES])
 def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: Path) -> None:
     root = recorded(tmp_path, _SOURCES[kind], frames=colourful())
     report = transcoded(root, tmp_path / "out", codec="h264", crf=8)
@@ -233,7 +225,7 @@ def test_info_says_nothing_that_is_no_longer_true() -> None:
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 10_000), st.lists(st.floats(0, 1 << 30), max_size=30))
-@settings(deadline=None, max_examples=100, derandomize=True)
+@examples(100)
 def test_a_file_counts_for_its_share_whatever_its_parts(weight: int, frames: int, parts: list[float]) -> None:
     told: list[int] = []
     share = Share(told.append, weight)

@@ -16,6 +16,7 @@ import pytest
 from support import videos as video_data
 from support.datasets import SIDE, TOP, copied, tree
 from support.programs import failed
+from support.slow import slow
 from support.tools import FAST, stub, transcoded
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError
@@ -184,7 +185,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["cut off", "zeroed", "overwritten"])
+@pytest.mark.parametrize("how", ["overwritten", *map(slow, ("cut off", "zeroed"))])
 def test_a_broken_source_file_is_named(small: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     root = copied(small, tmp_path)
     path = sorted((root / "videos" / SIDE).rglob("*.mp4"))[0]
@@ -207,7 +208,7 @@ def test_a_video_that_is_too_short_is_named(tmp_path: Path, capsys: pytest.Captu
         transcoded(root, tmp_path / "out", codec="h264")
 
 
-@pytest.mark.parametrize("name", ["data/chunk-000/file-000.parquet", f"videos/{TOP}/chunk-000/file-000.mp4"])
+@pytest.mark.parametrize("name", [slow("data/chunk-000/file-000.parquet"), f"videos/{TOP}/chunk-000/file-000.mp4"])
 def test_damage_before_the_end_is_found_and_mended(small: Path, tmp_path: Path, whole: dict[str, bytes], name: str) -> None:
     path, seen = tmp_path / "out" / name, list[int]()
 

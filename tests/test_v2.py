@@ -28,6 +28,7 @@ from support.datasets import (
     write_odd,
 )
 from support.servers import Server
+from support.slow import slow
 from support.tools import transcoded
 
 import dali_stream
@@ -186,8 +187,11 @@ def g1_v21(g1: Path) -> Path:
 CAMERA = "observation.images.cam_high"
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
-@pytest.mark.parametrize("deltas", [None, {CAMERA: [-1 / 30, 0.0], "action": [n / 30 for n in range(20)]}])
+DELTAS = {CAMERA: [-1 / 30, 0.0], "action": [n / 30 for n in range(20)]}
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [slow(0, 1), slow(0, 2), (1, 2)])
+@pytest.mark.parametrize("deltas", [slow(None), DELTAS])
 def test_a_recording(deltas: Any, rank: int, ranks: int, g1: Path, g1_v21: Path) -> None:
     part = Dataset(g1, episodes=range(6))
     assert_same(g1_v21, part, most=4, delta_timestamps=deltas, rank=rank, world_size=ranks)

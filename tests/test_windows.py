@@ -6,8 +6,9 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.slow import examples
 
 from dali_stream.order.windows import TOLERANCE_S, offsets, window
 
@@ -18,7 +19,7 @@ KEYS = ("action", "observation.state")
     st.lists(st.integers(-40, 40), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 29)), min_size=1, max_size=8),
 )
-@settings(deadline=None, max_examples=200, derandomize=True)
+@examples(200)
 def test_a_window_is_clamped_to_its_episode(steps: list[int], places: list[tuple[int, int]]) -> None:
     length = np.array([length for length, _ in places])
     frame = np.array([frame % n for n, frame in places])
@@ -38,14 +39,14 @@ def test_a_window_is_clamped_to_its_episode(steps: list[int], places: list[tuple
     st.sampled_from((1, 5, 10, 15, 24, 29.97, 30, 50, 60, 100)),
     st.floats(-0.9, 0.9),
 )
-@settings(deadline=None, max_examples=200, derandomize=True)
+@examples(200)
 def test_offsets_are_rounded_to_frames_within_the_tolerance(steps: list[int], fps: float, away: float) -> None:
     seconds = [step / fps + away * TOLERANCE_S for step in steps]
     assert offsets({"action": seconds}, fps, KEYS)["action"].tolist() == steps
 
 
 @given(st.integers(-500, 500), st.sampled_from((1, 10, 29.97, 30, 60)), st.floats(-0.5, 0.5))
-@settings(deadline=None, max_examples=200, derandomize=True)
+@examples(200)
 def test_a_delta_between_frames_is_refused(step: int, fps: float, away: float) -> None:
     assume(abs(away) / fps > 1.1 * TOLERANCE_S)
     with pytest.raises(ValueError, match=r"delta_timestamps\['action'\] has .*no multiple of 1/fps"):

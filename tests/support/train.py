@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -20,27 +21,32 @@ SMALL = ["--image-size", 32, 32, "--chunk", 8, "--batch-size", 8, "--consumers",
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The program as a module of this process, which then forgets Accelerate's state and the handlers of signals.
-
-    Its charts are not drawn, which takes longer than the training; `test_train.py` looks at those of a whole run.
-    """
+@contextlib.contextmanager
+def in_this_process() -> Iterator[Any]:
+    """The program as a module of this process, which then forgets Accelerate's state and the handlers of signals."""
     import torch
     from accelerate.state import AcceleratorState
-    from matplotlib.figure import Figure
 
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
-
-    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield importlib.import_module("train")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "pipelines"))
+        yield importlib.import_module("train")
     for number, handler in before.items():
         signal.signal(number, handler)
     torch.set_num_threads(threads)
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`in_this_process`, without its charts: to draw them takes longer than the training. `test_train.py` looks at some."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
+    with in_this_process() as module:
+        yield module
 
 
 def command(dataset: Path, out: Path, *arguments: object, processes: int = 1) -> list[str]:

@@ -1,0 +1,20 @@
+"""What `make test` leaves to `make test-slow`: parameters of a test, and examples of a property test."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+
+def slow(*values: Any, id: str | None = None) -> Any:
+    """Parameters with which a test is slow, beside others that run the same code."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+def examples(count: int, **options: Any) -> settings:
+    """Settings of a property test: so many examples in `make test-slow`, else a quarter; the same ones in every run."""
+    tried = count if "ALL_EXAMPLES" in os.environ else -(-count // 4)
+    return settings(**{"max_examples": tried, "deadline": None, "derandomize": True, **options})
