@@ -150,8 +150,8 @@ def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_
 @pytest.mark.parametrize(
     ("arguments", "traits", "hidden"),
     [
-        (h264(12, open_gop=True), {"open_gops": True, "b_frames": True, "codec": "h264"}, False),
-        slow(hevc(12), {"open_gops": False, "b_frames": True, "codec": "hevc"}, False),
+        slow(h264(12, open_gop=True), {"open_gops": True, "b_frames": True, "codec": "h264"}, False),
+        (hevc(12), {"open_gops": False, "b_frames": True, "codec": "hevc"}, False),
         (av1(2), {"open_gops": False, "b_frames": False, "codec": "av1", "gop_max": 2}, False),
         (av1(30), {"codec": "av1", "gop_max": 30}, True),
         slow(vp9(12), {"codec": "vp9", "b_frames": False}, False),

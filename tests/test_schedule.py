@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.slow import examples
+from support.slow import examples, slow
 
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
@@ -179,7 +179,8 @@ def test_where_all_frames_fit_each_is_decoded_once_and_never_again(run: Run) -> 
 
 
 @pytest.mark.parametrize(
-    ("gop", "steps", "kept"), [(2, 1, 100), (2, 8, 200), (12, 1, 60), (12, 1, 500), (30, 1, 300), (30, 4, 400), (100, 1, 1500)]
+    ("gop", "steps", "kept"),
+    [slow(2, 1, 100), (2, 8, 200), (12, 1, 60), slow(12, 1, 500), slow(30, 1, 300), (30, 4, 400), slow(100, 1, 1500)],
 )
 def test_decodes_are_near_those_of_a_cache_that_knows_the_future(gop: int, steps: int, kept: int) -> None:
     lengths = np.random.default_rng(gop).integers(60, 120, 40).astype(np.int64)

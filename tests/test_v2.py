@@ -511,6 +511,7 @@ def test_a_dataset_without_cameras_and_tasks(tmp_path: Path) -> None:
     assert out.fingerprint == Dataset(root).fingerprint
 
 
+@pytest.mark.slow
 def test_transcode_keeps_the_version(roots: dict[str, Path], tmp_path: Path) -> None:
     transcoded(roots["v2.1"], tmp_path / "out", codec="h264")
     out = Dataset(tmp_path / "out")
