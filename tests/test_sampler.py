@@ -146,8 +146,8 @@ def test_set_epoch_keeps_a_place_in_that_epoch_and_warns_of_leaving_it(caplog: p
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("last_batch", ["drop", "partial"])
-def test_a_dataloader_has_the_batches_of_a_loader(demo: Path, shuffle: bool | str, last_batch: str) -> None:
-    dataset, order = Dataset(demo, cameras=[]), {"shuffle": shuffle, "seed": 3, **ORDER}
+def test_a_dataloader_has_the_batches_of_a_loader(small: Path, shuffle: bool | str, last_batch: str) -> None:
+    dataset, order = Dataset(small, cameras=[]), {"shuffle": shuffle, "seed": 3, **ORDER}
     for rank, world in ((0, 1), (1, 3)):
         if last_batch == "partial" and world > 1:
             continue  # a Loader deals the last positions, fewer than ranks, to some of the ranks
