@@ -27,7 +27,7 @@ pytest_plugins = ["support.driver", "support.stores", "support.train"]
 SHARED = Path(__file__).parents[2] / "shared"
 
 # Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
-FIRST = ("transcode_run", "transcode", "doctor", "cli", "codecs", "reshard_run", "doctor_dataset", "threads", "train", "launch")
+FIRST = ("transcode", "doctor", "cli", "transcode_run", "doctor_dataset", "mixture", "streaming", "reshard", "loader", "v2")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.datasets import change_info
+from support.datasets import SIDE, TOP, change_info, copied
 from support.programs import driver, failed, pictures, program
 from support.slow import slow
 from support.videos import b_frames
@@ -27,22 +27,12 @@ from dali_stream.tools.doctor.dataset import examine
 from dali_stream.tools.doctor.frames import Decoders
 
 SIZE, EPISODES = (128, 160), 4  # of `made`
-TOP, SIDE = "observation.images.top", "observation.images.side"
 
 
 @pytest.fixture
 def made(h264_demo: Path) -> Path:
     """A demo dataset, for its B-frames that of H.264: of each camera in two files. Read only."""
     return h264_demo
-
-
-def copied(made: Path, tmp_path: Path, **changes: Any) -> Path:
-    """A copy of the dataset with other values in its info.json."""
-    root = tmp_path / "copy"
-    shutil.copytree(made, root)
-    info = json.loads((root / "meta/info.json").read_text())
-    (root / "meta/info.json").write_text(json.dumps(info | changes))
-    return root
 
 
 # ---- demo
@@ -114,7 +104,7 @@ def test_demo_does_not_ignore_options_that_the_dataset_there_differs_in(
 def test_demo_leaves_alone_what_is_not_its_own(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("mine")
-    other = copied(made, tmp_path, robot_type="so100")
+    change_info(other := copied(made, tmp_path), robot_type="so100")
     for root, why in ((tmp_path / "notes", "info.json"), (other, "so100"), (tmp_path / "notes/a.txt", "is a file")):
         line = failed(capsys, ["demo", "--root", root], 1)
         assert str(root) in line
@@ -406,7 +396,7 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(
 
 
 def test_a_failed_run_is_one_line_and_exit_code_1(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = copied(made, tmp_path, codebase_version="v1.6")
+    change_info(old := copied(made, tmp_path), codebase_version="v1.6")
     assert "v2.0, v2.1 and v3.0 are read" in failed(capsys, ["info", old], 1)
     assert "/nowhere" in failed(capsys, ["info", "/nowhere"], 1)
     assert "s3://" in failed(capsys, ["preview", "s3://bucket/data"], 1)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from support.datasets import SIDE, TOP
 from support.slow import examples, slow
 from torchcodec.decoders import VideoDecoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
@@ -23,7 +24,6 @@ from dali_stream.demo.identity import COLUMNS, MIN_SIZE, ROWS, STRIP
 
 SIZE = (128, 160)  # of `demo`
 FPS = 20
-TOP, SIDE = "observation.images.top", "observation.images.side"
 
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:

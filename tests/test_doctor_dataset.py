@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import broken
-from support.datasets import VIDEO, copied
+from support.datasets import SIDE, TOP, VIDEO, copied
 from support.doctor import bad, cpu_torch, doctor, found, run, shadows
 from support.driver import FakeDriver
 from support.programs import driver
@@ -36,7 +36,6 @@ from dali_stream.tools.doctor.dataset import opened as opened_dataset
 from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
 
-TOP, SIDE = "observation.images.top", "observation.images.side"
 NO_DECODER = Decoders(False, False, {})
 TORCHCODEC = Decoders(True, False, {})
 
@@ -188,20 +187,8 @@ def test_hidden_frames_are_those_that_ffmpeg_counts(
 ) -> None:
     """A sample shows one frame, so what FFmpeg's filters split samples into, beyond one each, is hidden."""
     root = encoded(*arguments)
-    command = [
-        "ffmpeg",
-        "-v",
-        "error",
-        "-i",
-        root / VIDEO.format(CAMERA, 0),
-        "-c",
-        "copy",
-        "-bsf:v",
-        split,
-        "-f",
-        "framecrc",
-        "-",
-    ]
+    source = root / VIDEO.format(CAMERA, 0)
+    command = ["ffmpeg", "-v", "error", "-i", source, "-c", "copy", "-bsf:v", split, "-f", "framecrc", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     frames = [line for line in done.stdout.splitlines() if not line.startswith("#")]
     camera = looked_at(root)[1]["cameras"][CAMERA]
