@@ -52,6 +52,7 @@ def test_without_nvenc_the_cpu_is_taken(
     assert {camera["encoder"] for camera in report["cameras"].values()} == {"libx264"}
 
 
+@pytest.mark.slow
 def test_a_size_that_nvenc_does_not_take_is_the_cpus(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     too_small = "if 'hevc_nvenc' in arguments and '128x120' in arguments: sys.exit('Frame Dimension less than the minimum')"
     stub(tmp_path, monkeypatch, too_small + PLAYS_NVENC)
@@ -61,6 +62,7 @@ def test_a_size_that_nvenc_does_not_take_is_the_cpus(small: Path, tmp_path: Path
         transcoded(small, tmp_path / "other", codec="hevc", encoder="nvenc")
 
 
+@pytest.mark.slow
 def test_nvenc_is_asked_for_key_frames_alone(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = stub(tmp_path, monkeypatch, LACKS_NVENC)
     transcoded(small, tmp_path / "out", codec="h264", gop=1, encoder="auto")

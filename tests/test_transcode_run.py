@@ -208,7 +208,8 @@ def test_a_video_that_is_too_short_is_named(tmp_path: Path, capsys: pytest.Captu
         transcoded(root, tmp_path / "out", codec="h264")
 
 
-@pytest.mark.parametrize("name", [slow("data/chunk-000/file-000.parquet"), f"videos/{TOP}/chunk-000/file-000.mp4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data/chunk-000/file-000.parquet", f"videos/{TOP}/chunk-000/file-000.mp4"])
 def test_damage_before_the_end_is_found_and_mended(small: Path, tmp_path: Path, whole: dict[str, bytes], name: str) -> None:
     path, seen = tmp_path / "out" / name, list[int]()
 
@@ -315,6 +316,7 @@ def test_the_table(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "3 video files already fit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_dataset_in_two_places(small: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
     for kind in ("data", "videos"):
         shutil.copytree(small / kind, tmp_path / "files" / kind)
