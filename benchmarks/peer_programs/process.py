@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import signal
-from typing import Any
+import subprocess
+import tempfile
+import time
+from typing import IO, Any, cast
 
 import psutil
 
-from dali_stream.tools.isolated import Child, ChildError
+_TICK_S = 0.5  # between two measurements of memory while it works
 
 
 class PeerError(Exception):
@@ -30,13 +35,18 @@ class Peer:
 
     def __init__(self, command: list[str], answer_s: float, environment: dict[str, str]) -> None:
         self.peak_bytes = 0
-        self._answer_s = answer_s
+        self._answer_s, self._unread = answer_s, b""
         self._group: int | None = None
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
+        pipe, everything = subprocess.PIPE, {**os.environ, **environment}
         try:
             # The program makes its own process group (see `serve`), which the kernel ends if this process is killed.
-            self._child = Child(command, environment, own_session=False)
-        except ChildError as error:
-            raise PeerError(str(error)) from error
+            self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=self._stderr, env=everything)
+        except OSError as error:
+            self._stderr.close()
+            raise PeerError(f"it does not start: {error}") from error
+        # Unbuffered, since `select` does not see what a buffer holds.
+        self._stdin, self._stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         try:
             ready = self._receive("ready")
         except BaseException:
@@ -49,7 +59,8 @@ class Peer:
     def ask(self, answer: str, **request: Any) -> Any:
         """Lets it continue until it has answered. It is stopped between its turns, so it neither gains nor takes time."""
         self._signal(signal.SIGCONT)
-        self._child.send(request)
+        with contextlib.suppress(BrokenPipeError):  # the missing answer tells how it ended
+            self._stdin.write(json.dumps(request).encode() + b"\n")
         found = self._receive(answer)
         self._signal(signal.SIGSTOP)
         self._measure_memory()
@@ -59,21 +70,55 @@ class Peer:
         """Kills it with all processes that it has started. May be called again."""
         self._signal(signal.SIGKILL)
         self._group = None
-        self._child.close()
+        self._process.kill()
+        self._process.wait()
+        for file in (self._stdin, self._stdout, self._stderr):
+            file.close()
 
     def _receive(self, key: str) -> dict[str, Any]:
+        """The next JSON object on its stdout that has this key; other lines are skipped."""
+        until = time.monotonic() + self._answer_s
+        while True:
+            while b"\n" in self._unread:
+                line, _, self._unread = self._unread.partition(b"\n")
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line)
+                    if isinstance(found, dict) and key in found:
+                        return found
+            left = until - time.monotonic()
+            if left <= 0:
+                raise self._failed(f"no answer within {self._answer_s:.3g} s")
+            if select.select([self._stdout], [], [], min(left, _TICK_S))[0]:
+                data = os.read(self._stdout.fileno(), 1 << 16)
+                self._unread += data
+                ended = not data
+            else:
+                self._measure_memory()
+                ended = self._process.poll() is not None
+            if ended:
+                raise self._failed(self._end())
+
+    def _end(self) -> str:
+        """How it ended."""
         try:
-            return self._child.receive(key, self._answer_s, self._measure_memory)
-        except ChildError as error:
-            lines = self._child.stderr().splitlines()[-20:]
-            said = "\n".join(["Its stderr ends:", *lines]) if lines else "Its stderr is empty."
-            raise PeerError(f"{error}. {said}") from error
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "it did not end within 10 s"
+        if code < 0:
+            return f"it crashed with {signal.Signals(-code).name}"
+        return f"it ended with exit code {code}" if code else "it ended without an answer"
+
+    def _failed(self, why: str) -> PeerError:
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-20:]
+        said = "\n".join(["Its stderr ends:", *lines]) if lines else "Its stderr is empty."
+        return PeerError(f"{why}. {said}")
 
     def _measure_memory(self) -> None:
         """Memory of all its processes; what several of them share counts once."""
         found = 0
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self._child.process.pid)
+            process = psutil.Process(self._process.pid)
             for one in (process, *process.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     found += one.memory_full_info().pss

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dali_stream.dataset import Dataset
@@ -11,7 +14,7 @@ from dali_stream.tools.doctor import answers, dataset, gpu, machine, software
 from dali_stream.tools.doctor.deep import Deep, Progress
 from dali_stream.tools.doctor.frames import Decoders
 from dali_stream.tools.doctor.report import Finding, Report
-from dali_stream.tools.isolated import Answer, Call, Calls, call_each
+from dali_stream.tools.isolated import Answer, call
 
 LIMIT_S = 120.0  # per process; a first import of torch from a network file system takes a minute
 
@@ -43,15 +46,12 @@ def doctor(
         ValueError: an argument does not fit the address.
     """
     opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)  # checks the arguments
-    with contextlib.ExitStack() as stack:
-        if isinstance(opened, Dataset):
-            stack.callback(opened.close)
-        groups = [
-            stack.enter_context(Calls([_call(name) for name in names], limit_s))
-            for names in (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
-        ]
-        driver, nvdec, dali, torch, torchcodec = (answer for group in groups for answer in group.answers())
-        ffmpeg = call_each([_call("ffmpeg")], limit_s)[0] if torchcodec.error else Answer({})
+    libraries = (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
+    with contextlib.closing(opened) if isinstance(opened, Dataset) else contextlib.nullcontext():
+        with ThreadPoolExecutor() as pool:
+            answered = pool.map(functools.partial(_answers, limit_s), libraries)
+            driver, nvdec, dali, torch, torchcodec = (answer for group in answered for answer in group)
+        ffmpeg = _answers(limit_s, ("ffmpeg",))[0] if torchcodec.error else Answer({})
         findings, gpus = gpu.examine(driver, nvdec)
         cuda = tuple(driver.value["cuda"]) if gpus else None
         found, versions = software.examine(software.Asked(dali, torch, torchcodec, ffmpeg, cuda, len(gpus)))
@@ -68,5 +68,6 @@ def doctor(
     return Report(tuple(findings), tuple(gpus), versions, facts, seen)
 
 
-def _call(name: str) -> Call:
-    return str(answers.__file__), name, {}
+def _answers(limit_s: float, names: Sequence[str]) -> list[Answer]:
+    """What functions of `answers` return."""
+    return call([(str(answers.__file__), name, {}) for name in names], limit_s).answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dali_stream.tools.isolated import Calls
+from dali_stream.tools.isolated import call
 
 EXIT_S = 15.0  # for a process to end after its step has returned
 _STEPS = {  # name: (module, function)
@@ -27,14 +27,11 @@ def run(name: str, *, time_limit_s: float, **arguments: Any) -> dict[str, Any]:
         and `out_of_time`, if it did not return within its time limit.
     """
     module, function = _STEPS[name]
-    call = str(Path(__file__).with_name(f"{module}.py")), function, arguments
-    with Calls([call], time_limit_s, own_session=False) as process:  # Ctrl-C ends steps that run in threads
-        [answer] = process.answers()
-        if answer.kind == "hang":
-            return {"failed": answer.error, "out_of_time": True}
-        if answer.kind == "crash":
-            return {"failed": f"{answer.error}: {process.child.stderr()[-300:]}"}
-        result = {"failed": f"{answer.kind}: {answer.error}"} if answer.error else dict(answer.value)
-        if ended := process.child.wait(EXIT_S):
-            result["exit"] = f"after the step had returned, {ended}: {process.child.stderr()[-300:]}"
-    return result
+    step = str(Path(__file__).with_name(f"{module}.py")), function, arguments
+    [answer], ended, stderr = call([step], time_limit_s, EXIT_S)
+    if answer.kind == "hang":
+        return {"failed": answer.error, "out_of_time": True}
+    if answer.kind == "crash":
+        return {"failed": f"{answer.error}: {stderr[-300:]}"}
+    result = {"failed": f"{answer.kind}: {answer.error}"} if answer.error else dict(answer.value)
+    return result | ({"exit": f"after the step had returned, {ended}: {stderr[-300:]}"} if ended else {})
