@@ -61,11 +61,16 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
     from dali_stream.process import same_python  # here: the child runs this file without importing the package
 
     hung = threading.Event()
+
+    def end() -> None:
+        hung.set()
+        process.kill()
+
     with (
         tempfile.TemporaryFile() as stderr,
         subprocess.Popen(same_python(__file__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr) as process,
     ):
-        timer = threading.Timer(limit_s, lambda: (hung.set(), process.kill()))
+        timer = threading.Timer(limit_s, end)
         timer.start()
         try:
             assert process.stdin is not None

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools import sheet
-from dali_stream.tools.sheet import BACKGROUND, BRIGHT, CAMERA_GAP, DIM, MARGIN, PLAIN, SMALL, TEXT, TITLE, cut, font, line
+from dali_stream.tools.sheet import CAMERA_GAP, DIM, MARGIN, PLAIN, SMALL, TEXT, TITLE, cut, font, line
 
 WIDTH, HEIGHT = 360, 150  # of a panel
 _LEGEND = 92  # left of the panels
@@ -64,9 +64,7 @@ def save(path: Path, title: str, shown: Sequence[Sequence[Panel]], fps: float) -
         2 * MARGIN + _LEGEND + columns * (WIDTH + CAMERA_GAP) - CAMERA_GAP,
         top + len(shown) * (HEIGHT + 2 * line(SMALL) + CAMERA_GAP) + MARGIN,
     )
-    image = Image.new("RGB", size, BACKGROUND)
-    pen = ImageDraw.Draw(image)
-    pen.text((MARGIN, MARGIN), cut(title, size[0] - 2 * MARGIN, TITLE), BRIGHT, font(TITLE))
+    image, pen = sheet.page(title, size)
     placed = []
     for row in shown:
         least, most = _range(row)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,17 +103,44 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
     Raises:
         DaliStreamError: it cannot be written there.
     """
-    layout = _Layout(shown, columns) if columns else _grid(shown)
-    image = Image.new("RGB", layout.size, BACKGROUND)
-    pen = ImageDraw.Draw(image)
-    pen.text((MARGIN, MARGIN), cut(title, layout.size[0] - 2 * MARGIN, TITLE), BRIGHT, font(TITLE))
-    for column in range(layout.columns):
-        _draw_header(pen, shown[0], layout.left(column), layout.header_top, layout.windowed)
+    strips = shown[0].strips  # all samples of a batch have frames of the same sizes, so all cells are alike
+    width = max(LEAST_CELL, sum(_width(strip) + CAMERA_GAP for strip in strips) - CAMERA_GAP)
+    tasks = [_wrapped(sample.task, width) for sample in shown]
+    captions = max(strip.frames.shape[1] for strip in strips) + 6  # below the top of a cell
+    height = captions + 2 + max(map(len, tasks)) * line(TEXT) + line(SMALL)
+    windowed = any(strip.seconds != (0.0,) for strip in strips)
+    header = MARGIN + line(TITLE) + 14
+    cells = header + line(SMALL) * (2 if windowed else 1) + 4
+
+    def size(columns: int) -> tuple[int, int]:
+        rows = -(-len(shown) // columns)
+        return 2 * MARGIN + columns * (width + CELL_GAP) - CELL_GAP, cells + rows * (height + CELL_GAP) - CELL_GAP + MARGIN
+
+    if columns is None:
+        ratios = {count: size(count)[0] / size(count)[1] for count in range(1, len(shown) + 1)}
+        fits = [count for count in ratios if size(count)[0] <= _WIDEST] or [1]
+        columns = min(fits, key=lambda count: abs(math.log(ratios[count] * 3 / 4)))
+    columns = min(columns, len(shown))
+    image, pen = page(title, size(columns))
     frames = []
-    for number, sample in enumerate(shown):
-        left, top = layout.left(number % layout.columns), layout.top(number // layout.columns)
-        frames += _draw_cell(image, pen, number, sample, left, top, layout)
+    for number, (sample, task) in enumerate(zip(shown, tasks, strict=True)):
+        row, column = divmod(number, columns)
+        left, top = MARGIN + column * (width + CELL_GAP), cells + row * (height + CELL_GAP)
+        if not row:
+            _draw_header(pen, strips, left, header, windowed)
+        which = {"sample": number, "dataset": sample.dataset, "episode": sample.episode}
+        which |= {"frame": sample.frame, "index": sample.index}
+        frames += [which | placed for placed in _draw_strips(image, pen, sample.strips, left, top)]
+        _draw_captions(pen, sample, task, left, top + captions, width)
     write(path, image, {"title": title, "frames": frames})
+
+
+def page(title: str, size: tuple[int, int]) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    """An image of this size with a title, and what draws on it."""
+    image = Image.new("RGB", size, BACKGROUND)
+    pen = ImageDraw.Draw(image)
+    pen.text((MARGIN, MARGIN), cut(title, size[0] - 2 * MARGIN, TITLE), BRIGHT, font(TITLE))
+    return image, pen
 
 
 def write(path: Path, image: Image.Image, described: Mapping[str, Any]) -> None:
@@ -126,83 +153,40 @@ def write(path: Path, image: Image.Image, described: Mapping[str, Any]) -> None:
         raise DaliStreamError(f"{path}: the contact sheet cannot be written: {error.strerror}; give another --out") from error
 
 
-class _Layout:
-    """Sizes and places. All samples of a batch have frames of the same sizes, so all cells are alike."""
-
-    def __init__(self, shown: Sequence[Sample], columns: int) -> None:
-        self.columns = min(columns, len(shown))
-        strips = shown[0].strips
-        widths = [_strip_width(strip) for strip in strips]
-        self.cell_width = max(LEAST_CELL, sum(widths) + CAMERA_GAP * (len(widths) - 1))
-        self.frame_height = max(strip.frames.shape[1] for strip in strips)
-        self.tasks = [_wrapped(sample.task, self.cell_width) for sample in shown]
-        lines = max(map(len, self.tasks))
-        self.cell_height = self.frame_height + 8 + lines * line(TEXT) + line(SMALL)
-        self.windowed = any(strip.seconds != (0.0,) for strip in strips)
-        self.header_top = MARGIN + line(TITLE) + 14
-        self.cells_top = self.header_top + line(SMALL) * (2 if self.windowed else 1) + 4
-        rows = -(-len(shown) // self.columns)
-        self.size = (
-            2 * MARGIN + self.columns * (self.cell_width + CELL_GAP) - CELL_GAP,
-            self.top(rows) - CELL_GAP + MARGIN,
-        )
-
-    def left(self, column: int) -> int:
-        return MARGIN + column * (self.cell_width + CELL_GAP)
-
-    def top(self, row: int) -> int:
-        return self.cells_top + row * (self.cell_height + CELL_GAP)
-
-
-def _grid(shown: Sequence[Sample]) -> _Layout:
-    """The layout nearest to 4:3."""
-    layouts = [_Layout(shown, columns) for columns in range(1, len(shown) + 1)]
-    fits = [layout for layout in layouts if layout.size[0] <= _WIDEST] or layouts[:1]
-    return min(fits, key=lambda layout: abs(math.log(layout.size[0] / layout.size[1] * 3 / 4)))
-
-
-def _draw_header(pen: ImageDraw.ImageDraw, sample: Sample, left: int, top: int, windowed: bool) -> None:
+def _draw_header(pen: ImageDraw.ImageDraw, strips: Sequence[Strip], left: int, top: int, windowed: bool) -> None:
     """Names of the cameras, and below them the seconds of the steps."""
-    for strip in sample.strips:
-        width = _strip_width(strip)
-        pen.text((left, top), _camera_name(strip.camera, width), PLAIN, font(SMALL))
+    for strip in strips:
+        pen.text((left, top), _camera_name(strip.camera, _width(strip)), PLAIN, font(SMALL))
         if windowed:
             for step, seconds in enumerate(strip.seconds):
                 at = left + step * (strip.frames.shape[2] + STEP_GAP)
                 text = f"{seconds:+.4g} s" if seconds else "now"
                 pen.text((at, top + line(SMALL)), cut(text, strip.frames.shape[2], SMALL), DIM, font(SMALL))
-        left += width + CAMERA_GAP
+        left += _width(strip) + CAMERA_GAP
 
 
-def _draw_cell(
-    image: Image.Image, pen: ImageDraw.ImageDraw, number: int, sample: Sample, left: int, top: int, layout: _Layout
-) -> list[dict[str, Any]]:
-    """Draws a sample; returns where each of its frames is."""
-    which = {
-        "sample": number,
-        "dataset": sample.dataset,
-        "episode": sample.episode,
-        "frame": sample.frame,
-        "index": sample.index,
-    }
-    frames, at = [], left
-    for strip in sample.strips:
+def _draw_strips(
+    image: Image.Image, pen: ImageDraw.ImageDraw, strips: Sequence[Strip], left: int, top: int
+) -> Iterator[dict[str, Any]]:
+    """Draws the frames of a sample; yields where each is."""
+    for strip in strips:
         height, width = strip.frames.shape[1:3]
         for step, (one, mark) in enumerate(zip(strip.frames, strip.marks, strict=True)):
-            image.paste(Image.fromarray(one), (at, top))
-            frames.append({**which, "camera": strip.camera, "step": step, "box": (at, top, at + width, top + height)})
+            image.paste(Image.fromarray(one), (left, top))
             if mark:
-                _mark(pen, mark, at, top, width)
-            at += width + STEP_GAP
-        at += CAMERA_GAP - STEP_GAP
-    below = top + layout.frame_height + 6
-    for text in layout.tasks[number]:
-        pen.text((left, below), text, BRIGHT, font(TEXT))
-        below += line(TEXT)
+                _mark(pen, mark, left, top, width)
+            yield {"camera": strip.camera, "step": step, "box": (left, top, left + width, top + height)}
+            left += width + STEP_GAP
+        left += CAMERA_GAP - STEP_GAP
+
+
+def _draw_captions(pen: ImageDraw.ImageDraw, sample: Sample, task: Sequence[str], left: int, top: int, width: int) -> None:
+    for text in task:
+        pen.text((left, top), text, BRIGHT, font(TEXT))
+        top += line(TEXT)
     where = f"{sample.dataset}  ·  " * bool(sample.dataset)
     where += f"episode {sample.episode}  ·  frame {sample.frame}  ·  index {sample.index}"
-    pen.text((left, below), cut(where, layout.cell_width, SMALL), DIM, font(SMALL))
-    return frames
+    pen.text((left, top), cut(where, width, SMALL), DIM, font(SMALL))
 
 
 def _mark(pen: ImageDraw.ImageDraw, mark: str, left: int, top: int, width: int) -> None:
@@ -213,7 +197,7 @@ def _mark(pen: ImageDraw.ImageDraw, mark: str, left: int, top: int, width: int) 
     pen.text((left + 5, top + 1), text, BACKGROUND, font(SMALL))
 
 
-def _strip_width(strip: Strip) -> int:
+def _width(strip: Strip) -> int:
     steps, _, width = strip.frames.shape[:3]
     return steps * (width + STEP_GAP) - STEP_GAP
 

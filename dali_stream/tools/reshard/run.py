@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from dali_stream.arguments import byte_count
@@ -51,10 +52,7 @@ def reshard(
     sizes = byte_count(data_file_size, "data_file_size"), byte_count(video_file_size, "video_file_size")
     check_outside(dataset, out)
     job = Job(dataset, *sizes, progress)
-    job.folder = Folder(out, STAGE, job.identity)
-    try:
+    with contextlib.closing(Folder(out, STAGE, job.identity)) as job.folder:
         report = job.report(verify(job, *job.write()))
         job.folder.finish()
-    finally:
-        job.folder.close()
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from typing import Any
@@ -14,6 +15,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
 from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.rows import RowReader
 from dali_stream.process import cores
 from dali_stream.storage import LocalStore
 from dali_stream.tools.output.checks import check_apart, check_outside, identity, read_source
@@ -77,11 +79,8 @@ def transcode(
     at_a_time = positive("jobs", jobs) if jobs is not None else _files_at_a_time(chosen)
     options = {"codec": codec, "gop": gop, "encoder": encoder, "crf": crf}
     job = Job(dataset, program, chosen, options, at_a_time, progress)
-    job.folder = Folder(out, STAGE, job.identity)
-    try:
+    with contextlib.closing(Folder(out, STAGE, job.identity)) as job.folder:
         return job.run()
-    finally:
-        job.folder.close()
 
 
 def _files_at_a_time(encoder: Encoder) -> int:
@@ -96,6 +95,7 @@ class Job:
         info: info.json of the source.
         table: the source's episodes, with all cameras.
         store: of the source's rows and videos.
+        videos: (camera, path) of each video file, in the source and in the new dataset.
         identity: must be the same in a run that is resumed.
     """
 
@@ -110,48 +110,47 @@ class Job:
         jobs: int,
         progress: Progress | None,
     ) -> None:
-        self.info, videos, self.table = read_source(dataset)
+        self.info, _, self.table = read_source(dataset)
         self.dataset, self.program, self.encoder, self.gop = dataset, program, encoder, int(options["gop"])
         self.store = dataset.data_store.session()
         self.reading = Work(progress, self.store.close)
         self.encoding = Work(progress, self._interrupt, jobs)
-        self.todo = [(camera, n) for camera in videos for n in range(len(self.table.video[camera].paths))]
-        files = [("the rows", path) for path in self.table.data.paths] + [(c, self.path(c, n)) for c, n in self.todo]
-        check_apart([*((name, name) for name in ("meta", STAGE, *AT_THE_ROOT)), *files])
-        self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
+        self.videos = [(camera, path) for camera, files in self.table.video.items() for path in files.paths]
+        own = [(name, name) for name in ("meta", STAGE, *AT_THE_ROOT)]
+        check_apart([*own, *(("the rows", path) for path in self.table.data.paths), *self.videos])
         self.identity = {"dataset": identity(dataset, self.info, self.table), **options, "version of dali_stream": _LAYOUT}
-
-    def run(self) -> Report:
-        """All of it."""
-        videos = [self.path(*item) for item in self.todo]
-        size = self.reading.each("sizes", [*self.table.data.paths, *videos], self.store.size)
-        self.copy_rows(size[: -len(videos) or None])
-        self.timestamps = self._read_times()
-        notes = self.write_videos(size[len(self.table.data.paths) :])
-        cameras = {camera: of_camera([notes[item] for item in self.todo if item[0] == camera]) for camera in self.table.video}
-        encoded = [camera for camera, found in cameras.items() if found.encoder]
-        self.info = renewed(self.info, encoded, self.encoder, self.gop)
-        write_meta(self.folder, self.dataset, self.info)
-        self.verify()
-        self.folder.finish()
-        return Report(len(self.table.index), int(self.table.length.sum()), self.encoder.codec, self.gop, cameras)
-
-    def path(self, camera: str, number: int) -> str:
-        """The path of a video file, in the source and in the new dataset."""
-        return self.table.video[camera].paths[number]
 
     def _interrupt(self) -> None:
         self.program.kill()
         self.store.close()
 
-    # ---- rows
-
-    def copy_rows(self, sizes: list[int]) -> None:
-        """Copies the Parquet files, of these sizes."""
-        items = list(zip(self.table.data.paths, sizes, strict=True))
-        self.reading.each("rows", items, lambda item: self._copy(*item), sum(sizes))
+    def run(self) -> Report:
+        """All of it."""
+        table, rows = self.table, self.table.data.paths
+        paths = [*rows, *(path for _, path in self.videos)]
+        sizes = dict(zip(paths, self.reading.each("sizes", paths, self.store.size), strict=True))
+        self.reading.each("rows", rows, lambda path: self._copy(path, sizes[path]), sum(sizes[path] for path in rows))
+        timestamps = self._read_times()
+        fetched = 1 if isinstance(self.store, LocalStore) else 2  # fetching counts too
+        files = [
+            (self._video(camera, path, number, timestamps), sizes[path] * fetched)
+            for camera, its in table.video.items()
+            for number, path in enumerate(its.paths)
+        ]
+        writer = Writer(self.program, self.encoder, self.gop, self.dataset.fps, self.store, self.folder)
+        total = sum(weight for _, weight in files)
+        notes = self.encoding.each("video", files, lambda item: self._write(writer, *item), total)
+        of = {camera: [note for (c, _), note in zip(self.videos, notes, strict=True) if c == camera] for camera in table.video}
+        cameras = {camera: of_camera(own) for camera, own in of.items()}
+        encoded = [camera for camera, found in cameras.items() if found.encoder]
+        self.info = renewed(self.info, encoded, self.encoder, self.gop)
+        write_meta(self.folder, self.dataset, self.info)
+        self._verify(paths)
+        self.folder.finish()
+        return Report(len(table.index), int(table.length.sum()), self.encoder.codec, self.gop, cameras)
 
     def _copy(self, path: str, size: int) -> None:
+        """Copies a Parquet file of this size."""
         if self.folder.finished(path) is None:
             copy(self.store, path, self.folder, path, {}, self.reading.advance)
         else:
@@ -159,72 +158,40 @@ class Job:
 
     def _read_times(self) -> dict[int, npt.NDArray[np.float32]]:
         """Per episode (position in the table), the timestamps of its rows, which locate its frames in the videos."""
-        store, table, found = Copies(str(self.folder.root), self.store), self.table, {}
-        names = ["episode_index", "frame_index", "timestamp"]
-        for number, path in enumerate(table.data.paths):
-            try:
-                rows = metadata.read_parquet(store, path, names)
-                index, frame, times = (rows[name].to_numpy() for name in names)
-            except (DatasetError, KeyError) as error:
-                self.folder.check(path, CHANGED)
-                raise DatasetError(
-                    str(error)
-                    if isinstance(error, DatasetError)
-                    else f"{store.where(path)}: has no column {error}; copy the dataset again"
-                ) from error
-            order = np.lexsort((frame, index))
-            index, times = index[order], times[order].astype(np.float32)
-            for place in table.data.rows(number).tolist():
-                first, last = np.searchsorted(index, [table.index[place], table.index[place] + 1])
-                if last - first != table.length[place]:
-                    raise DatasetError(
-                        f"{self.store.where(path)}: episode {table.index[place]}: the metadata has {table.length[place]} rows, "
-                        f"and the file {last - first}; copy the dataset again"
-                    )
-                found[place] = times[first:last]
+        files, found = self.table.data, dict[int, npt.NDArray[np.float32]]()
+        reader = RowReader(self.dataset, Copies(str(self.folder.root), self.store), keys={"frame_index", "timestamp"})
+        for episode in range(len(self.table.index)):
+            if episode not in found:
+                try:
+                    found |= {number: rows["timestamp"] for number, rows in reader.read(episode).items()}
+                except DatasetError:
+                    self.folder.check(files.paths[files.index[episode]], CHANGED)
+                    raise
         return found
 
-    # ---- video
+    def _video(self, camera: str, path: str, number: int, timestamps: dict[int, npt.NDArray[np.float32]]) -> VideoFile:
+        """A camera's video file of this number."""
+        table = self.table
+        episodes = {
+            int(table.index[place]): (table.interval(camera, place), timestamps[place])
+            for place in table.video[camera].rows(number).tolist()
+        }
+        return VideoFile(path, camera, episodes, Feature(self.info["features"][camera]).is_depth)
 
-    def write_videos(self, sizes: list[int]) -> dict[tuple[str, int], dict[str, Any]]:
-        """Writes and checks the MP4 files, of these source sizes; returns their notes."""
-        local = isinstance(self.store, LocalStore)
-        weights = [size * (1 if local else 2) for size in sizes]  # fetching counts too
-        items = list(zip(self.todo, weights, strict=True))
-        notes = self.encoding.each("video", items, lambda item: self._write_video(*item[0], item[1]), sum(weights))
-        return dict(zip(self.todo, notes, strict=True))
-
-    def _write_video(self, camera: str, number: int, weight: int) -> dict[str, Any]:
-        path, share = self.path(camera, number), Share(self.encoding.advance, weight)
-        note: dict[str, Any] | None = self.folder.finished(path)
-        if note is None:
-            episodes = {
-                int(self.table.index[place]): (self.table.interval(camera, place), self.timestamps[place])
-                for place in self.table.video[camera].rows(number).tolist()
-            }
-            file = VideoFile(path, camera, episodes, Feature(self.info["features"][camera]).is_depth)
-            writer = Writer(self.program, self.encoder, self.gop, self.dataset.fps, self.store, self.folder)
-            note = writer.write(file, share)
+    def _write(self, writer: Writer, file: VideoFile, weight: int) -> dict[str, Any]:
+        """Writes and checks an MP4 file; returns its note."""
+        share = Share(self.encoding.advance, weight)
+        note: dict[str, Any] = self.folder.finished(file.path) or writer.write(file, share)
         share.finish()
         return note
 
-    # ---- reading back
-
-    def verify(self) -> None:
-        """Compares every byte with the checked files, and the metadata with the source's."""
+    def _verify(self, paths: list[str]) -> None:
+        """Reads the new dataset back: compares every byte with the checked files, and the metadata with the source's."""
         out, source = Dataset(self.folder.stage, data_files_root=self.folder.root), self.dataset
-        try:
+        with contextlib.closing(out):
             check_same(source.store, out.store, [*small_files(source.store), *episode_files(source.store)])
-            counts = out.num_episodes, out.num_frames, out.cameras
-            if metadata.read_json(out.store, metadata.INFO) != self.info or counts != (
-                source.num_episodes,
-                source.num_frames,
-                source.cameras,
-            ):
+            counts = [(each.num_episodes, each.num_frames, each.cameras) for each in (out, source)]
+            if metadata.read_json(out.store, metadata.INFO) != self.info or counts[0] != counts[1]:
                 raise DaliStreamError(f"{out.store.where(metadata.INFO)}: has changed since it was written; {AGAIN}")
-            paths = [*self.table.data.paths, *(self.path(*item) for item in self.todo)]
-            total = sum(map(out.data_store.size, paths))
             check = functools.partial(self.folder.check, how=CHANGED, advance=self.reading.advance)
-            self.reading.each("verifying", paths, check, total)
-        finally:
-            out.close()
+            self.reading.each("verifying", paths, check, sum(map(out.data_store.size, paths)))
