@@ -23,7 +23,7 @@ from support.videos import colourful, difference, probe, recorded
 
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.tools.transcode.encoders import encoder
-from dali_stream.tools.transcode.meta import renewed
+from dali_stream.tools.transcode.job import renewed
 from dali_stream.tools.transcode.video import Share
 
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")

@@ -69,7 +69,7 @@ def measure(
         together: a barrier of all ranks, so that all are measured over the same time.
 
     Returns:
-        The measurements of this rank; see `report.node_report` for the fields.
+        The measurements of this rank; see `run.node_report` for the fields.
 
     Raises:
         DaliStreamError: the dataset has no frames, or one cannot be read.

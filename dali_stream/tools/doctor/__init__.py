@@ -1,10 +1,12 @@
 """Diagnoses a machine and a dataset: what it can decode, whether its software fits together, what is wrong with a dataset.
 
-answers    what libraries and the driver report, each asked in a process of its own
-gpu, software, machine           findings from these answers, and on this process's limits
-dataset, rows                            findings on a dataset: its metadata, which files exist, its rows and tasks
-camera, timing, gops, frames, deep, looks    its cameras: times, GOPs, a decoded frame, all frames, and what broken files are
-run        `doctor`
+answers                   what libraries and the driver report, each asked in a process of its own
+gpu, software, machine    findings from these answers, and on this process's limits
+dataset, rows             findings on a dataset: its metadata, which files exist, its rows, their tasks and their frames
+camera, gops              its cameras: video formats and decoders, and what long GOPs cost
+frames, deep              one decoded frame, and all of them
+looks                     what broken files are
+run                       `doctor`
 """
 
 from __future__ import annotations

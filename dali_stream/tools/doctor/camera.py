@@ -25,8 +25,7 @@ from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Ta
 from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
 from dali_stream.tools.doctor.looks import look
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
-from dali_stream.tools.doctor.rows import Rows, spread
-from dali_stream.tools.doctor.timing import Timing
+from dali_stream.tools.doctor.rows import Rows, Timing, spread
 
 _SHOWN = 3  # broken files reported per camera
 

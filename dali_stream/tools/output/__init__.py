@@ -3,6 +3,5 @@
 checks   checks before anything is written, and the identity of a run
 folder   the output folder: resuming, and writing nothing outside it
 work     jobs in several threads, with progress
-copy     files copied unchanged
-samples  packets of a video file
+copy     files copied unchanged, and packets of a video file
 """

@@ -17,8 +17,8 @@ from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import Interval
 from dali_stream.storage import LocalStore
 from dali_stream.tools.output.checks import check_apart, content_hash, identity, inside, read_source, shown
+from dali_stream.tools.output.copy import read_samples
 from dali_stream.tools.output.folder import AGAIN, Folder
-from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.output.work import Progress, Work
 from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta

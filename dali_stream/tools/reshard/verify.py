@@ -13,15 +13,13 @@ from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import Episodes
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.output.copy import check_same
+from dali_stream.tools.output.copy import check_same, read_samples
 from dali_stream.tools.output.folder import AGAIN
-from dali_stream.tools.output.samples import read_samples
 from dali_stream.tools.reshard import rows, video
-from dali_stream.tools.reshard.digest import Rows
 from dali_stream.tools.reshard.job import Job
 from dali_stream.tools.reshard.meta import renewed
 from dali_stream.tools.reshard.report import Side, side
-from dali_stream.tools.reshard.rows import DataFile, SourceRows
+from dali_stream.tools.reshard.rows import DataFile, RowDigest, SourceRows
 from dali_stream.tools.reshard.source import copied_files, episode_tables, info, written_files
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import VideoFile
@@ -81,7 +79,7 @@ class _Check:
 
     def _episode_table(self, dataset: Dataset) -> str:
         """A digest of the episode table; of the source's with the new layout applied."""
-        digest, layout = Rows(), self._job.layout
+        digest, layout = RowDigest(), self._job.layout
         for found, _ in episode_tables(dataset, self._table):
             digest.add(renewed(found, self._table, layout) if dataset is not self._out else found)
         return digest.hexdigest()
@@ -100,7 +98,7 @@ class _Check:
             with job.folder.blaming(file.path, f"episode {index}: its rows cannot be read: "):
                 if episode not in seen:
                     seen.update(self._reader.read(episode))
-                digest = Rows().add(found.read(index, at, length)).hexdigest()
+                digest = RowDigest().add(found.read(index, at, length)).hexdigest()
             if digest != note["rows"][str(episode)]:
                 job.folder.refuse(file.path, f"episode {index}: its rows differ from the source's")
             at += length

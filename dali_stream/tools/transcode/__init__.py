@@ -4,7 +4,6 @@ encoders   settings of FFmpeg's encoders: every frame once, in order, in closed 
 ffmpeg     the program ffmpeg: its abilities, the pixels of a file, encoding a file
 check      compares a file with the request and with its source
 video      one file: fetched, encoded, checked
-meta       info.json
 report     what changed
 job        `transcode`
 

@@ -17,7 +17,7 @@ from dali_stream.mp4.format import PROFILES, codec_of, describe
 from dali_stream.mp4.hidden import CODECS, hidden
 from dali_stream.mp4.index import Int64, VideoIndex
 from dali_stream.storage import Store
-from dali_stream.tools.output.samples import read_samples
+from dali_stream.tools.output.copy import read_samples
 
 FLOOR = 25.0  # dB in RGB that every compared frame must have: lossy codecs at sensible settings give 30 to 50
 # Two frames count as different if they differ by this many times the encoding error. Recordings hold frames twice that differ

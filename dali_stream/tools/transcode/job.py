@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -14,23 +17,24 @@ from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
-from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.features import ENCODING, Feature
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.process import cores
 from dali_stream.storage import LocalStore
 from dali_stream.tools.output.checks import check_apart, check_outside, identity, read_source
-from dali_stream.tools.output.copy import AT_THE_ROOT, check_same, copy, episode_files, small_files
+from dali_stream.tools.output.copy import AT_THE_ROOT, check_same, copy, copy_small_files, episode_files, small_files
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
 from dali_stream.tools.transcode.encoders import Codec, Encoder, EncoderChoice
 from dali_stream.tools.transcode.ffmpeg import Program, choose
-from dali_stream.tools.transcode.meta import renewed, write_meta
 from dali_stream.tools.transcode.report import Report
 from dali_stream.tools.transcode.report import camera as of_camera
 from dali_stream.tools.transcode.video import Copies, Share, VideoFile, Writer
 
 STAGE = ".transcode"
 CHANGED = "has changed since it was written"
+# Encoding entries of newer LeRobot versions, in addition to codec, pix_fmt, g, crf and preset.
+_UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
 _LAYOUT = 2  # increased when the same dataset and options are written differently
 
 
@@ -144,7 +148,7 @@ class Job:
         cameras = {camera: of_camera(own) for camera, own in of.items()}
         encoded = [camera for camera, found in cameras.items() if found.encoder]
         self.info = renewed(self.info, encoded, self.encoder, self.gop)
-        write_meta(self.folder, self.dataset, self.info)
+        self._write_meta()
         self._verify(paths)
         self.folder.finish()
         return Report(len(table.index), int(table.length.sum()), self.encoder.codec, self.gop, cameras)
@@ -185,6 +189,16 @@ class Job:
         share.finish()
         return note
 
+    def _write_meta(self) -> None:
+        """Copies the files below `meta/`, with the new info.json, into the folder's stage."""
+        source, folder = self.dataset.store, self.folder
+        folder.fresh_meta()
+        copy_small_files(self.dataset, folder, small_files(source))
+        for name in episode_files(source):
+            copy(source, name, folder, f"{folder.stage.name}/{name}")
+        with folder.writing(f"{folder.stage.name}/{metadata.INFO}") as file:
+            file.write(json.dumps(self.info, indent=4, ensure_ascii=False).encode())
+
     def _verify(self, paths: list[str]) -> None:
         """Reads the new dataset back: compares every byte with the checked files, and the metadata with the source's."""
         out, source = Dataset(self.folder.stage, data_files_root=self.folder.root), self.dataset
@@ -195,3 +209,21 @@ class Job:
                 raise DaliStreamError(f"{out.store.where(metadata.INFO)}: has changed since it was written; {AGAIN}")
             check = functools.partial(self.folder.check, how=CHANGED, advance=self.reading.advance)
             self.reading.each("verifying", paths, check, sum(map(out.data_store.size, paths)))
+
+
+def renewed(info: dict[str, Any], cameras: Iterable[str], encoder: Encoder, gop: int) -> dict[str, Any]:
+    """info.json after encoding these cameras. Unknown keys stay.
+
+    Encoding entries are changed or removed; only codec and pixel format are added.
+    """
+    info = deepcopy(info)
+    new: dict[str, Any] = {"video.g": gop, "video.crf": encoder.quality, "video.preset": encoder.preset or None}
+    for camera in cameras:
+        for place in ENCODING:
+            said = info["features"][camera].get(place)
+            if isinstance(said, dict):
+                for key in _UNTRUE:
+                    said.pop(key, None)
+                said |= {key: value for key, value in new.items() if key in said}
+                said |= {"video.codec": encoder.codec, "video.pix_fmt": "yuv420p"}
+    return info
