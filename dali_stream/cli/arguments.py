@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from dali_stream import Dataset, Mixture
+from dali_stream import Dataset, Mixture
+from dali_stream.mixture_file import is_mixture_file
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset.")]
 Uris = Annotated[
@@ -34,8 +34,6 @@ StorageOptions = Annotated[
 @contextmanager
 def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> Iterator[Dataset]:
     """The dataset of a command line, closed at the end; the other arguments are those of `Dataset`."""
-    from dali_stream import Dataset
-
     dataset = Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments)
     try:
         yield dataset
@@ -46,8 +44,6 @@ def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> Iterat
 @contextmanager
 def opened_mixture(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> Iterator[Dataset | Mixture]:
     """The dataset of a command line, or the mixture of several; closed at the end."""
-    from dali_stream import Mixture
-
     given = mixture_arguments(uris, storage_options=storage_options, **arguments)
     if given is None:
         with opened(uris[0], storage_options=storage_options, **arguments) as dataset:
@@ -63,9 +59,6 @@ def opened_mixture(uris: Sequence[str], *, storage_options: str | None, **argume
 def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:
     """The arguments of the `Mixture` of a command line, None for one dataset. Options hold for each dataset. Several that no
     file describes may lack what others have."""
-    from dali_stream import Mixture
-    from dali_stream.mixture_file import is_mixture_file
-
     files = [uri for uri in uris if is_mixture_file(uri)]
     if len(uris) == 1 and not files:
         return None

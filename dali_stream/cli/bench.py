@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def bench(

@@ -5,28 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-    from rich.table import Table
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 
 def results() -> Console:
     """The console for tables. A pipe or a file gets plain text in lines long enough for a table."""
-    from rich.console import Console
-
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
     return Console(width=wide, highlight=False, emoji=False)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """A plain table; the columns in `right` hold numbers. Long cells wrap."""
-    from rich import box
-    from rich.table import Table
-
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -35,8 +31,6 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 def pairs() -> Table:
     """A table of names and values without lines."""
-    from rich.table import Table
-
     made = Table.grid(padding=(0, 2))
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
@@ -48,26 +42,35 @@ def print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(content, indent=2) + "\n")
 
 
-def progress() -> Progress:
-    """A bar on stderr, on terminals only; it disappears at the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+class Show(Protocol):
+    """Shows progress: so much of a total is done."""
 
+    def __call__(self, done: int, total: int, what: str = ...) -> None: ...
+
+
+@contextmanager
+def progress(what: str = "") -> Iterator[Show]:
+    """A bar on stderr, on terminals only; it disappears at the end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def show(done: int, total: int, what: str = what) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield show
 
 
-def stages(bar: Progress, *, files: tuple[str, ...]) -> Callable[[str, int, int], None]:
+def stages(show: Show, *files: str) -> Callable[[str, int, int], None]:
     """A callback that shows the progress of writing a dataset, as (stage, done, total). The stages in `files` count files,
     the others bytes."""
-    task = bar.add_task("", total=None)
 
-    def show(stage: str, done: int, total: int) -> None:
-        unit, what = (1, "files") if stage in files else (1_000_000, "MB")
-        bar.update(task, description=f"{stage}, {what}", completed=done // unit, total=-(-total // unit))
+    def stage(name: str, done: int, total: int) -> None:
+        unit, what = (1, "files") if name in files else (1_000_000, "MB")
+        show(done // unit, -(-total // unit), f"{name}, {what}")
 
-    return show
+    return stage
 
 
 def megabytes(count: float) -> str:

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 import dali_stream
-from dali_stream import DaliStreamError, DatasetError
+from dali_stream import DaliStreamError, Dataset, DatasetError
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dali_stream import Dataset
     from dali_stream.tools.sheet import Sample
 
 _ROBOT = "simulated_pusher"  # marks a demo dataset
@@ -47,9 +45,7 @@ def demo(
     from dali_stream.tools.epoch import stream  # a missing library is an error before the dataset is written
 
     dataset = _dataset(root, {name: value for name, value in wanted.items() if value is not None})
-    with console.progress() as bar:
-        task = bar.add_task("streaming one epoch", total=None)
-        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+    with console.progress("streaming one epoch") as show:
         report, first = stream(dataset, batch_size, device, decode, show)
     _draw_sheet(out, dataset, first)
     report["sheet"] = str(out)
@@ -70,10 +66,9 @@ def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
 
     if root.is_dir() and any(root.iterdir()):
         return _existing(root, wanted)
-    with console.progress() as bar:
-        task = bar.add_task("writing the demo", total=None)
+    with console.progress("writing the demo") as show:
         try:
-            write_demo(root, **wanted, progress=lambda done, total: bar.update(task, completed=done, total=total))
+            write_demo(root, **wanted, progress=show)
         except FileExistsError as error:
             raise DaliStreamError(f"{root} is a file; give another folder with --root") from error
         except OSError as error:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 import dali_stream
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dali_stream.tools.doctor import Report
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -45,11 +45,8 @@ def doctor(
         raise ValueError("--deep, --cameras and --episodes are for a dataset; give its URI")
     if uri is not None:
         place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
-    with console.progress() as bar:
-        task = bar.add_task("examining", total=None)
-        report = dali_stream.doctor(
-            uri, **place, deep=deep, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with console.progress("examining") as show:
+        report = dali_stream.doctor(uri, **place, deep=deep, progress=show)
     if as_json:
         console.print_json(report.as_dict())
     else:
@@ -60,8 +57,6 @@ def doctor(
 
 
 def _table(report: Report) -> Table:
-    from rich.text import Text
-
     made = console.pairs()
     made.add_column(overflow="fold")
     area = ""

@@ -36,9 +36,8 @@ def index(
     """
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"storage_options": storage_options, "cache_bytes": cache_bytes, "cameras": arguments.names(cameras)}
-    with arguments.opened(uri, **place) as dataset, console.progress() as bar:
-        task = bar.add_task("reading indices", total=None)
-        report = dali_stream.index(dataset, lambda done, total: bar.update(task, completed=done, total=total))
+    with arguments.opened(uri, **place) as dataset, console.progress("reading indices") as show:
+        report = dali_stream.index(dataset, show)
     if as_json:
         console.print_json(dataclasses.asdict(report))
     else:

@@ -6,18 +6,18 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 import dali_stream
+from dali_stream import Dataset
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
+from dali_stream.mixture import open_all
+from dali_stream.tools.describe import CameraReport, DatasetReport
+from dali_stream.tools.mixture import MixtureReport, describe_mixture
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dali_stream import Dataset
-    from dali_stream.tools.describe import CameraReport, DatasetReport
     from dali_stream.tools.forecast import Forecast
-    from dali_stream.tools.mixture import MixtureReport
 
 _TASKS, _MISSING = 20, 20  # shown in the text
 
@@ -62,9 +62,6 @@ def info(
 
 
 def _mixture(given: dict[str, Any], as_json: bool) -> None:
-    from dali_stream.mixture import open_all
-    from dali_stream.tools.mixture import describe_mixture
-
     datasets = open_all(given.pop("datasets"))
     try:
         report = describe_mixture(datasets, given.pop("keys", {}), **given)
@@ -116,10 +113,9 @@ def _say(report: DatasetReport, forecasts: list[Forecast]) -> None:
 
 
 def _forecasts(dataset: Dataset, image_size: tuple[int, int]) -> list[Forecast]:
-    from dali_stream import Loader
     from dali_stream.tools.forecast import forecast
 
-    with Loader(dataset, image_size=image_size, batch_size=min(64, dataset.num_frames), device="cpu") as loader:
+    with dali_stream.Loader(dataset, image_size=image_size, batch_size=min(64, dataset.num_frames), device="cpu") as loader:
         return forecast(loader)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import dali_stream
-from dali_stream import DatasetError
+from dali_stream import Dataset, DatasetError, Mixture
 from dali_stream.cli import arguments
 from dali_stream.errors import counted
-
-if TYPE_CHECKING:
-    from dali_stream import Dataset, Mixture
 
 _PLOTTED = 4  # episodes of a dataset without cameras, at most
 
@@ -74,7 +71,7 @@ def _name(dataset: Dataset | Mixture) -> str:
 def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
     from dali_stream.tools import plot
 
-    if not isinstance(dataset, dali_stream.Dataset):
+    if not isinstance(dataset, Dataset):
         raise DatasetError(f"{dataset.uri} has no cameras; plots of state and action are of one dataset, so give one URI")
     keys = plot.features(dataset)
     if not keys:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 import dali_stream
+from dali_stream import Dataset
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dali_stream import Dataset
     from dali_stream.tools.reshard import Report
 
 _FILES = ("footers", "indices")  # stages that count files; the others count bytes
@@ -52,8 +51,8 @@ def reshard(
 
 def rewrite(call: Callable[..., Report], dataset: Dataset, out: Path, sizes: dict[str, str], as_json: bool) -> None:
     """Runs `reshard` or `convert`, with progress, and prints its report."""
-    with console.progress() as bar:
-        report = call(dataset, out, **sizes, progress=console.stages(bar, files=_FILES))
+    with console.progress() as show:
+        report = call(dataset, out, **sizes, progress=console.stages(show, *_FILES))
     if as_json:
         console.print_json(report.as_dict())
         return

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from dali_stream.cli import console
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def selftest(
@@ -32,17 +30,20 @@ def selftest(
     from dali_stream.tools import environment
     from dali_stream.tools.selftest import selftest as run
 
-    with console.progress() as bar:
-        task = bar.add_task("", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+    with console.progress() as show:
 
         def keep(report: dict[str, Any]) -> None:
             if out is not None:
                 out.write_text(environment.report_json(report, indent=1) + "\n")
 
-        report = run(device, soak_s=soak, speed_s=speed, limit_s=limit, progress=show, keep=keep)
+        report = run(
+            device,
+            soak_s=soak,
+            speed_s=speed,
+            limit_s=limit,
+            progress=lambda what, done, total: show(done, total, what),
+            keep=keep,
+        )
         keep(report)
     if as_json:
         console.print_json(environment.without_folders(report))

@@ -6,15 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
-
-if TYPE_CHECKING:
-    from dali_stream.lerobot.metadata import Stats
+from dali_stream.lerobot.metadata import Stats
 
 
 def stats(
@@ -40,9 +38,11 @@ def stats(
         raise ValueError(f"--out is {str(out)!r}, which {why}; give a new file in an existing folder")
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
-    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as bar:
-        task = bar.add_task("episodes of rows and cameras", total=None)
-        found = dataset.compute_stats(progress=lambda done, total: bar.update(task, completed=done, total=total))
+    with (
+        arguments.opened(uri, storage_options=storage_options, **place) as dataset,
+        console.progress("episodes of rows and cameras") as show,
+    ):
+        found = dataset.compute_stats(progress=show)
         of = f"{counted(len(found), 'feature')} in {counted(dataset.num_episodes, 'episode')}"
     if out is None:
         sys.stdout.write(_json(found))

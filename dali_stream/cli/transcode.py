@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 import dali_stream
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dali_stream.tools.transcode import Report
 
 _FILES = ("sizes",)  # the stage that counts files; the others count bytes of the source
@@ -48,9 +47,9 @@ def transcode(
     resumes. OUT becomes a dataset only after verification. Needs the program ffmpeg.
     """
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as bar:
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as show:
         options: dict[str, Any] = {"codec": codec, "gop": gop, "encoder": encoder, "crf": crf, "jobs": jobs}
-        report = dali_stream.transcode(dataset, out, **options, progress=console.stages(bar, files=_FILES))
+        report = dali_stream.transcode(dataset, out, **options, progress=console.stages(show, *_FILES))
     if as_json:
         console.print_json(report.as_dict())
         return
