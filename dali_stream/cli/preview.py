@@ -76,8 +76,5 @@ def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
     keys = plot.features(dataset)
     if not keys:
         raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")
-    shown = plot.panels(dataset, keys, min(most, _PLOTTED))
-    plot.save(
-        out, f"{Path(dataset.uri).name}: {len(shown[0])} of {counted(dataset.num_episodes, 'episode')}", shown, dataset.fps
-    )
-    typer.echo(f"{out}: {', '.join(keys)} of {counted(len(shown[0]), 'episode')}")
+    shown = plot.save(out, dataset, keys, min(most, _PLOTTED))
+    typer.echo(f"{out}: {', '.join(keys)} of {counted(shown, 'episode')}")

@@ -45,7 +45,7 @@ class Deep:
         self._done, self._total = 0, int(dataset.lengths.sum()) * len(dataset.cameras)
         self._lock = threading.Lock()
         self._threads = process.reading_threads(dataset.data_store.remote)
-        self.broken: dict[str, dict[int, str]] = {camera: {} for camera in dataset.cameras}
+        self.broken: dict[str, dict[int, tuple[int, str]]] = {camera: {} for camera in dataset.cameras}
 
     def video(self, camera: str, table: VideoIndex, packets: Mapping[int, Int64]) -> None:
         """Decodes the frames of episodes, by their packets in one file.
@@ -109,14 +109,14 @@ class Deep:
             return Finding("dataset", name, OK, f"decoded, in {counted(dataset.num_episodes, 'episode')}")
         first = min(broken)
         more = f"; {len(broken)} of {dataset.num_episodes} episodes have such frames" if len(broken) > 1 else ""
-        text = f"episode {dataset.episodes[first]}, {broken[first]}{more}"
+        frame, why = broken[first]
+        text = f"episode {dataset.episodes[first]}, frame {frame}: {why}{more}"
         return Finding("dataset", name, PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)")
 
     def _fail(self, camera: str, episode: int, frame: int, why: str) -> None:
         with self._lock:
-            before = self.broken[camera].get(episode, "")
-            if not before or frame < int(before.removeprefix("frame ").partition(":")[0]):
-                self.broken[camera][episode] = f"frame {frame}: {why}"
+            before = self.broken[camera].get(episode, (frame, why))
+            self.broken[camera][episode] = min(before, (frame, why))
 
     def _count(self, frames: int) -> None:
         with self._lock:

@@ -12,7 +12,6 @@ another.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -69,15 +68,16 @@ class Folder:
         return json.loads(note.read_bytes())
 
     @contextmanager
-    def writing(self, path: str, note: dict[str, Any] | None = None) -> Iterator[Written]:
-        """A new file, which gets its name when it is complete. `note` may be filled until then; `bytes`, a digest of the whole
-        file, is added to it."""
-        incoming = self._place(f"{self.stage.name}/incoming/{path}")
-        with self._opened(incoming) as file:
-            yield file
-        if note is not None:
-            note["bytes"] = file.digest.hexdigest()
-        self._put(path, incoming, note)
+    def writing(self, path: str, note: dict[str, Any] | None = None) -> Iterator[BinaryIO]:
+        """A new file, which gets its name when it is complete. `note` may be filled until then, see `adopt`."""
+        incoming = self.incoming(path)
+        try:
+            with open(incoming, "xb") as file:
+                yield file
+            self.adopt(path, note)
+        except BaseException:
+            incoming.unlink(missing_ok=True)
+            raise
 
     def incoming(self, path: str) -> Path:
         """A path where another program may write a file, for `adopt`."""
@@ -85,13 +85,17 @@ class Folder:
         place.unlink(missing_ok=True)
         return place
 
-    def adopt(self, path: str, note: dict[str, Any]) -> None:
-        """Finishes a file that another program has written at `incoming(path)`."""
+    def adopt(self, path: str, note: dict[str, Any] | None) -> None:
+        """Finishes a file that was written at `incoming(path)`. `bytes`, a digest of the whole file, is added to its note."""
         incoming = self._place(f"{self.stage.name}/incoming/{path}")
         with open(incoming, "rb") as file:
-            note["bytes"] = digest(file)
+            if note is not None:
+                note["bytes"] = digest(file)
             os.fsync(file.fileno())
-        self._put(path, incoming, note)
+        if note is not None:
+            with self.writing(f"{self.stage.name}/done/{path}") as done:
+                done.write(json.dumps(note).encode())
+        os.replace(incoming, self._place(path))
 
     def discard(self, path: str) -> None:
         """Removes a file, so that the next run rewrites it."""
@@ -131,12 +135,6 @@ class Folder:
     def fresh_meta(self) -> None:
         """Removes unfinished metadata of an earlier run."""
         shutil.rmtree(self.stage / "meta", ignore_errors=True)
-
-    def _put(self, path: str, incoming: Path, note: dict[str, Any] | None) -> None:
-        if note is not None:
-            with self.writing(f"{self.stage.name}/done/{path}") as file:
-                file.write(json.dumps(note).encode())
-        os.replace(incoming, self._place(path))
 
     def _check_ours(self) -> None:
         if self.root.exists() and not self.root.is_dir():
@@ -180,39 +178,9 @@ class Folder:
                 raise DatasetError(f"{place} is a link, and files are not written through links; remove it")
         return place
 
-    @contextmanager
-    def _opened(self, place: Path) -> Iterator[Written]:
-        place.unlink(missing_ok=True)
-        try:
-            with open(place, "xb") as file:
-                yield Written(file)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            place.unlink(missing_ok=True)
-            raise
-
-
-class Written(io.BufferedIOBase):
-    """A file that is written sequentially. `digest` is of all its bytes."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.blake2b(digest_size=16)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]  # io's own type is private
-        self.digest.update(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
 
 def digest(file: BinaryIO, advance: Callable[[int], None] = lambda _: None) -> str:
-    """Digest of a file, as in `Written`. `advance` is called with the bytes of each part."""
+    """Digest of a file. `advance` is called with the bytes of each part."""
     found = hashlib.blake2b(digest_size=16)
     while data := file.read(8 << 20):
         found.update(data)

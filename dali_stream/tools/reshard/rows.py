@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import Episodes, parquet_errors, read_parquet
 from dali_stream.storage import Store
-from dali_stream.tools.output.folder import Written
 from dali_stream.tools.reshard.stores import Window
 
 ROW_GROUP = 32 << 20
@@ -225,7 +224,7 @@ class SourceRows:
         return int(rows[0])
 
 
-def write(out: Written, file: DataFile, read: Callable[[int], pa.Table]) -> dict[int, str]:
+def write(out: BinaryIO, file: DataFile, read: Callable[[int], pa.Table]) -> dict[int, str]:
     """Writes a file; `read` returns the rows of the episode at a position of the table. Returns a digest per episode."""
     digests: dict[int, str] = {}
     layout = {"write_page_index": True, "write_page_checksum": True}

@@ -35,7 +35,7 @@ def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[Vid
         every = [(camera, file) for camera in job.videos for file in video_files[camera]]
         todo += [functools.partial(check.video, camera, file) for camera, file in every]
         total = sum(file.nbytes for file in data_files) + sum(file.nbytes for _, file in every)
-        job.work.each("verifying", todo, _call, total)
+        job.work.each("verifying", todo, lambda check: check(), total)
         paths = [*(file.path for file in data_files), *(file.path for _, file in every)]
         nbytes = sum(map(out.data_store.size, paths)) + sum(map(out.store.size, out.store.files("meta")))
         files = len(data_files), len(every)
@@ -45,10 +45,6 @@ def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[Vid
 
 
 _REST = "bytes outside its episodes have changed since it was written"  # its head or footer, shared frames
-
-
-def _call(check: Callable[[], None]) -> None:
-    check()
 
 
 class _Check:
