@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
@@ -23,7 +24,7 @@ from dali_stream.tools.output.work import Progress, Work
 from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
 from dali_stream.tools.reshard.report import Reads, Report, Side, side
-from dali_stream.tools.reshard.rows import DataFile, SourceRows
+from dali_stream.tools.reshard.rows import DataFile, EpisodeRows, Parquet
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import Source, VideoFile
 
@@ -90,7 +91,7 @@ class Job:
             sources = [replace(each, schema=rows.without_pandas(each.schema)) for each in sources]
         rows.check_columns(store, self.info["features"], self.videos, sources)
         files = rows.plan(table, sources, self.order, self._sizes[0], functools.partial(self.layout.path, DATA_PATH))
-        copied = functools.partial(self._write_rows, sources)
+        copied = functools.partial(self._write_rows, dict(enumerate(sources)))
         reads = self.work.each("rows", files, copied, sum(file.nbytes for file in files))
         for file in files:
             times = self._read_back(file)
@@ -111,16 +112,26 @@ class Job:
             )
         return times
 
-    def _write_rows(self, sources: list[rows.Parquet], file: DataFile) -> Reads:
+    def _write_rows(self, footers: dict[int, Parquet], file: DataFile) -> Reads:
         note = self.folder.finished(file.path)
         if note is None:
-            note = {}
+            note, times, seen, window = {}, list[bytes](), set[int](), Window(self.store)
+            recorder = Recorder(window)
+            source, loader = EpisodeRows(window, self.table, footers, file.episodes), RowReader(self.dataset, recorder)
+
+            def read(episode: int) -> pa.Table:
+                """Reads an episode with all columns, and also as a Loader does, whose reads are recorded."""
+                found = source.read(episode)
+                times.append(found["timestamp"].to_numpy().astype(np.float32).tobytes())
+                if episode not in seen:
+                    seen.update(loader.read(episode))
+                self.work.advance(file.nbytes // len(file.episodes))
+                return found
+
             with self.folder.writing(file.path, note) as out:
-                recorder = Recorder(window := Window(self.store))
-                read = _Reader(self, sources, file, window, recorder)
                 digests = rows.write(out, file, read)
                 note |= {"rows": {str(e): digest for e, digest in digests.items()}, "reads": sorted(recorder.reads)}
-                note["times"] = content_hash(b"".join(read.times))
+                note["times"] = content_hash(b"".join(times))
         else:
             self.work.advance(file.nbytes)
         return {(path, start, stop) for path, start, stop in note["reads"]}
@@ -212,35 +223,3 @@ class Job:
             "video_files_size_in_mb": max(1, round(self._sizes[1] / (1 << 20))),
             "data_path": DATA_PATH,
         } | ({"video_path": VIDEO_PATH} if self.videos else {})
-
-
-class _Reader:
-    """Reads the episodes of a new file, with all columns and also as a Loader does, whose reads are recorded.
-
-    Attributes:
-        times: timestamps of the rows, per episode.
-    """
-
-    def __init__(self, job: Job, sources: list[rows.Parquet], file: DataFile, window: Window, recorder: Recorder) -> None:
-        self._job, self._sources, self._window = job, sources, window
-        self._loader = RowReader(job.dataset, recorder)
-        self._seen: set[int] = set()
-        self.times: list[bytes] = []
-        self._first = rows.places(job.table)
-        self._source: tuple[int, SourceRows] | None = None
-        self._until: dict[int, int] = {}
-        for episode in file.episodes:
-            number = int(job.table.data.index[episode])
-            self._until[number] = max(self._until.get(number, 0), int(self._first[episode] + job.table.length[episode]))
-        self._weight = file.nbytes // max(len(file.episodes), 1)
-
-    def __call__(self, episode: int) -> Any:
-        table, number = self._job.table, int(self._job.table.data.index[episode])
-        if self._source is None or self._source[0] != number:
-            self._source = number, SourceRows(self._window, self._sources[number], self._until[number])
-        found = self._source[1].read(int(table.index[episode]), int(self._first[episode]), int(table.length[episode]))
-        self.times.append(found["timestamp"].to_numpy().astype(np.float32).tobytes())
-        if episode not in self._seen:
-            self._seen.update(self._loader.read(episode))
-        self._job.work.advance(self._weight)
-        return found

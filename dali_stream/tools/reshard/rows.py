@@ -7,7 +7,7 @@ its own. Schema, metadata, columns and compression stay those of the source; a n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -153,19 +153,33 @@ def plan(table: Episodes, sources: list[Parquet], order: Int64, file_size: int, 
     return files
 
 
-class SourceRows:
-    """Rows of one source file by episode, with all columns. Not thread-safe.
+class EpisodeRows:
+    """Rows of episodes, with all columns. Keeps the row group that was read last. Not thread-safe.
 
-    `until` is the end of the rows that will be read, assuming that the file is in order.
+    Args:
+        window: where the files are read.
+        table: their episode table.
+        footers: of the files that are read, by their number in the table.
+        episodes: those that will be read, as positions in the table.
     """
 
-    def __init__(self, window: Window, file: Parquet, until: int) -> None:
-        self._window, self._file, self._until = window, file, until
-        self._group: tuple[int, pa.Table] | None = None
-        self._index: Int64 | None = None
+    def __init__(self, window: Window, table: Episodes, footers: Mapping[int, Parquet], episodes: Sequence[int]) -> None:
+        self._window, self._table, self._footers = window, table, footers
+        self._first = places(table)
+        self._until: dict[int, int] = {}  # per file, the end of the rows that will be read, assuming that the file is in order
+        for episode in episodes:
+            number, stop = int(table.data.index[episode]), int(self._first[episode] + table.length[episode])
+            self._until[number] = max(self._until.get(number, 0), stop)
+        self._number = -1
 
-    def read(self, index: int, first: int, length: int) -> pa.Table:
-        """The rows of an episode by its index. `first` is its likely first row."""
+    def read(self, episode: int) -> pa.Table:
+        """The rows of an episode."""
+        number = int(self._table.data.index[episode])
+        if number != self._number:
+            self._number, self._file = number, self._footers[number]
+            self._group: tuple[int, pa.Table] | None = None
+            self._index: Int64 | None = None
+        index, first, length = (int(of[episode]) for of in (self._table.index, self._first, self._table.length))
         path = self._file.path
         with parquet_errors(self._window, path), self._window.open(path) as file:
             parquet = pq.ParquetFile(file, pre_buffer=True)
@@ -206,7 +220,7 @@ class SourceRows:
         """Whether to fetch a row group together with those from `first` on."""
         file = self._file
         return bool(
-            file.first_row[group] < self._until
+            file.first_row[group] < self._until[self._number]
             and file.start[group] == file.stop[group - 1]
             and file.stop[group] - file.start[first] <= WINDOW
         )

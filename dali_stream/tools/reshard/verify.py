@@ -19,7 +19,7 @@ from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.job import Job
 from dali_stream.tools.reshard.meta import renewed
 from dali_stream.tools.reshard.report import Side, side
-from dali_stream.tools.reshard.rows import DataFile, RowDigest, SourceRows
+from dali_stream.tools.reshard.rows import DataFile, EpisodeRows, RowDigest
 from dali_stream.tools.reshard.source import copied_files, episode_tables, info, written_files
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import VideoFile
@@ -82,22 +82,22 @@ class _Check:
 
     def rows(self, file: DataFile) -> None:
         """Compares every row of a data file."""
-        job, out, at, seen = self._job, self._out, 0, set[int]()
+        job, out, table, seen = self._job, self._out, self._table, set[int]()
         note = job.folder.finished(file.path)
         with job.folder.blaming(file.path, "it cannot be read: "):
             footer = rows.read_footer(out.data_store, file.path)
-        found = SourceRows(Window(out.data_store), footer, int(footer.first_row[-1]))
         if not footer.schema.equals(file.schema, check_metadata=True):
             job.folder.refuse(file.path, "its schema differs from the source's")
+        footers = {int(table.data.index[file.episodes[0]]): footer}
+        found = EpisodeRows(Window(out.data_store), table, footers, file.episodes)
         for episode in file.episodes:
-            index, length = int(self._table.index[episode]), int(self._table.length[episode])
+            index = int(table.index[episode])
             with job.folder.blaming(file.path, f"episode {index}: its rows cannot be read: "):
                 if episode not in seen:
                     seen.update(self._reader.read(episode))
-                digest = RowDigest().add(found.read(index, at, length)).hexdigest()
+                digest = RowDigest().add(found.read(episode)).hexdigest()
             if digest != note["rows"][str(episode)]:
                 job.folder.refuse(file.path, f"episode {index}: its rows differ from the source's")
-            at += length
             job.work.advance(file.nbytes // len(file.episodes))
         job.folder.check(file.path, _REST)
 
