@@ -216,27 +216,18 @@ def used(dataset: Dataset, files: metadata.Files) -> list[str]:
 
 def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
-        height, width = dataset.picture_size(key)
-        return CameraReport("image", height, width, Route("torchcodec", "its frames are images in Parquet rows"))
+        return CameraReport("image", *dataset.picture_size(key), Route("torchcodec", "its frames are images in Parquet rows"))
     paths, chosen = video_files(dataset, key, look_at)
-    tables: list[VideoIndex] = []
-    broken: list[DaliStreamError] = []
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        for table in pool.map(lambda path: _index(dataset, path), chosen):
-            if isinstance(table, VideoIndex):
-                tables.append(table)
-            else:
-                broken.append(table)
+        found = list(pool.map(lambda path: _index(dataset, path), chosen))
+    tables = [each for each in found if isinstance(each, VideoIndex)]
+    broken = tuple(str(each) for each in found if isinstance(each, DaliStreamError))
     size = _bytes(dataset.data_store, paths)
-    if tables:
-        report = describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), size)
-        remarks = contradictions(dataset, key, tables[0])
-    else:
-        height, width = dataset.picture_size(key)
+    if not tables:
         route = Route("torchcodec", "none of its checked files can be read")
-        report = CameraReport("video", height, width, route, files=len(paths), bytes=size)
-        remarks = ()
-    return dataclasses.replace(report, remarks=remarks, broken=tuple(map(str, broken)))
+        return CameraReport("video", *dataset.picture_size(key), route, files=len(paths), bytes=size, broken=broken)
+    report = describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), size)
+    return dataclasses.replace(report, remarks=contradictions(dataset, key, tables[0]), broken=broken)
 
 
 def _index(dataset: Dataset, path: str) -> VideoIndex | DaliStreamError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
 from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
 from dali_stream.tools.doctor.looks import look
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.doctor.rows import Rows, Timing, spread
 
 _SHOWN = 3  # broken files reported per camera
@@ -36,42 +35,41 @@ class Camera:
     `deep` decodes all of its frames. Without, one frame is decoded, and up to 1000 files are checked, or 32 of remote data.
 
     Attributes:
-        findings: all but those on the frame, which is decoded together with those of other cameras.
+        found: by the name of the finding; all but those on the frame, which is decoded together with those of other cameras.
         facts: for the report.
         task: the frame to decode; None if there is none.
     """
 
     def __init__(self, dataset: Dataset, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
         self.key, self._dataset, self._decoders, self._rows, self._deep = key, dataset, decoders, rows, deep
-        self.findings: list[Finding] = []
+        self.found: dict[str, Result] = {}
         self.facts: dict[str, Any] = {"kind": "video"}
         self.task: Task | None = None
         self._path = ""
         try:
             self._look()
         except DaliStreamError as error:
-            self.findings.append(self._broken(self._path, error, "file"))
+            self.found[f"{key} file"] = self._broken(self._path, error)
 
-    def decoded(self, found: Mapping[str, Decoded]) -> Iterator[Finding]:
-        """The findings on the frame."""
-        for route, each in found.items():
-            others = [name for name, other in found.items() if not other.error]
-            if each.error and others:  # the file is fine
-                remedy = f"the loader uses {others[0]}; check this decoder's version and driver, and please report it"
-                text = f"{each.error}; {others[0]} decodes it"
-                yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
-            elif each.error:
-                yield self._broken(self._path, DecodeError(f"{route}: {each.error}"), f"frame, {route}")
-            elif each.psnr_db is None:
-                yield Finding("dataset", f"{self.key} frame, {route}", OK, "decoded")
-            else:
-                text = f"decoded; {each.psnr_db:g} dB PSNR against {next(iter(found))}"
-                if each.psnr_db >= LEAST_PSNR_DB:
-                    yield Finding("dataset", f"{self.key} frame, {route}", OK, text)
-                    continue
-                text += f"; two correct decoders have {LEAST_PSNR_DB:g} or more"
-                remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
-                yield Finding("dataset", f"{self.key} frame, {route}", PROBLEM, text, remedy)
+    def decoded(self, decoded: Mapping[str, Decoded]) -> dict[str, Result]:
+        """What was found of the frame, by the name of the finding."""
+        right = [route for route, each in decoded.items() if not each.error]
+        return {f"{self.key} frame, {route}": self._of_frame(route, each, right) for route, each in decoded.items()}
+
+    def _of_frame(self, route: str, decoded: Decoded, right: list[str]) -> Result:
+        """`right` are the routes that decode it."""
+        if decoded.error and right:  # the file is fine
+            remedy = f"the loader uses {right[0]}; check this decoder's version and driver, and please report it"
+            return PROBLEM, f"{decoded.error}; {right[0]} decodes it", remedy
+        if decoded.error:
+            return self._broken(self._path, DecodeError(f"{route}: {decoded.error}"))
+        if decoded.psnr_db is None:
+            return OK, "decoded", ""
+        text = f"decoded; {decoded.psnr_db:g} dB PSNR against {right[0]}"
+        if decoded.psnr_db >= LEAST_PSNR_DB:
+            return OK, text, ""
+        remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
+        return PROBLEM, f"{text}; two correct decoders have {LEAST_PSNR_DB:g} or more", remedy
 
     def _look(self) -> None:
         paths, described = video_files(self._dataset, self.key)
@@ -85,18 +83,16 @@ class Camera:
         places: dict[str, int | None] = {"CPU": None, **self._decoders.gpus}
         reports = {where: describe_video(tables, self._dataset.data_store, gpu, len(paths), 0) for where, gpu in places.items()}
         self._describe(reports["CPU"], video, table)
-        self.findings += itertools.starmap(self._route, reports.items())
+        self.found |= {f"{self.key} on {where}": self._route(where, report) for where, report in reports.items()}
         self.facts["routes"] = {
             where: dataclasses.asdict(report.route) | {"change": report.route_change} for where, report in reports.items()
         }
         remedy = "correct meta/info.json: the Loader goes by the file, but for the shape"
-        self.findings += [
-            Finding("dataset", f"{self.key} remark {n}", WARNING, remark, remedy)
-            for n, remark in enumerate(contradictions(self._dataset, self.key, table), start=1)
-        ]
-        self.findings.append(timing.finding())
+        for n, remark in enumerate(contradictions(self._dataset, self.key, table), start=1):
+            self.found[f"{self.key} remark {n}"] = WARNING, remark, remedy
+        self.found[f"{self.key} timestamps"] = timing.found()
         if cost := gops.examine(self._dataset, self.key, tables):
-            self.findings.append(cost)
+            self.found[f"{self.key} GOPs"] = cost
         self._choose_frame(table, video, list(self._routes(video, table, reports)))
 
     def _tables(self, chosen: list[str], described: list[str], timing: Timing) -> list[VideoIndex]:
@@ -117,44 +113,41 @@ class Camera:
             except DaliStreamError as error:
                 broken += 1
                 if broken <= _SHOWN:
-                    self.findings.append(self._broken(path, error, f"file {broken}"))
+                    self.found[f"{self.key} file {broken}"] = self._broken(path, error)
         if broken > _SHOWN:
             text = f"{broken} of {len(chosen)} checked files are broken"
-            self.findings.append(Finding("dataset", f"{self.key} files", PROBLEM, text, "copy the dataset again"))
+            self.found[f"{self.key} files"] = PROBLEM, text, "copy the dataset again"
         return tables
 
-    def _broken(self, path: str, error: DaliStreamError, name: str) -> Finding:
+    def _broken(self, path: str, error: DaliStreamError) -> Result:
         store = self._dataset.data_store
         said, remedy = look(store, path) if path else ("", "")
         where = store.where(path)
         text = f"{'' if str(error).startswith(where) else f'{where}: '}{error}{'; ' if said else ''}{said}"
-        return Finding("dataset", f"{self.key} {name}", PROBLEM, text, remedy or "copy or fetch the dataset again")
+        return PROBLEM, text, remedy or "copy or fetch the dataset again"
 
     def _describe(self, report: CameraReport, video: VideoFormat, table: VideoIndex) -> None:
         gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
         kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
         files = f"{report.files_looked_at} of {counted(report.files, 'file')} checked"
-        text = f"{kind}, {report.height}×{report.width}, GOP {gop}, {files}"
-        self.findings.append(
-            Finding("dataset", self.key, OK, text + "".join(f"; other files: {f}" for f in report.other_formats))
-        )
+        others = "".join(f"; other files: {f}" for f in report.other_formats)
+        self.found[self.key] = OK, f"{kind}, {report.height}×{report.width}, GOP {gop}, {files}{others}", ""
         hidden, of = hidden_frames(self._dataset.data_store, table, video.codec)
         has = {"open GOPs": report.open_gops, "B-frames": report.b_frames, f"{hidden} hidden frames in {of} frames": hidden}
         traits = ", ".join(name for name, there in has.items() if there) or "no open GOPs, B-frames or hidden frames"
-        text = f"{traits}; colours {video.matrix_name}"
-        self.findings.append(Finding("dataset", f"{self.key} structure", OK, text))
+        self.found[f"{self.key} structure"] = OK, f"{traits}; colours {video.matrix_name}", ""
         own = dataclasses.asdict(report)
         for key in ("route", "route_change", "bytes", "remarks", "broken"):  # routes are reported per GPU
             del own[key]
         self.facts |= own | {"colour_matrix": video.matrix, "hidden_frames": hidden, "hidden_of": of}
 
-    def _route(self, where: str, report: CameraReport) -> Finding:
-        name, on_nvdec = f"{self.key} on {where}", where != "CPU" and report.route.decoder == "dali"
+    def _route(self, where: str, report: CameraReport) -> Result:
+        on_nvdec = where != "CPU" and report.route.decoder == "dali"
         text = report.route.reason if on_nvdec else f"{report.route.decoder}: {report.route.reason}"
         if report.route_change:
             text += f"; torchcodec from a later file: {report.route_change}"
         if where == "CPU" or (on_nvdec and not report.route_change):
-            return Finding("dataset", name, OK, text)
+            return OK, text, ""
         gpu = self._decoders.gpus[where]
         size = report.height, report.width
         helps = [
@@ -163,7 +156,7 @@ class Camera:
             if not (capability(gpu, codec, "420", 8).refusal(*size) or padding_refusal(codec, *size))
         ]
         remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
-        return Finding("dataset", name, WARNING, text, remedy)
+        return WARNING, text, remedy
 
     def _choose_frame(self, table: VideoIndex, video: VideoFormat, routes: list[tuple[str, bool, int | None]]) -> None:
         """Chooses the middle of the first selected episode in this file, whose decoding needs earlier frames."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from dali_stream.dataset import Dataset
@@ -15,7 +16,7 @@ from dali_stream.tools.doctor import frames
 from dali_stream.tools.doctor.camera import Camera
 from dali_stream.tools.doctor.deep import Deep
 from dali_stream.tools.doctor.frames import Decoded, Decoders
-from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
+from dali_stream.tools.doctor.report import OK, PROBLEM, Finding, Result
 from dali_stream.tools.doctor.rows import Rows, examine_names, spread
 from dali_stream.tools.doctor.rows import examine as examine_rows
 
@@ -48,42 +49,45 @@ def examine(
     """Findings, and the facts for the report. Without `deep`, one frame of each camera is decoded within `limit_s` seconds, and
     of a large dataset only a part is checked."""
     size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
-    findings = [Finding("dataset", "metadata", OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps")]
-    findings.append(_statistics(dataset))
+    found: dict[str, Result] = {"metadata": (OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps", "")}
+    found["statistics"] = _statistics(dataset)
     rows = Rows(dataset)
     try:
-        findings.append(_files(dataset, bool(deep)))
-        episodes = spread(dataset, dataset.num_episodes, bool(deep))
-        findings += [examine_rows(dataset, rows, episodes), examine_names(dataset, rows)]
+        found["files"] = _files(dataset, bool(deep))
+        found["rows"] = examine_rows(dataset, rows, spread(dataset, dataset.num_episodes, bool(deep)))
+        found["tasks"] = examine_names(dataset, rows)
         cameras = [Camera(dataset, key, rows, decoders, deep) for key in dataset.videos]
     except StorageError as error:
-        return [*findings, unreadable(error)], _facts(dataset, {})
+        return [*_findings(found), unreadable(error)], _facts(dataset, {})
     decoded = frames.decode([camera.task for camera in cameras if camera.task], limit_s)
     facts: dict[str, Any] = {}
     for key in dataset.cameras:
         if key not in dataset.videos:
-            findings += _images(dataset, key, deep)
+            found |= _images(dataset, key, deep)
             facts[key] = {"kind": "image", "height": dataset.picture_size(key)[0], "width": dataset.picture_size(key)[1]}
     for camera in cameras:
         own: dict[str, Decoded] = decoded.get(camera.key, {})
-        findings += [*camera.findings, *camera.decoded(own)]
-        findings += [deep.finding(camera.key)] if deep else []
+        found |= camera.found | camera.decoded(own) | (deep.found(camera.key) if deep else {})
         facts[camera.key] = camera.facts | {"decoded": {route: dataclasses.asdict(each) for route, each in own.items()}}
-    return findings, _facts(dataset, facts)
+    return _findings(found), _facts(dataset, facts)
 
 
-def _files(dataset: Dataset, deep: bool) -> Finding:
-    """The finding on `missing_files`. Raises StorageError."""
+def _findings(found: Mapping[str, Result]) -> list[Finding]:
+    return [Finding("dataset", name, *result) for name, result in found.items()]
+
+
+def _files(dataset: Dataset, deep: bool) -> Result:
+    """The result of `missing_files`. Raises StorageError."""
     try:
         missing, looked_for = missing_files(dataset, deep)
     except DatasetError as error:
-        return Finding("dataset", "files", PROBLEM, str(error), "correct data_path and video_path in meta/info.json")
+        return PROBLEM, str(error), "correct data_path and video_path in meta/info.json"
     if not missing:
-        return Finding("dataset", "files", OK, f"{counted(looked_for, 'file')} of rows and video, none missing")
+        return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
     named = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
     text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {named}"
     remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info --json` lists all"
-    return Finding("dataset", "files", PROBLEM, text, remedy)
+    return PROBLEM, text, remedy
 
 
 def _facts(dataset: Dataset, cameras: dict[str, Any]) -> dict[str, Any]:
@@ -97,20 +101,20 @@ def _facts(dataset: Dataset, cameras: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _statistics(dataset: Dataset) -> Finding:
+def _statistics(dataset: Dataset) -> Result:
     try:
         found = dataset.stored_stats
     except DaliStreamError as error:
         remedy = f"copy or fetch {dataset.stored_stats_place} again, or write another: `dali-stream stats URI --out FILE`"
-        return Finding("dataset", "statistics", PROBLEM, str(error), remedy)
-    if not found:
-        text = f"{dataset.stored_stats_place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it"
-        return Finding("dataset", "statistics", OK, text)
-    return Finding("dataset", "statistics", OK, f"{dataset.stored_stats_place} has those of {counted(len(found), 'feature')}")
+        return PROBLEM, str(error), remedy
+    if found:
+        return OK, f"{dataset.stored_stats_place} has those of {counted(len(found), 'feature')}", ""
+    only = "only `normalize` needs it, and `dali-stream stats URI` computes it"
+    return OK, f"{dataset.stored_stats_place} is missing: {only}", ""
 
 
-def _images(dataset: Dataset, key: str, deep: Deep | None) -> list[Finding]:
-    """Decodes an image of the first episode, or all."""
+def _images(dataset: Dataset, key: str, deep: Deep | None) -> dict[str, Result]:
+    """By name. Decodes an image of the first episode, or all."""
     height, width = dataset.picture_size(key)
     try:
         encoded = RowReader(dataset, keys={key}).read(0)[0][key]
@@ -118,6 +122,6 @@ def _images(dataset: Dataset, key: str, deep: Deep | None) -> list[Finding]:
         if deep:
             deep.images(key)
     except DaliStreamError as error:
-        return [Finding("dataset", key, PROBLEM, str(error), "record, convert or copy the dataset again")]
-    found = [Finding("dataset", key, OK, f"images of {height}×{width} in Parquet rows; one was decoded")]
-    return [*found, deep.finding(key)] if deep else found
+        return {key: (PROBLEM, str(error), "record, convert or copy the dataset again")}
+    found: dict[str, Result] = {key: (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
+    return found | (deep.found(key) if deep else {})

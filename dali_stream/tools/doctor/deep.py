@@ -17,7 +17,7 @@ from dali_stream.errors import DecodeError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
-from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
+from dali_stream.tools.doctor.report import OK, PROBLEM, Result
 
 Progress = Callable[[int, int], None]  # frames decoded, frames in all
 _AT_ONCE = 64  # frames of a task, unless a single GOP has more
@@ -101,17 +101,16 @@ class Deep:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="dali_stream doctor") as pool:
             list(pool.map(check, range(dataset.num_episodes)))
 
-    def finding(self, camera: str) -> Finding:
-        """What was found of a camera."""
+    def found(self, camera: str) -> dict[str, Result]:
+        """What was found of a camera, by the name of the finding."""
         broken, dataset = self.broken[camera], self._dataset
-        name = f"{camera} all frames"
         if not broken:
-            return Finding("dataset", name, OK, f"decoded, in {counted(dataset.num_episodes, 'episode')}")
+            return {f"{camera} all frames": (OK, f"decoded, in {counted(dataset.num_episodes, 'episode')}", "")}
         first = min(broken)
-        more = f"; {len(broken)} of {dataset.num_episodes} episodes have such frames" if len(broken) > 1 else ""
         frame, why = broken[first]
+        more = f"; {len(broken)} of {dataset.num_episodes} episodes have such frames" if len(broken) > 1 else ""
         text = f"episode {dataset.episodes[first]}, frame {frame}: {why}{more}"
-        return Finding("dataset", name, PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)")
+        return {f"{camera} all frames": (PROBLEM, text, "copy the files again, or exclude these episodes (episodes=...)")}
 
     def _fail(self, camera: str, episode: int, frame: int, why: str) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide
-from dali_stream.tools.doctor.report import OK, WARNING, Finding
+from dali_stream.tools.doctor.report import OK, WARNING, Result
 from dali_stream.tools.forecast import decodes, median_gop
 
 COSTLY = 4.0  # frames decoded per delivered one, from which on a finding says so
@@ -24,7 +24,7 @@ _GOOD = 1.5  # what a GOP of 2 costs
 _EPISODES = 2000  # that are simulated, at most
 
 
-def examine(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> Finding | None:
+def examine(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> Result | None:
     """The finding on a camera's GOPs; None if they are short."""
     gops = np.concatenate([np.diff(np.append(table.keyframes, len(table))) for table in tables])
     plain = float((gops * (gops + 1) / 2).sum() / gops.sum())
@@ -41,7 +41,7 @@ def examine(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> Find
         remedy = f"give the Loader {cache}; or {shorter}"
         if budget == _BUDGETS[0] and first <= _GOOD:
             status = OK  # the default does it
-    return Finding("dataset", f"{camera} GOPs", status, text, "" if status == OK else remedy)
+    return status, text, "" if status == OK else remedy
 
 
 def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tuple[int, float, float] | None:

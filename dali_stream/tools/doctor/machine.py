@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream import process
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding, Result
 
 CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
 _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
@@ -35,13 +35,12 @@ def examine(
     kind = container(environment, root)
     cores, quota, memory = len(os.sched_getaffinity(0)), cpu_quota(root), memory_limit(root)
     total = _total_memory(root)
-    findings = [_container(kind, gpus, environment), _cores(cores, quota), _memory(total, memory)]
+    found = {"container": _container(kind, gpus, environment), "cores": _cores(cores, quota), "memory": _memory(total, memory)}
     shm = _free(root / "dev/shm")
     if shm is not None:
-        findings.append(_shm(shm[0], gpus))
-    disk, where = _disk(cache_dir)
-    findings.append(disk)
-    return findings, {
+        found["shared memory"] = _shm(shm[0], gpus)
+    found["cache_dir" if cache_dir else "disk"], free = _disk(cache_dir)
+    return [Finding("machine", name, *result) for name, result in found.items()], {
         "system": f"{platform.system()} {platform.release()}",
         "processor": process.processor(),
         "container": kind,
@@ -50,7 +49,7 @@ def examine(
         "memory": total,
         "memory_limit": memory,
         "shm": shm[0] if shm else None,
-        "disk_free": where,
+        "disk_free": free,
     }
 
 
@@ -70,7 +69,7 @@ def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | N
     return found[0] if found else None
 
 
-def _container(kind: str | None, gpus: int, environment: Mapping[str, str]) -> Finding:
+def _container(kind: str | None, gpus: int, environment: Mapping[str, str]) -> Result:
     given = environment.get("NVIDIA_DRIVER_CAPABILITIES", "")
     known = [word for word in re.split(r"[,\s]+", given) if word in CAPABILITIES]
     text = f"{kind}" if kind else "none"
@@ -81,12 +80,12 @@ def _container(kind: str | None, gpus: int, environment: Mapping[str, str]) -> F
     asked_for = environment.get("NVIDIA_VISIBLE_DEVICES", "") not in ("", "none", "void")
     if asked_for and not gpus:
         remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
-        return Finding("machine", "container", PROBLEM, f"{text}, and no GPU is usable", remedy)
+        return PROBLEM, f"{text}, and no GPU is usable", remedy
     # If libnvcuvid is there nevertheless, the findings of `gpu` say so.
     if kind and gpus and given and not {"all", "video"} & set(known):
         remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility; on Kubernetes in the pod's env"
-        return Finding("machine", "container", WARNING, f"{text}, and without video there is no NVDEC", remedy)
-    return Finding("machine", "container", OK, text)
+        return WARNING, f"{text}, and without video there is no NVDEC", remedy
+    return OK, text, ""
 
 
 def _devices(value: str) -> str:
@@ -138,21 +137,21 @@ def _group_files(root: Path, controller: str, name: str) -> list[str]:
     return found
 
 
-def _cores(cores: int, quota: float | None) -> Finding:
+def _cores(cores: int, quota: float | None) -> Result:
     text = f"{cores} for this process"
     if quota is None or quota >= cores:
-        return Finding("machine", "cores", OK, text)
+        return OK, text, ""
     text += f", and the container's quota is {quota:.3g}: the kernel pauses threads beyond that"
-    return Finding("machine", "cores", WARNING, text, f"give Loader(threads={max(int(quota), 1)}), or the container more cores")
+    return WARNING, text, f"give Loader(threads={max(int(quota), 1)}), or the container more cores"
 
 
-def _memory(total: int, limit: int | None) -> Finding:
+def _memory(total: int, limit: int | None) -> Result:
     usable = min(total, limit or total)
     text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
     if usable >= 8 * _GIB:
-        return Finding("machine", "memory", OK, text)
+        return OK, text, ""
     remedy = 'set Loader(memory_budget=...) to what the model leaves free; its default is "4GiB"'
-    return Finding("machine", "memory", WARNING, text, remedy)
+    return WARNING, text, remedy
 
 
 def _total_memory(root: Path) -> int:
@@ -160,27 +159,28 @@ def _total_memory(root: Path) -> int:
     return int(found[1]) << 10 if found else 0
 
 
-def _shm(size: int, gpus: int) -> Finding:
+def _shm(size: int, gpus: int) -> Result:
     text = f"{size / _GIB:.2g} GiB in /dev/shm"
     if gpus < 2 or size >= _SMALL_SHM:
-        return Finding("machine", "shared memory", OK, text)
+        return OK, text, ""
     text += ", and NCCL needs more for several GPUs; dali_stream uses none"
-    return Finding("machine", "shared memory", WARNING, text, "start the container with --shm-size=8g or --ipc=host")
+    return WARNING, text, "start the container with --shm-size=8g or --ipc=host"
 
 
-def _disk(cache_dir: str | os.PathLike[str] | None) -> tuple[Finding, int | None]:
-    name, folder = ("cache_dir", Path(cache_dir).expanduser().absolute()) if cache_dir else ("disk", Path.cwd())
+def _disk(cache_dir: str | os.PathLike[str] | None) -> tuple[Result, int | None]:
+    """Also the free bytes."""
+    folder = Path(cache_dir).expanduser().absolute() if cache_dir else Path.cwd()
     there = next(path for path in (folder, *folder.parents) if path.exists())  # the cache is created on first use
-    free = _free(there)
     if not there.is_dir() or not os.access(there, os.W_OK):
-        if name == "disk":
-            return Finding("machine", name, OK, "the working directory is read-only, which does not affect training"), None
+        if not cache_dir:
+            return (OK, "the working directory is read-only, which does not affect training", ""), None
         wrong = "cannot be written to" if there.is_dir() else "is a file"
-        return Finding("machine", name, PROBLEM, f"{there} {wrong}", "give a folder that this user may write to"), None
+        return (PROBLEM, f"{there} {wrong}", "give a folder that this user may write to"), None
+    free = _free(there)
     text = f"{(free or (0, 0))[1] / 1e9:.1f} GB free at {there}"
     if free and free[1] < _LITTLE_DISK:
-        return Finding("machine", name, WARNING, text, "free some space, or give another folder"), free[1]
-    return Finding("machine", name, OK, text), free[1] if free else None
+        return (WARNING, text, "free some space, or give another folder"), free[1]
+    return (OK, text, ""), free[1] if free else None
 
 
 def _free(path: Path) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ OK: Status = "ok"
 WARNING: Status = "warning"
 PROBLEM: Status = "problem"
 STATUSES = get_args(Status)
+Result = tuple[Status, str, str]  # status, text and remedy of a finding
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import TOLERANCE, explain, find_packets
 from dali_stream.tools.doctor.looks import look
-from dali_stream.tools.doctor.report import OK, PROBLEM, Finding
+from dali_stream.tools.doctor.report import OK, PROBLEM, Result
 
 LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
 _NAMES = ("task_index", "subtask_index")
@@ -59,7 +59,7 @@ def spread(dataset: Dataset, count: int, deep: bool) -> list[int]:
     return places
 
 
-def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Finding:
+def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Result:
     """Checks the rows of these episodes: as many as promised, of the promised kinds, with timestamps that rise."""
     episode = 0
     try:
@@ -73,18 +73,17 @@ def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Finding:
         said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
         more = f"; {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
         text = f"{error}{'; ' if said else ''}{said}{more}"
-        return Finding("dataset", "rows", PROBLEM, text, remedy or "copy the dataset again")
-    text = f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}"
-    return Finding("dataset", "rows", OK, text)
+        return PROBLEM, text, remedy or "copy the dataset again"
+    return OK, f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}", ""
 
 
-def examine_names(dataset: Dataset, rows: Rows) -> Finding:
+def examine_names(dataset: Dataset, rows: Rows) -> Result:
     """Checks that each task of the rows that were read has a name. Without that, a Loader delivers no batch."""
     for name, path in zip(_NAMES, (dataset.tasks_place, "meta/subtasks.parquet"), strict=True):
         try:
             names = dataset.tasks if name == "task_index" else dataset.subtasks
         except DaliStreamError as error:
-            return Finding("dataset", "tasks", PROBLEM, str(error), look(dataset.store, path)[1] or "copy the dataset again")
+            return PROBLEM, str(error), look(dataset.store, path)[1] or "copy the dataset again"
         if name != "task_index" and not names:  # not delivered then
             continue
         unknown = {value: episode for value, episode in rows.named.get(name, {}).items() if value not in names}
@@ -93,10 +92,8 @@ def examine_names(dataset: Dataset, rows: Rows) -> Finding:
             value, episode = min(unknown.items(), key=lambda item: item[1])
             lacks = f"has no {name} {value}" if dataset.store.exists(path) else f"no such file, which names {name} {value}"
             text = f"{where}: {lacks} of the rows of episode {dataset.episodes[episode]}"
-            return Finding("dataset", "tasks", PROBLEM, text, f"copy or fetch {path} again")
-    return Finding(
-        "dataset", "tasks", OK, f"{len(dataset.tasks)} named in {dataset.tasks_place}, each that the checked rows have"
-    )
+            return PROBLEM, text, f"copy or fetch {path} again"
+    return OK, f"{len(dataset.tasks)} named in {dataset.tasks_place}, each that the checked rows have", ""
 
 
 class Timing:
@@ -138,16 +135,15 @@ class Timing:
                 self.faults[episode] = f", frame {frame}: {self._dataset.data_store.where(table.path)}: {why}"
         return packets
 
-    def finding(self) -> Finding:
+    def found(self) -> Result:
         """What was found in all files."""
-        dataset, faults, name = self._dataset, self.faults, f"{self._camera} timestamps"
+        dataset, faults = self._dataset, self.faults
         if not faults:
-            text = f"each row has a frame of its episode, in {self.checked} checked episodes of {dataset.num_episodes}"
-            return Finding("dataset", name, OK, text)
+            return OK, f"each row has a frame of its episode, in {self.checked} checked episodes of {dataset.num_episodes}", ""
         first = min(faults)
         more = f"; {len(faults)} of {dataset.num_episodes} episodes have such faults" if len(faults) > 1 else ""
         remedy = "exclude these episodes (episodes=...), or record or convert the dataset again"
-        return Finding("dataset", name, PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy)
+        return PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
 
     def _short(self) -> Iterator[tuple[int, str]]:
         """Episodes whose interval in the file is too short for their frames, by the metadata alone."""

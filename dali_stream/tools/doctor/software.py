@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_stream.tools import environment
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding, Result
 from dali_stream.tools.isolated import Answer
 
 _DRIVERS = {12: "525", 13: "580"}  # the first driver for this CUDA: CUDA's release notes, table "toolkit driver versions"
@@ -38,8 +38,9 @@ def examine(asked: Asked) -> tuple[list[Finding], dict[str, Any]]:
     builds = dali_builds()
     ffmpeg = asked.torchcodec.value.get("ffmpeg") or asked.ffmpeg.value.get("ffmpeg")
     program = environment.ffmpeg_program()
-    findings = [_python(), _dali(asked, builds), _torch(asked), _torchcodec(asked), *_ffmpeg(ffmpeg), _program(program)]
-    return findings, {
+    found = {"Python": _python(), "DALI": _dali(asked, builds), "torch": _torch(asked), "torchcodec": _torchcodec(asked)}
+    found |= _ffmpeg(ffmpeg) | {"ffmpeg program": _program(program)}
+    return [Finding("software", name, *result) for name, result in found.items()], {
         "python": platform.python_version(),
         "dali": asked.dali.value.get("version"),
         "dali_builds": builds,
@@ -57,32 +58,30 @@ def dali_builds() -> list[str]:
     return sorted(name for name in names if re.fullmatch(r"nvidia[-_]dali[-_](?:nightly[-_]|weekly[-_])?cuda\d+", name or ""))
 
 
-def _python() -> Finding:
-    fits = (3, 10) <= sys.version_info[:2] < (3, 14)
-    remedy = "" if fits else "use Python 3.10 to 3.13, which are tested"
-    return Finding("software", "Python", OK if fits else WARNING, platform.python_version(), remedy)
+def _python() -> Result:
+    if (3, 10) <= sys.version_info[:2] < (3, 14):
+        return OK, platform.python_version(), ""
+    return WARNING, platform.python_version(), "use Python 3.10 to 3.13, which are tested"
 
 
-def _dali(asked: Asked, builds: Sequence[str]) -> Finding:
+def _dali(asked: Asked, builds: Sequence[str]) -> Result:
     answer = asked.dali
     if len(builds) > 1:
-        text = f"{' and '.join(builds)} are both installed, and overwrite each other"
         right = "cuda13" if asked.cuda and asked.cuda[0] >= 13 else "cuda12"
         remedy = f"`pip uninstall {' '.join(builds)}`, then `pip install 'dali-stream[{right}]'`"
-        return Finding("software", "DALI", PROBLEM, text, remedy)
+        return PROBLEM, f"{' and '.join(builds)} are both installed, and overwrite each other", remedy
     if answer.kind == "ModuleNotFoundError":
-        return Finding("software", "DALI", PROBLEM, f"not installed ({answer.reason})", f"install it with {_INSTALL_DALI}")
+        return PROBLEM, f"not installed ({answer.reason})", f"install it with {_INSTALL_DALI}"
     if answer.error:
-        return _unloadable("DALI", answer, "nvidia.dali", f"reinstall it with {_INSTALL_DALI}")
+        return _unloadable(answer, "nvidia.dali", f"reinstall it with {_INSTALL_DALI}")
     cuda = _cuda_of(builds[0]) if builds else None
     text = answer.value["version"] + (f", for CUDA {cuda[0]}.{cuda[1]}" if cuda else "")
     if cuda and asked.cuda and cuda > asked.cuda:
-        text += f", and the driver supports up to {asked.cuda[0]}.{asked.cuda[1]}"
         remedy = f"install driver {_DRIVERS.get(cuda[0], 'of that CUDA')} or later"
         if cuda[0] > 12 and asked.cuda >= (12, 0):
             remedy += f"; or `pip uninstall {builds[0]}`, then `pip install 'dali-stream[cuda12]'`"
-        return Finding("software", "DALI", PROBLEM, text, remedy)
-    return _new_enough("DALI", builds[0] if builds else "", answer.value["version"], text)
+        return PROBLEM, f"{text}, and the driver supports up to {asked.cuda[0]}.{asked.cuda[1]}", remedy
+    return _new_enough(builds[0] if builds else "", answer.value["version"], text)
 
 
 def _cuda_of(build: str) -> tuple[int, int]:
@@ -90,51 +89,46 @@ def _cuda_of(build: str) -> tuple[int, int]:
     return int(digits[:-1] or 0), int(digits[-1])
 
 
-def _torch(asked: Asked) -> Finding:
+def _torch(asked: Asked) -> Result:
     answer, remedy = asked.torch, "install a CUDA build of torch: https://pytorch.org/get-started has the command"
     if answer.error:
-        return _unloadable("torch", answer, "torch", "reinstall it: https://pytorch.org/get-started has the command")
+        return _unloadable(answer, "torch", "reinstall it: https://pytorch.org/get-started has the command")
     version, cuda = answer.value["version"], answer.value["cuda"]
-    if not cuda:
-        text = f"{version}, without CUDA"
-        if asked.gpus:
-            return Finding("software", "torch", PROBLEM, f"{text}, and there is a GPU that it cannot use", remedy)
-        return _new_enough("torch", "torch", version, text)
-    text = f"{version}, for CUDA {cuda}"
-    if asked.cuda and int(cuda.partition(".")[0]) > asked.cuda[0]:
+    text = f"{version}, for CUDA {cuda}" if cuda else f"{version}, without CUDA"
+    if asked.gpus and not cuda:
+        return PROBLEM, f"{text}, and there is a GPU that it cannot use", remedy
+    if cuda and asked.cuda and int(cuda.partition(".")[0]) > asked.cuda[0]:
         text += f", and the driver supports up to {asked.cuda[0]}.{asked.cuda[1]}"
-        return Finding("software", "torch", PROBLEM, text, f"update the driver, or {remedy} for CUDA {asked.cuda[0]}")
+        return PROBLEM, text, f"update the driver, or {remedy} for CUDA {asked.cuda[0]}"
     if asked.gpus and not answer.value["finds_gpu"]:
-        remedy = '`python -c "import torch; torch.cuda.init()"` says why'
-        return Finding("software", "torch", PROBLEM, f"{text}: it finds none of the driver's GPUs", remedy)
-    return _new_enough("torch", "torch", version, text)
+        return PROBLEM, f"{text}: it finds none of the driver's GPUs", '`python -c "import torch; torch.cuda.init()"` says why'
+    return _new_enough("torch", version, text)
 
 
-def _torchcodec(asked: Asked) -> Finding:
+def _torchcodec(asked: Asked) -> Result:
     answer = asked.torchcodec
     if not answer.error:
-        return _new_enough("torchcodec", "torchcodec", answer.value["version"], f"{answer.value['version']}, fits torch")
+        return _new_enough("torchcodec", answer.value["version"], f"{answer.value['version']}, fits torch")
     if answer.kind == "skipped":
-        text, remedy = "not checked, since torch does not load", "repair torch first"
-        return Finding("software", "torchcodec", PROBLEM, text, remedy)
-    remedy = "install a version that fits torch (constraints.txt has a pair that does)"
+        return PROBLEM, "not checked, since torch does not load", "repair torch first"
     if not asked.ffmpeg.value.get("ffmpeg"):
-        remedy = f"{_INSTALL_FFMPEG}: none were found"
-    return _unloadable("torchcodec", answer, "torchcodec.decoders", remedy)
+        return _unloadable(answer, "torchcodec.decoders", f"{_INSTALL_FFMPEG}: none were found")
+    remedy = "install a version that fits torch (constraints.txt has a pair that does)"
+    return _unloadable(answer, "torchcodec.decoders", remedy)
 
 
-def _unloadable(name: str, answer: Answer, module: str, remedy: str) -> Finding:
+def _unloadable(answer: Answer, module: str, remedy: str) -> Result:
     if answer.kind == "ModuleNotFoundError":
-        return Finding("software", name, PROBLEM, f"not installed ({answer.reason})", remedy)
+        return PROBLEM, f"not installed ({answer.reason})", remedy
     see = f"; `python -c 'import {module}'` shows the whole error"
-    return Finding("software", name, PROBLEM, f"cannot be loaded: {answer.reason.rstrip('.:')}", remedy + see)
+    return PROBLEM, f"cannot be loaded: {answer.reason.rstrip('.:')}", remedy + see
 
 
-def _new_enough(name: str, package: str, version: str, text: str) -> Finding:
+def _new_enough(package: str, version: str, text: str) -> Result:
     least = _least(package)
     if least and _number(version) < _number(least):
-        return Finding("software", name, PROBLEM, f"{text}; {least} or later is needed", f"`pip install '{package}>={least}'`")
-    return Finding("software", name, OK, text)
+        return PROBLEM, f"{text}; {least} or later is needed", f"`pip install '{package}>={least}'`"
+    return OK, text, ""
 
 
 def _least(package: str) -> str:
@@ -151,34 +145,29 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:2]))
 
 
-def _ffmpeg(ffmpeg: dict[str, Any] | None) -> list[Finding]:
+def _ffmpeg(ffmpeg: dict[str, Any] | None) -> dict[str, Result]:
+    """By name: of FFmpeg's libraries and their decoders."""
     if ffmpeg is None:
-        return [Finding("software", "FFmpeg", PROBLEM, "no shared libraries of FFmpeg 4 to 8 were found", _INSTALL_FFMPEG)]
-    major = ffmpeg["libavcodec"] - 54
+        return {"FFmpeg": (PROBLEM, "no shared libraries of FFmpeg 4 to 8 were found", _INSTALL_FFMPEG)}
     text = f"{ffmpeg['version']}, libraries in {ffmpeg['path'].rpartition('/')[0]}"
-    fits = 4 <= major <= 8
-    found = [Finding("software", "FFmpeg", OK if fits else PROBLEM, text, "" if fits else _INSTALL_FFMPEG)]
-    return found + _decoders(ffmpeg["decoders"])
-
-
-def _decoders(decoders: dict[str, dict[str, Any]]) -> list[Finding]:
-    there = {codec: d["default"] for codec, d in decoders.items() if d["default"] in d["software"]}
+    fits = 4 <= ffmpeg["libavcodec"] - 54 <= 8
+    found: dict[str, Result] = {"FFmpeg": (OK, text, "") if fits else (PROBLEM, text, _INSTALL_FFMPEG)}
+    there = {codec: d["default"] for codec, d in ffmpeg["decoders"].items() if d["default"] in d["software"]}
     names = [codec if name == codec else f"{codec} ({name})" for codec, name in there.items()]
-    findings = [Finding("software", "decoders", OK, f"FFmpeg on the CPU: {', '.join(names) or 'none'}")]
+    found["decoders"] = OK, f"FFmpeg on the CPU: {', '.join(names) or 'none'}", ""
     if there.get("av1", "libdav1d") != "libdav1d":
-        text, remedy = f"FFmpeg decodes AV1 with {there['av1']}, which is slower than libdav1d", "use an FFmpeg with libdav1d"
-        findings.append(Finding("software", "decoder av1", WARNING, text, remedy))
-    for codec in [codec for codec in decoders if codec not in there]:
+        text = f"FFmpeg decodes AV1 with {there['av1']}, which is slower than libdav1d"
+        found["decoder av1"] = WARNING, text, "use an FFmpeg with libdav1d"
+    for codec in [codec for codec in ffmpeg["decoders"] if codec not in there]:
         # AV1 is what LeRobot writes. Without libdav1d or libaom, FFmpeg has only a decoder that needs hardware.
-        status = PROBLEM if codec == "av1" else WARNING
-        wants = " with libdav1d" if codec == "av1" else ""
+        status, wants = (PROBLEM, " with libdav1d") if codec == "av1" else (WARNING, "")
         text = f"FFmpeg has no {codec} decoder that works on a CPU"
-        findings.append(Finding("software", f"decoder {codec}", status, text, f"install a build of FFmpeg{wants} that has one"))
-    return findings
+        found[f"decoder {codec}"] = status, text, f"install a build of FFmpeg{wants} that has one"
+    return found
 
 
-def _program(version: str | None) -> Finding:
+def _program(version: str | None) -> Result:
     if version:
-        return Finding("software", "ffmpeg program", OK, version)
+        return OK, version, ""
     text = "the program ffmpeg is not on the PATH: `dali-stream demo` and `transcode` need it, training does not"
-    return Finding("software", "ffmpeg program", WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)")
+    return WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)"
