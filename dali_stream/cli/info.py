@@ -120,19 +120,13 @@ def _forecasts(dataset: Dataset, image_size: tuple[int, int]) -> list[Forecast]:
 
 
 def _memory(forecasts: list[Forecast]) -> Table:
-    made = console.table(
-        "memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here",
-        right=("memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here"),
-    )  # fmt: skip
+    columns = ("memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here")
+    made = console.table(*columns, right=columns)
     for found in forecasts:
         rate = "no decoding" if found.frames_per_s is None else f"{found.frames_per_s:.0f}"
-        budget = found.memory_budget >> 20
-        made.add_row(
-            f"{budget} MiB" if budget < 1024 else f"{budget >> 10} GiB",
-            f"{found.decodes:.2f}",
-            f"{found.first_decodes:.2f}",
-            rate,
-        )
+        mebibytes = found.memory_budget >> 20
+        budget = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes >> 10} GiB"
+        made.add_row(budget, f"{found.decodes:.2f}", f"{found.first_decodes:.2f}", rate)
     return made
 
 

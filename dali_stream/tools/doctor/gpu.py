@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import counted
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding
+from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding, Result
 from dali_stream.tools.isolated import Answer
 
 NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "MPEG-4"}
@@ -22,11 +22,13 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Findings, and the GPUs for the report. `root` is the folder of `dev` and `sys`."""
     if driver.error:
-        return [Finding("gpu", "driver", PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN)], []
+        failed = PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN
+        return [Finding("gpu", "driver", *failed)], []
     if "failed" in driver.value:
-        return [_no_driver(driver.value, root)], []
+        return [Finding("gpu", "driver", *_no_driver(driver.value, root))], []
     version = ".".join(map(str, driver.value["cuda"]))
-    findings = [Finding("gpu", "driver", OK, f"supports CUDA {version} and older, {counted(len(driver.value['gpus']), 'GPU')}")]
+    text = f"supports CUDA {version} and older, {counted(len(driver.value['gpus']), 'GPU')}"
+    results: dict[str, Result] = {"driver": (OK, text, "")}
     gpus = [dict(gpu) for gpu in driver.value["gpus"]]
     for gpu, found in zip(gpus, nvdec.value.get("gpus") or [{}] * len(gpus), strict=True):
         decoders = found.get("decoders", [])
@@ -35,28 +37,28 @@ def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list
         gpu["error"] = found.get("failed", nvdec.reason)
         gpu["remedy"] = found.get("remedy", _BROKEN if nvdec.error else "")
     for name, same in alike(gpus).items():
-        findings += _gpu(name, same)
-    return findings, gpus
+        results |= _gpu(name, same)
+    return [Finding("gpu", name, *result) for name, result in results.items()], gpus
 
 
-def _no_driver(failed: Mapping[str, Any], root: Path) -> Finding:
+def _no_driver(failed: Mapping[str, Any], root: Path) -> Result:
     """The driver is missing or fails, which is fine on a machine without GPU."""
     said, remedy = failed["failed"], failed["remedy"]
     missing = failed["code"] == 0 and "libcuda.so.1: cannot open shared object file" in said
     if not missing and failed["code"] != _NO_DEVICE:
-        return Finding("gpu", "driver", PROBLEM, said, remedy)
+        return PROBLEM, said, remedy
     devices = any(root.glob("dev/nvidia[0-9]*"))
     if devices and not missing and "CUDA_VISIBLE_DEVICES" in os.environ:
         remedy = "unset CUDA_VISIBLE_DEVICES to use a GPU in this process"
-        return Finding("gpu", "driver", WARNING, f"CUDA_VISIBLE_DEVICES hides all GPUs: {_NO_GPU}", remedy)
+        return WARNING, f"CUDA_VISIBLE_DEVICES hides all GPUs: {_NO_GPU}", remedy
     if devices:
-        return Finding("gpu", "driver", PROBLEM, f"this machine has an NVIDIA GPU (/dev/nvidia0), but {said}", remedy)
+        return PROBLEM, f"this machine has an NVIDIA GPU (/dev/nvidia0), but {said}", remedy
     if missing and _on_pci(root):
         text = f"this machine has an NVIDIA GPU that this process cannot use, since the driver is missing: {_NO_GPU}"
-        return Finding("gpu", "driver", WARNING, text, remedy)
+        return WARNING, text, remedy
     if missing:
-        return Finding("gpu", "driver", OK, f"no NVIDIA driver and no GPU: {_NO_GPU}")
-    return Finding("gpu", "driver", WARNING, f"NVIDIA's driver is installed and finds no GPU: {_NO_GPU}", remedy)
+        return OK, f"no NVIDIA driver and no GPU: {_NO_GPU}", ""
+    return WARNING, f"NVIDIA's driver is installed and finds no GPU: {_NO_GPU}", remedy
 
 
 def _on_pci(root: Path) -> bool:
@@ -83,26 +85,23 @@ def alike(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups}
 
 
-def _gpu(name: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
+def _gpu(name: str, gpu: Mapping[str, Any]) -> dict[str, Result]:
+    """By the name of the finding."""
     text = f"{gpu['name']}, {gpu['memory'] >> 30} GiB, compute {'.'.join(map(str, gpu['compute']))}"
     if gpu["error"]:
-        yield Finding("gpu", name, PROBLEM, f"{text}: {gpu['error']}", gpu["remedy"])
-        return
+        return {name: (PROBLEM, f"{text}: {gpu['error']}", gpu["remedy"])}
     caps = {(d["codec"], d["chroma"], d["depth"]): d for d in gpu["decoders"]}
     if not gpu["engines"]:
         reason = caps["h264", "420", 8]["reason"]
-        if "no NVDEC engine" in reason:
-            remedy = "to decode on the GPU, use a GPU or a MIG profile with media engines (+me)"
-            yield Finding("gpu", name, WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)
-        else:
-            yield Finding("gpu", name, PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)
-        return
-    yield Finding("gpu", name, OK, f"{text}, {gpu['engines']} NVDEC engines")
-    for codec in NAMES:
-        yield _codec(name, codec, caps)
+        if "no NVDEC engine" not in reason:
+            return {name: (PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)}
+        remedy = "to decode on the GPU, use a GPU or a MIG profile with media engines (+me)"
+        return {name: (WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)}
+    codecs = {f"{name} {said}": _codec(codec, caps) for codec, said in NAMES.items()}
+    return {name: (OK, f"{text}, {gpu['engines']} NVDEC engines", ""), **codecs}
 
 
-def _codec(name: str, codec: str, caps: Mapping[tuple[str, str, int], Any]) -> Finding:
+def _codec(codec: str, caps: Mapping[tuple[str, str, int], Any]) -> Result:
     has: dict[str, list[str]] = {}
     for (chroma, depth), shown in FORMATS.items():
         cap = caps[codec, chroma, depth]
@@ -112,8 +111,7 @@ def _codec(name: str, codec: str, caps: Mapping[tuple[str, str, int], Any]) -> F
     formats = "; ".join(f"{', '.join(shown)} {size}" for size, shown in has.items()) + (f"; no {lacking}" if lacking else "")
     plain = caps[codec, "420", 8]
     if plain["supported"]:
-        return Finding("gpu", f"{name} {NAMES[codec]}", OK, formats)
+        return OK, formats, ""
     better = [NAMES[c] for c in ("hevc", "h264") if caps[c, "420", 8]["supported"]]
-    remedy = f"`dali-stream transcode` re-encodes a dataset to {better[0]}" if better else ""
-    text = f"{plain['reason']}: frames are decoded on the CPU"
-    return Finding("gpu", f"{name} {NAMES[codec]}", WARNING, text, remedy or NOTHING_TO_DO)
+    remedy = f"`dali-stream transcode` re-encodes a dataset to {better[0]}" if better else NOTHING_TO_DO
+    return WARNING, f"{plain['reason']}: frames are decoded on the CPU", remedy
