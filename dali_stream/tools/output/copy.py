@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dali_stream.dataset import Dataset
@@ -40,13 +41,17 @@ def copy(
             raise StorageError(f"{store.where(name)}: got {file.tell()} bytes of {size}; the file has changed, so {AGAIN}")
 
 
-def copy_small_files(dataset: Dataset, folder: Folder, names: list[str]) -> None:
-    """Copies these files below `meta/` into the folder's stage, and README and license into its root."""
-    for name in names:
+def write_meta(dataset: Dataset, folder: Folder, copied: list[str], written: Mapping[str, bytes]) -> None:
+    """Copies and writes these files below `meta/` into the folder's stage, and copies README and license into its root."""
+    shutil.rmtree(folder.stage / "meta", ignore_errors=True)  # unfinished, of an earlier run
+    for name in copied:
         copy(dataset.store, name, folder, f"{folder.stage.name}/{name}")
     for name in AT_THE_ROOT:
         if dataset.store.exists(name):
             copy(dataset.store, name, folder, name)
+    for name, data in written.items():
+        with folder.writing(f"{folder.stage.name}/{name}") as file:
+            file.write(data)
 
 
 def small_files(store: Store) -> list[str]:

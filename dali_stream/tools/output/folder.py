@@ -132,10 +132,6 @@ class Folder:
         self.close()
         shutil.rmtree(self.stage)
 
-    def fresh_meta(self) -> None:
-        """Removes unfinished metadata of an earlier run."""
-        shutil.rmtree(self.stage / "meta", ignore_errors=True)
-
     def _check_ours(self) -> None:
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"{self.root} is a file; give a folder that is empty or new")

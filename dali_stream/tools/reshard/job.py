@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +13,18 @@ import pyarrow as pa
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.lerobot import metadata
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4 import muxer
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import Interval
 from dali_stream.storage import LocalStore
 from dali_stream.tools.output.checks import check_apart, content_hash, identity, inside, read_source, shown
-from dali_stream.tools.output.copy import read_samples
+from dali_stream.tools.output.copy import read_samples, write_meta
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
-from dali_stream.tools.reshard import rows, video
-from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_meta
+from dali_stream.tools.reshard import rows, source, video
+from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_episodes
 from dali_stream.tools.reshard.report import Reads, Report, Side, side
 from dali_stream.tools.reshard.rows import DataFile, EpisodeRows, Parquet
 from dali_stream.tools.reshard.stores import Recorder, Window
@@ -68,7 +70,9 @@ class Job:
         data_files, self._row_reads = self._copy_rows()
         video_files, self._index_reads = self._copy_videos()
         self._describe(data_files, video_files)
-        write_meta(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
+        new = {metadata.INFO: json.dumps(source.info(self.dataset) | self.layout.info, indent=4).encode()}
+        write_meta(self.dataset, self.folder, source.copied_files(self.dataset), source.written_files(self.dataset) | new)
+        write_episodes(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
         return data_files, video_files
 
     def report(self, out: Side) -> Report:
@@ -78,8 +82,8 @@ class Job:
         nbytes = sum(map(dataset.store.size, dataset.store.files("meta")))
         nbytes += sum(map(self.store.size, [*table.data.paths, *paths]))
         files = len(table.data.paths), len(paths)
-        source = side(dataset.store.address, files, nbytes, self._index_reads, self._row_reads)
-        return Report(len(table.index), int(table.length.sum()), tuple(self.videos), source, out)
+        before = side(dataset.store.address, files, nbytes, self._index_reads, self._row_reads)
+        return Report(len(table.index), int(table.length.sum()), tuple(self.videos), before, out)
 
     # ---- rows
 
@@ -117,11 +121,11 @@ class Job:
         if note is None:
             note, times, seen, window = {}, list[bytes](), set[int](), Window(self.store)
             recorder = Recorder(window)
-            source, loader = EpisodeRows(window, self.table, footers, file.episodes), RowReader(self.dataset, recorder)
+            whole, loader = EpisodeRows(window, self.table, footers, file.episodes), RowReader(self.dataset, recorder)
 
             def read(episode: int) -> pa.Table:
                 """Reads an episode with all columns, and also as a Loader does, whose reads are recorded."""
-                found = source.read(episode)
+                found = whole.read(episode)
                 times.append(found["timestamp"].to_numpy().astype(np.float32).tobytes())
                 if episode not in seen:
                     seen.update(loader.read(episode))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dali_stream.dataset import Dataset
-from dali_stream.lerobot import metadata
 from dali_stream.lerobot.metadata import Episodes
-from dali_stream.tools.output.copy import copy_small_files
 from dali_stream.tools.output.folder import Folder
 from dali_stream.tools.reshard import source
 
@@ -51,17 +48,6 @@ class Layout:
         self.columns |= {f"{prefix}chunk_index": chunk, f"{prefix}file_index": file}
 
 
-def write_meta(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout, file_size: int) -> None:
-    """Writes them into the folder's stage."""
-    folder.fresh_meta()
-    copy_small_files(dataset, folder, source.copied_files(dataset))
-    _write_episodes(folder, dataset, table, layout, file_size)
-    info = json.dumps(source.info(dataset) | layout.info, indent=4).encode()
-    for name, data in (source.written_files(dataset) | {metadata.INFO: info}).items():
-        with folder.writing(f"{folder.stage.name}/{name}") as file:
-            file.write(data)
-
-
 def renewed(found: pa.Table, table: Episodes, layout: Layout) -> pa.Table:
     """A part of the episode table with the layout's values in its columns."""
     place = np.searchsorted(table.index, found["episode_index"].to_numpy())
@@ -82,8 +68,8 @@ def _moved(seconds: npt.NDArray[Any], clock: npt.NDArray[np.int64], shift: npt.N
     return (np.where(np.abs(ticks - whole) < 1e-3, whole, ticks) + shift) / clock
 
 
-def _write_episodes(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout, file_size: int) -> None:
-    """The source's parts, joined up to a size while their schema stays the same."""
+def write_episodes(folder: Folder, dataset: Dataset, table: Episodes, layout: Layout, file_size: int) -> None:
+    """Writes the episode table: the source's parts, joined up to a size while their schema stays the same."""
     numbers, number, in_file = np.zeros(len(table.index), np.int64), -1, 0
     before, open_file = None, ExitStack()
     writer: Any = None

@@ -22,7 +22,7 @@ from dali_stream.lerobot.rows import RowReader
 from dali_stream.process import cores
 from dali_stream.storage import LocalStore
 from dali_stream.tools.output.checks import check_apart, check_outside, identity, read_source
-from dali_stream.tools.output.copy import AT_THE_ROOT, check_same, copy, copy_small_files, episode_files, small_files
+from dali_stream.tools.output.copy import AT_THE_ROOT, check_same, copy, episode_files, small_files, write_meta
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
 from dali_stream.tools.transcode.encoders import Codec, Encoder, EncoderChoice
@@ -148,7 +148,9 @@ class Job:
         cameras = {camera: of_camera(own) for camera, own in of.items()}
         encoded = [camera for camera, found in cameras.items() if found.encoder]
         self.info = renewed(self.info, encoded, self.encoder, self.gop)
-        self._write_meta()
+        source = self.dataset.store
+        new = {metadata.INFO: json.dumps(self.info, indent=4, ensure_ascii=False).encode()}
+        write_meta(self.dataset, self.folder, [*small_files(source), *episode_files(source)], new)
         self._verify(paths)
         self.folder.finish()
         return Report(len(table.index), int(table.length.sum()), self.encoder.codec, self.gop, cameras)
@@ -188,16 +190,6 @@ class Job:
         note: dict[str, Any] = self.folder.finished(file.path) or writer.write(file, share)
         share.finish()
         return note
-
-    def _write_meta(self) -> None:
-        """Copies the files below `meta/`, with the new info.json, into the folder's stage."""
-        source, folder = self.dataset.store, self.folder
-        folder.fresh_meta()
-        copy_small_files(self.dataset, folder, small_files(source))
-        for name in episode_files(source):
-            copy(source, name, folder, f"{folder.stage.name}/{name}")
-        with folder.writing(f"{folder.stage.name}/{metadata.INFO}") as file:
-            file.write(json.dumps(self.info, indent=4, ensure_ascii=False).encode())
 
     def _verify(self, paths: list[str]) -> None:
         """Reads the new dataset back: compares every byte with the checked files, and the metadata with the source's."""
