@@ -3,7 +3,7 @@
 source   the source's metadata, of v2.x too, as v3.0 has it
 rows     assigns episodes to Parquet files, and writes these
 video    assigns packets to MP4 files
-meta     the files below meta/
+meta     paths and the episode table of the new dataset
 job      writes all of it
 verify   reads all of it back
 run      `reshard`

@@ -1,4 +1,4 @@
-"""The files below `meta/` of the new dataset, and its README and LICENSE."""
+"""Paths and the episode table of the new dataset."""
 
 from __future__ import annotations
 
