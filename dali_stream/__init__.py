@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from dali_stream.decode.route import Route
     from dali_stream.loader import Loader
     from dali_stream.sampler import FrameSampler
-    from dali_stream.tools.convert import convert
     from dali_stream.tools.describe import describe
     from dali_stream.tools.doctor import doctor
     from dali_stream.tools.index import index
-    from dali_stream.tools.reshard import reshard
+    from dali_stream.tools.reshard import convert, reshard
     from dali_stream.tools.transcode import transcode
 
 __version__ = "0.1.0"
@@ -54,7 +53,8 @@ _LAZY = {
     "FrameSampler": "dali_stream.sampler",
     "Loader": "dali_stream.loader",
     "Route": "dali_stream.decode.route",
-    **{name: f"dali_stream.tools.{name}" for name in ("convert", "describe", "doctor", "index", "reshard", "transcode")},
+    "convert": "dali_stream.tools.reshard",
+    **{name: f"dali_stream.tools.{name}" for name in ("describe", "doctor", "index", "reshard", "transcode")},
 }
 
 

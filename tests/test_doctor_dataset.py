@@ -33,8 +33,7 @@ from dali_stream.lerobot.metadata import INFO
 from dali_stream.tools.doctor import Finding, frames
 from dali_stream.tools.doctor.dataset import examine as examine_dataset
 from dali_stream.tools.doctor.dataset import opened as opened_dataset
-from dali_stream.tools.doctor.deep import Deep
-from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, psnr
+from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, Deep, psnr
 
 NO_DECODER = Decoders(False, False, {})
 TORCHCODEC = Decoders(True, False, {})

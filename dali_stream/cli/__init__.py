@@ -16,13 +16,12 @@ import typer
 
 import dali_stream
 from dali_stream.cli.bench import bench
-from dali_stream.cli.convert import convert
 from dali_stream.cli.demo import demo
 from dali_stream.cli.doctor import doctor
 from dali_stream.cli.index import index
 from dali_stream.cli.info import info
 from dali_stream.cli.preview import preview
-from dali_stream.cli.reshard import reshard
+from dali_stream.cli.reshard import convert, reshard
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
 from dali_stream.cli.transcode import transcode

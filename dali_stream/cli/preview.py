@@ -69,12 +69,12 @@ def _name(dataset: Dataset | Mixture) -> str:
 
 
 def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
-    from dali_stream.tools import plot
+    from dali_stream.tools import sheet
 
     if not isinstance(dataset, Dataset):
         raise DatasetError(f"{dataset.uri} has no cameras; plots of state and action are of one dataset, so give one URI")
-    keys = plot.features(dataset)
+    keys = sheet.plotted(dataset)
     if not keys:
         raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")
-    shown = plot.save(out, dataset, keys, min(most, _PLOTTED))
+    shown = sheet.plot(out, dataset, keys, min(most, _PLOTTED))
     typer.echo(f"{out}: {', '.join(keys)} of {counted(shown, 'episode')}")

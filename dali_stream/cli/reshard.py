@@ -1,8 +1,7 @@
-"""`dali-stream reshard`: a dataset rewritten for streaming."""
+"""`dali-stream reshard`: a dataset rewritten for streaming. `dali-stream convert`: one of LeRobot v2.0 or v2.1 as v3.0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,6 @@ import typer
 from rich.table import Table
 
 import dali_stream
-from dali_stream import Dataset
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
@@ -45,14 +43,35 @@ def reshard(
     """
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
-    with arguments.opened(uri, storage_options=storage_options, **place) as dataset:
-        rewrite(dali_stream.reshard, dataset, out, sizes, as_json)
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as show:
+        report = dali_stream.reshard(dataset, out, **sizes, progress=console.stages(show, *_FILES))
+    _say(out, report, as_json)
 
 
-def rewrite(call: Callable[..., Report], dataset: Dataset, out: Path, sizes: dict[str, str], as_json: bool) -> None:
-    """Runs `reshard` or `convert`, with progress, and prints its report."""
-    with console.progress() as show:
-        report = call(dataset, out, **sizes, progress=console.stages(show, *_FILES))
+def convert(
+    uri: Uri,
+    out: Out,
+    data_file_size: DataFileSize = "100MiB",
+    video_file_size: VideoFileSize = "200MiB",
+    as_json: Json = False,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    cache_dir: arguments.CacheDir = None,
+    storage_options: arguments.StorageOptions = None,
+) -> None:
+    """Convert a dataset of v2.0 or v2.1 to v3.0. dali_stream reads it without; other programs may need v3.0.
+
+    Nothing is decoded, encoded or pushed, and URI is not changed: rows and encoded frames stay as they are, which is verified
+    at the end. After an interruption, the same command resumes. OUT becomes a dataset only after verification.
+    """
+    place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
+    with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as show:
+        report = dali_stream.convert(dataset, out, **sizes, progress=console.stages(show, *_FILES))
+    _say(out, report, as_json)
+
+
+def _say(out: Path, report: Report, as_json: bool) -> None:
     if as_json:
         console.print_json(report.as_dict())
         return

@@ -1,7 +1,7 @@
 """Contact sheets: a batch as the model sees it, in native pixels, captioned with task and indices.
 
 Each sample is a cell: its cameras side by side, each camera's window as a strip of frames. The PNG's text chunk
-`dali_stream` holds the place of each frame as JSON.
+`dali_stream` holds the place of each frame or panel as JSON.
 
     top                 side
     -0.1 s    now       -0.1 s    now
@@ -10,6 +10,9 @@ Each sample is a cell: its cameras side by side, each camera's window as a strip
     └────────┴────────┘ └────────┴────────┘
     Push the red block to the goal on the left.
     episode 3 · frame 57 · index 412
+
+Of datasets without cameras, `plot` draws state and action over the time of episodes instead: a column per episode, a row per
+feature, a line per dimension.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
-from dali_stream.errors import DaliStreamError
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot.rows import RowReader
 
 MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3
 LEAST_CELL = 320  # wide enough for the line of indices
@@ -34,6 +39,11 @@ TITLE, TEXT, SMALL = 20, 15, 13  # font sizes; a line is a third higher
 BACKGROUND, BRIGHT, PLAIN, DIM, PAD = "#14161a", "#ffffff", "#d5d8de", "#8d939e", "#f0a63c"
 _MOST_LINES = 3  # of a task
 _WIDEST = 2400  # pixels of a sheet of several columns
+# Of plots.
+_WIDTH, _HEIGHT = 360, 150  # of a panel
+_LEGEND = 92  # left of the panels
+_COLOURS = ("#4c9be8", "#f0a63c", "#5fc27e", "#e2657b", "#b48ce0", "#43c2c7", "#d6c24a", "#9aa3b2")
+_MOST_FEATURES = 6
 
 Frames = npt.NDArray[np.uint8]
 
@@ -240,3 +250,72 @@ def line(size: int) -> int:
 def font(size: int) -> Any:
     """Pillow's own font."""
     return ImageFont.load_default(size)
+
+
+def plotted(dataset: Dataset) -> list[str]:
+    """The features that are plotted: numbers that are observed, and the action."""
+    keys = [key for key, f in dataset.features.items() if f.is_float and (key == "action" or key.startswith("observation."))]
+    return keys[:_MOST_FEATURES]
+
+
+def plot(path: Path, dataset: Dataset, keys: Sequence[str], most: int) -> int:
+    """Plots features of up to `most` episodes, evenly spread, a row per feature, and writes them as PNG.
+
+    Returns:
+        How many episodes are shown.
+
+    Raises:
+        DatasetError, StorageError: rows cannot be read.
+        DaliStreamError: the PNG cannot be written there.
+    """
+    reader = RowReader(dataset, keys={*keys, "timestamp"})
+    chosen = np.unique(np.linspace(0, dataset.num_episodes - 1, min(most, dataset.num_episodes)).round().astype(int)).tolist()
+    episodes = {int(dataset.episodes[e]): reader.read(e)[e] for e in chosen}
+    title = f"{Path(dataset.uri).name}: {len(chosen)} of {counted(dataset.num_episodes, 'episode')}"
+    top = MARGIN + line(TITLE) + 14
+    size = (
+        2 * MARGIN + _LEGEND + len(chosen) * (_WIDTH + CAMERA_GAP) - CAMERA_GAP,
+        top + len(keys) * (_HEIGHT + 2 * line(SMALL) + CAMERA_GAP) + MARGIN,
+    )
+    image, pen = page(title, size)
+    placed = []
+    for key in keys:
+        row = {episode: rows[key].reshape(len(rows[key]), -1).astype(float) for episode, rows in episodes.items()}
+        lowest, highest = _range(np.concatenate(list(row.values())))
+        pen.text((MARGIN, top), cut(key, size[0] - 2 * MARGIN, TEXT), PLAIN, font(TEXT))
+        top += line(TEXT)
+        for text, at in ((f"{highest:.4g}", top), (f"{lowest:.4g}", top + _HEIGHT - line(SMALL))):
+            pen.text((MARGIN, at), cut(text, _LEGEND - 8, SMALL), DIM, font(SMALL))
+        for column, (episode, values) in enumerate(row.items()):
+            left = MARGIN + _LEGEND + column * (_WIDTH + CAMERA_GAP)
+            box = (left, top, left + _WIDTH, top + _HEIGHT)
+            _draw(pen, values, box, lowest, highest)
+            seconds = f"episode {episode}  ·  {counted(len(values), 'frame')}, {len(values) / dataset.fps:.1f} s"
+            pen.text((left, top + _HEIGHT + 2), cut(seconds, _WIDTH, SMALL), DIM, font(SMALL))
+            placed.append({"key": key, "episode": episode, "box": box})
+        top += _HEIGHT + line(SMALL) + CAMERA_GAP
+    write(path, image.crop((0, 0, size[0], min(top + MARGIN, size[1]))), {"title": title, "plots": placed})
+    return len(chosen)
+
+
+def _range(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """The lowest and the highest finite value, apart."""
+    values = values[np.isfinite(values)]
+    least, most = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+    return (least, most) if most > least else (least - 1, most + 1)
+
+
+def _draw(
+    pen: ImageDraw.ImageDraw, of: npt.NDArray[np.float64], box: tuple[int, int, int, int], least: float, most: float
+) -> None:
+    """Draws the dimensions (T, D) of a feature as lines."""
+    left, top, right, bottom = box
+    pen.rectangle(box, outline=DIM)
+    if least < 0 < most:
+        zero = round(bottom - (bottom - top) * -least / (most - least))
+        pen.line((left, zero, right, zero), fill="#3a3f48")
+    x = np.linspace(left + 1, right - 1, max(len(of), 2))
+    for dimension, values in enumerate(of.T):
+        y = bottom - 1 - (bottom - top - 2) * (values - least) / (most - least)
+        points = [(a, b) for a, b in zip(x.tolist(), y.tolist(), strict=False) if math.isfinite(b)]
+        pen.line(points if len(points) > 1 else points * 2, fill=_COLOURS[dimension % len(_COLOURS)], width=1)

@@ -3,8 +3,8 @@
 answers                   what libraries and the driver report, each asked in a process of its own
 gpu, software, machine    findings from these answers, and on this process's limits
 dataset, rows             findings on a dataset: its metadata, which files exist, its rows, their tasks and their frames
-camera, gops              its cameras: video formats and decoders, and what long GOPs cost
-frames, deep              one decoded frame, and all of them
+camera                    its cameras: video formats and decoders, and what long GOPs cost
+frames                    one decoded frame, and all of them
 looks                     what broken files are
 run                       `doctor`
 """

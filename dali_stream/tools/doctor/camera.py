@@ -1,9 +1,10 @@
-"""Findings on one camera: its video format, its decoder and why, and one decoded frame."""
+"""Findings on one camera: its video format, its decoder and why, what long GOPs cost, and one decoded frame."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,31 @@ import numpy as np
 from dali_stream.dataset import Dataset
 from dali_stream.decode.capability import capability
 from dali_stream.decode.route import padding_refusal, refusal
-from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, counted
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
+from dali_stream.order import Order, default_pools
+from dali_stream.order.batches import Batches
+from dali_stream.schedule.budget import Sizes, divide
 from dali_stream.tools.describe import CameraReport, contradictions, describe_video, video_files
-from dali_stream.tools.doctor import gops
-from dali_stream.tools.doctor.deep import Deep
-from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Task
+from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task
 from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
 from dali_stream.tools.doctor.looks import look
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.doctor.rows import Rows, Timing, spread
+from dali_stream.tools.forecast import decodes, median_gop
 
 _SHOWN = 3  # broken files reported per camera
+# What long GOPs cost.
+_COSTLY = 4.0  # frames decoded per delivered one, from which on a finding says so
+_BATCH = 64
+_SIZE = 224, 224
+_BUDGETS = 4 << 30, 16 << 30  # the default, and a large one
+_GOOD = 1.5  # what a GOP of 2 costs
+_EPISODES = 2000  # that are simulated, at most
 
 
 class Camera:
@@ -91,7 +101,7 @@ class Camera:
         for n, remark in enumerate(contradictions(self._dataset, self.key, table), start=1):
             self.found[f"{self.key} remark {n}"] = WARNING, remark, remedy
         self.found[f"{self.key} timestamps"] = timing.found()
-        if cost := gops.examine(self._dataset, self.key, tables):
+        if cost := _cost_of_gops(self._dataset, self.key, tables):
             self.found[f"{self.key} GOPs"] = cost
         self._choose_frame(table, video, list(self._routes(video, table, reports)))
 
@@ -192,3 +202,59 @@ class Camera:
             for name, gpu in self._decoders.gpus.items():  # not run on a GPU yet
                 if reports[name].route.decoder == "dali":
                     yield f"NVDEC of {name}", True, gpu
+
+
+def _cost_of_gops(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> Result | None:
+    """The finding on a camera's GOPs; None if they are short."""
+    gops = np.concatenate([np.diff(np.append(table.keyframes, len(table))) for table in tables])
+    plain = float((gops * (gops + 1) / 2).sum() / gops.sum())
+    if plain < _COSTLY:
+        return None
+    text = f"GOP {median_gop(tables)} decodes {plain:.0f} frames per delivered frame without a frame cache"
+    shorter, status = "`dali-stream transcode URI OUT --gop 2`", WARNING
+    remedy = f"{shorter} makes it 1.5"
+    if found := _cached(dataset, camera, tables):
+        budget, first, later = found
+        cache = f'memory_budget="{budget >> 30}GiB" with image_size={_SIZE}'
+        text += f"; {cache} brings it to about {first:.1f}" + ("" if later else ", and to 0 after the first epoch")
+        text += f", {shorter} to 1.5"
+        remedy = f"give the Loader {cache}; or {shorter}"
+        if budget == _BUDGETS[0] and first <= _GOOD:
+            status = OK  # the default does it
+    return status, text, "" if status == OK else remedy
+
+
+def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tuple[int, float, float] | None:
+    """The first of two budgets that makes the cost small, or else the larger, and the cost in the first epoch and later."""
+    lengths = dataset.lengths[:_EPISODES]
+    batches = Batches(int(lengths.sum()), min(_BATCH, int(lengths.sum())), 1, "drop")
+    consumers, pool = default_pools(batches.batch_size, 1)
+    window = np.zeros(1, np.int64)
+    frame = math.prod(_SIZE) * 3 * len(dataset.videos)
+    sizes = Sizes(
+        lengths=dataset.lengths,
+        batch_size=batches.batch_size,
+        episodes=min(consumers * (pool + 1), dataset.num_episodes),
+        row_bytes=dataset.row_bytes,
+        least_row_bytes=dataset.row_bytes_without_objects,
+        files={camera: len(np.unique(dataset.table.video[camera].index[dataset.rows]))},
+        indices={camera: tables[0]},
+        windows={camera: window},
+        fetched=dataset.data_store.remote,
+        frame_bytes=frame,
+        in_progress=2 * batches.largest * frame,
+    )
+    found = None
+    for budget in _BUDGETS:
+        try:
+            kept = divide(budget, sizes).frames
+        except MemoryBudgetError:
+            continue
+        kept = int(lengths.sum()) if kept >= dataset.lengths.sum() else min(kept, int(lengths.sum()) - 1)
+        first, later = decodes(
+            lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables), kept
+        )
+        found = budget, first, later
+        if first <= _GOOD:
+            break
+    return found

@@ -14,8 +14,7 @@ from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools.describe import missing_files
 from dali_stream.tools.doctor import frames
 from dali_stream.tools.doctor.camera import Camera
-from dali_stream.tools.doctor.deep import Deep
-from dali_stream.tools.doctor.frames import Decoded, Decoders
+from dali_stream.tools.doctor.frames import Decoded, Decoders, Deep
 from dali_stream.tools.doctor.report import OK, PROBLEM, Finding, Result
 from dali_stream.tools.doctor.rows import Rows, examine_names, spread
 from dali_stream.tools.doctor.rows import examine as examine_rows

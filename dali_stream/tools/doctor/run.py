@@ -11,8 +11,7 @@ from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.tools.doctor import answers, dataset, gpu, machine, software
-from dali_stream.tools.doctor.deep import Deep, Progress
-from dali_stream.tools.doctor.frames import Decoders
+from dali_stream.tools.doctor.frames import Decoders, Deep, Progress
 from dali_stream.tools.doctor.report import Finding, Report
 from dali_stream.tools.isolated import Answer, call
 

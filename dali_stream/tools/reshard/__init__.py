@@ -1,12 +1,11 @@
 """Rewrites a dataset for streaming: larger row groups, MP4s with their index in front, files of a chosen size, v3.0.
 
-source   the source's metadata, of v2.x too, as v3.0 has it
 rows     assigns episodes to Parquet files, and writes these
 video    assigns packets to MP4 files
-meta     paths and the episode table of the new dataset
+meta     the source's metadata, of v2.x too, as v3.0 has it, and those of the new dataset
 job      writes all of it
 verify   reads all of it back
-run      `reshard`
+run      `reshard` and `convert`
 
 `dali_stream.tools.output` holds what `transcode` does the same way.
 """
@@ -14,6 +13,6 @@ run      `reshard`
 from __future__ import annotations
 
 from dali_stream.tools.reshard.report import Report, Side
-from dali_stream.tools.reshard.run import reshard
+from dali_stream.tools.reshard.run import convert, reshard
 
-__all__ = ["Report", "Side", "reshard"]
+__all__ = ["Report", "Side", "convert", "reshard"]

@@ -23,8 +23,8 @@ from dali_stream.tools.output.checks import check_apart, content_hash, identity,
 from dali_stream.tools.output.copy import read_samples, write_meta
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
-from dali_stream.tools.reshard import rows, source, video
-from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout, write_episodes
+from dali_stream.tools.reshard import meta, rows, video
+from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout
 from dali_stream.tools.reshard.report import Reads, Report, Side, side
 from dali_stream.tools.reshard.rows import DataFile, EpisodeRows, Parquet
 from dali_stream.tools.reshard.stores import Recorder, Window
@@ -70,9 +70,9 @@ class Job:
         data_files, self._row_reads = self._copy_rows()
         video_files, self._index_reads = self._copy_videos()
         self._describe(data_files, video_files)
-        new = {metadata.INFO: json.dumps(source.info(self.dataset) | self.layout.info, indent=4).encode()}
-        write_meta(self.dataset, self.folder, source.copied_files(self.dataset), source.written_files(self.dataset) | new)
-        write_episodes(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
+        new = {metadata.INFO: json.dumps(meta.info(self.dataset) | self.layout.info, indent=4).encode()}
+        write_meta(self.dataset, self.folder, meta.copied_files(self.dataset), meta.written_files(self.dataset) | new)
+        meta.write_episodes(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
         return data_files, video_files
 
     def report(self, out: Side) -> Report:

@@ -17,10 +17,9 @@ from dali_stream.tools.output.copy import check_same, read_samples
 from dali_stream.tools.output.folder import AGAIN
 from dali_stream.tools.reshard import rows, video
 from dali_stream.tools.reshard.job import Job
-from dali_stream.tools.reshard.meta import renewed
+from dali_stream.tools.reshard.meta import copied_files, episode_tables, info, renewed, written_files
 from dali_stream.tools.reshard.report import Side, side
 from dali_stream.tools.reshard.rows import DataFile, EpisodeRows, RowDigest
-from dali_stream.tools.reshard.source import copied_files, episode_tables, info, written_files
 from dali_stream.tools.reshard.stores import Recorder, Window
 from dali_stream.tools.reshard.video import VideoFile
 
