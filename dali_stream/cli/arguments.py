@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,29 +31,17 @@ StorageOptions = Annotated[
 ]
 
 
-@contextmanager
-def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> Iterator[Dataset]:
+def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> AbstractContextManager[Dataset]:
     """The dataset of a command line, closed at the end; the other arguments are those of `Dataset`."""
-    dataset = Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments)
-    try:
-        yield dataset
-    finally:
-        dataset.close()
+    return closing(Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments))
 
 
-@contextmanager
-def opened_mixture(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> Iterator[Dataset | Mixture]:
+def opened_mixture(
+    uris: Sequence[str], *, storage_options: str | None, **arguments: Any
+) -> AbstractContextManager[Dataset | Mixture]:
     """The dataset of a command line, or the mixture of several; closed at the end."""
     given = mixture_arguments(uris, storage_options=storage_options, **arguments)
-    if given is None:
-        with opened(uris[0], storage_options=storage_options, **arguments) as dataset:
-            yield dataset
-        return
-    mixture = Mixture(**given)
-    try:
-        yield mixture
-    finally:
-        mixture.close()
+    return closing(Mixture(**given)) if given else opened(uris[0], storage_options=storage_options, **arguments)
 
 
 def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:

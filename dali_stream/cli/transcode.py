@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +9,7 @@ from rich.table import Table
 
 import dali_stream
 from dali_stream.cli import arguments, console
+from dali_stream.cli.reshard import Json, Out, Uri
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ _FILES = ("sizes",)  # the stage that counts files; the others count bytes of th
 
 
 def transcode(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The dataset, whole.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A local folder, empty or new.")],
+    uri: Uri,
+    out: Out,
     codec: Annotated[str, typer.Option(help="hevc, h264, av1 or vp9.")],
     gop: Annotated[
         int, typer.Option(metavar="N", parser=arguments.count, help="Distance of keyframes: 2 is best for single frames.")
@@ -34,7 +34,7 @@ def transcode(
         int | None,
         typer.Option(metavar="N", parser=arguments.count, help="Files at a time. Default: enough to keep the encoder busy."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
     revision: arguments.Revision = None,
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -26,8 +27,7 @@ from dali_stream.tools.reshard.video import VideoFile
 
 def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[VideoFile]]) -> Side:
     """Returns the new dataset's side of the report. Raises DaliStreamError if anything differs."""
-    out = Dataset(job.folder.stage, data_files_root=job.folder.root)
-    try:
+    with contextlib.closing(Dataset(job.folder.stage, data_files_root=job.folder.root)) as out:
         check = _Check(job, out)
         check.meta()
         todo: list[Callable[[], None]] = [functools.partial(check.rows, file) for file in data_files]
@@ -39,8 +39,6 @@ def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[Vid
         nbytes = sum(map(out.data_store.size, paths)) + sum(map(out.store.size, out.store.files("meta")))
         files = len(data_files), len(every)
         return side(str(job.folder.root), files, nbytes, check.indices.reads, check.row_reads.reads)
-    finally:
-        out.close()
 
 
 _REST = "bytes outside its episodes have changed since it was written"  # its head or footer, shared frames

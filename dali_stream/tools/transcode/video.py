@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,7 @@ class Writer:
         self, file: VideoFile, source: Video, incoming: Path, episodes: dict[int, Int64]
     ) -> dict[str, tuple[float, float]]:
         """(min, mean) PSNR per episode index, as a string for JSON."""
-        store = LocalStore(str(self._folder.stage / "incoming"))
-        try:
+        with closing(LocalStore(str(self._folder.stage / "incoming"))) as store:
             out = Video(store, read_index(store, file.path))
             if why := self._refusal(out, incoming):
                 raise DecodeError(f"{self._encoder.name} did not meet the request: {why}")
@@ -145,9 +144,7 @@ class Writer:
                     raise DaliStreamError(f"{what}: a timestamp has another frame than in the source")
                 psnr = compare(source, out, episodes[episode], samples, what)
                 found[str(episode)] = min(psnr), sum(psnr) / len(psnr)
-            return found
-        finally:
-            store.close()
+        return found
 
     @contextmanager
     def _fetched(self, path: str, share: Share) -> Iterator[LocalStore]:
@@ -157,11 +154,10 @@ class Writer:
             return
         target = f"{self._folder.stage.name}/fetched/{path}"
         copy(self._store, path, self._folder, target, None, share)
-        store = Copies(str(self._folder.stage / "fetched"), self._store)
         try:
-            yield store
+            with closing(Copies(str(self._folder.stage / "fetched"), self._store)) as store:
+                yield store
         finally:
-            store.close()
             self._folder.discard(target)
 
 
