@@ -21,7 +21,7 @@ import dali_stream
 from dali_stream.cli import main
 from dali_stream.decode import dali
 from dali_stream.demo import write_demo
-from dali_stream.tools.selftest import identity, lockstep, run, soak, speed, step, videos
+from dali_stream.tools.selftest import identity, lockstep, run, soak, speed, videos
 
 
 def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_speed_is_measured_for_every_setting(vp9_demo: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = step.run("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))["failed"]
+    failed = run.step("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))["failed"]
     assert failed.startswith("ValueError: Invalid codec")
     shadow = tmp_path / "elsewhere"  # the folder that it is called in is none of its business
     shadow.mkdir()
     (shadow / "pyarrow.py").write_text("raise SystemExit('shadow')")
     monkeypatch.chdir(shadow)
-    again = step.run("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))
+    again = run.step("write", time_limit_s=60, folder=str(tmp_path / "new"), codec="none", gop=2, size=(128, 160))
     assert again["failed"] == failed
     package = tmp_path / "path" / "nvidia" / "dali"
     package.mkdir(parents=True)
@@ -139,17 +139,17 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_result(tmp_path: Path, monkeypa
     said = {"import os; os.abort()": "it crashed with SIGABRT", "import os; os._exit(3)": "it ended with exit code 3"}
     for code, what in said.items():
         (package / "__init__.py").write_text(code)
-        assert what in step.run("identity", time_limit_s=60, folders=[], gpu=None)["failed"]
+        assert what in run.step("identity", time_limit_s=60, folders=[], gpu=None)["failed"]
     (package / "__init__.py").write_text("import atexit, os; atexit.register(os.abort)")
-    found = step.run("identity", time_limit_s=60, folders=[], gpu=None)
+    found = run.step("identity", time_limit_s=60, folders=[], gpu=None)
     assert found["failed"].startswith("DaliStreamError: NVIDIA DALI cannot be imported")  # the answer is there all the same
     assert found["exit"].startswith("after the step had returned, it crashed with SIGABRT")
-    monkeypatch.setattr(step, "EXIT_S", 0)
+    monkeypatch.setattr(run, "EXIT_S", 0)
     (package / "__init__.py").write_text("import atexit, threading; atexit.register(threading.Event().wait)")
-    found = step.run("identity", time_limit_s=60, folders=[], gpu=None)
+    found = run.step("identity", time_limit_s=60, folders=[], gpu=None)
     assert found["exit"].startswith("after the step had returned, it did not end within 0 s")
     (package / "__init__.py").write_text("import threading; threading.Event().wait()")
-    found = step.run("identity", time_limit_s=5, folders=[], gpu=None)
+    found = run.step("identity", time_limit_s=5, folders=[], gpu=None)
     assert found == {"failed": "no answer within 5 s", "out_of_time": True}
 
 
@@ -192,7 +192,7 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
 
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(run.process, "cores", lambda: 2)
-    monkeypatch.setattr(step, "run", slow)
+    monkeypatch.setattr(run, "step", slow)
     kept: list[float] = []
     report = run.selftest("cpu", keep=lambda report: kept.append(report["seconds"]))
     assert kept[-1] <= 480
@@ -248,7 +248,7 @@ def test_whatever_is_wrong_fails_the_test(
         "lockstep": {**epochs, "worst_mean": 1.0, "worst_block": 9.0}, "speed": {"rows": rows, "gpu_bytes": None},
         "torchcodec": {"frames_per_s": 1.0},
     }  # fmt: skip
-    monkeypatch.setattr(step, "run", lambda name, **_: dict(answers[name]))
+    monkeypatch.setattr(run, "step", lambda name, **_: dict(answers[name]))
     kept: list[tuple[str, list[str]]] = []
     report = run.selftest("cpu", gops=[12], keep=lambda report: kept.append((report["status"], [*report["problems"]])))
     assert [status for status, _ in kept] == ["unfinished"] * 3 + [report["status"]]  # whatever ends it, the rest is there

@@ -5,8 +5,7 @@ identity   DALI's decoder on packed clips: identity and colour
 speed      DALI's decoder compared with torchcodec on all cores
 lockstep   the Loader with DALI compared with the Loader with torchcodec, while batches are held
 soak       the Loader over a longer time
-step       one of these in a process of its own
-run        all of them, and the report
+run        all of them, each in processes of their own, and the report
 """
 
 from __future__ import annotations

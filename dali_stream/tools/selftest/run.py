@@ -1,4 +1,4 @@
-"""`selftest`: all stages, and the report."""
+"""`selftest`: all stages, each in steps, and the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dali_stream.decode.dali import COLOUR_TOLERANCE
 from dali_stream.decode.route import DALI_ON_CPU
 from dali_stream.demo.encode import CODECS
 from dali_stream.tools import environment
-from dali_stream.tools.selftest import step
+from dali_stream.tools.isolated import call
 
 IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, most important first, as are GOPs
 GOPS = (2, 12, 30, 1)
@@ -31,6 +31,16 @@ _GROWTH = 1.1, 64 << 20  # of memory in the soak stage: 10 %, and a margin for a
 _STEP_S = 90.0  # the limit of a step that takes seconds
 _START_S = 15.0  # what a step needs at most before it measures
 _SHARES = {"identity": 0.4, "lockstep": 0.45, "soak": 0.5, "speed": 1.0}  # of the remaining time
+EXIT_S = 15.0  # for a process to end after its step has returned
+_STEPS = {  # name: (module, function)
+    "write": ("videos", "write"),
+    "mix": ("videos", "mix"),
+    "identity": ("identity", "measure"),
+    "speed": ("speed", "measure"),
+    "torchcodec": ("speed", "measure_torchcodec"),
+    "lockstep": ("lockstep", "measure"),
+    "soak": ("soak", "measure"),
+}
 Progress = Callable[[str, int, int], None]
 Report = dict[str, Any]
 
@@ -109,6 +119,24 @@ def _without_gpu() -> Report:
     if there:  # an unusable GPU is a failure
         return {"status": "failed", "problems": [f"the driver has {there[0].name}, and {reason}"], "reason": reason}
     return {"status": "not run", "problems": [], "reason": reason}
+
+
+def step(name: str, *, time_limit_s: float, **arguments: Any) -> Report:
+    """Calls a step with keyword arguments that JSON can hold, in a process of its own: a driver that crashes is a result.
+
+    Returns:
+        What the step returns, or {"failed": reason}. Also `exit`, if the step returned and its process then crashed or hung,
+        and `out_of_time`, if it did not return within its time limit.
+    """
+    module, function = _STEPS[name]
+    own = str(Path(__file__).with_name(f"{module}.py")), function, arguments
+    [answer], ended, stderr = call([own], time_limit_s, EXIT_S)
+    if answer.kind == "hang":
+        return {"failed": answer.error, "out_of_time": True}
+    if answer.kind == "crash":
+        return {"failed": f"{answer.error}: {stderr[-300:]}"}
+    result = {"failed": f"{answer.kind}: {answer.error}"} if answer.error else dict(answer.value)
+    return result | ({"exit": f"after the step had returned, {ended}: {stderr[-300:]}"} if ended else {})
 
 
 class _Run:
@@ -246,7 +274,7 @@ class _Run:
 
         def run(job: dict[str, Any]) -> Report | None:
             left = self.until - time.perf_counter()
-            found = step.run(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
+            found = step(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
             return None if found.pop("out_of_time", False) and left < limit else found
 
         at_a_time = max(1, min(8, process.cores() // 2)) if name in ("write", "identity") else 1
