@@ -192,7 +192,7 @@ def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]
         DatasetError: a path leads out of the dataset.
         StorageError: the source cannot be reached.
     """
-    paths = selected_files(dataset)
+    paths = [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
     store = dataset.data_store
     if store.remote and store.listings:
         there = {name for folder in {path.partition("/")[0] for path in paths} for name in store.files(folder)}
@@ -202,11 +202,6 @@ def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         exists = list(pool.map(store.exists, paths))
     return [path for path, found in zip(paths, exists, strict=True) if not found], len(paths)
-
-
-def selected_files(dataset: Dataset) -> list[str]:
-    """The Parquet and video files of the selected episodes and cameras."""
-    return [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
 
 
 def used(dataset: Dataset, files: metadata.Files) -> list[str]:

@@ -62,7 +62,7 @@ def stream(
         "frames_per_s": timed * len(dataset.cameras) / seconds,
         "epoch_s": ends[-1] - started,
         "first_batch_s": stats["first_batch_s"],
-        "wait_ms": _percentiles(waits[1:] or waits),
+        "wait_ms": {f"p{p}": float(np.percentile(waits[1:] or waits, p)) * 1000 for p in (50, 95, 99)},
         "batches": len(waits),
         "batch_size": batch_size,
         "bottleneck": dataclasses.asdict(limits) if limits else None,  # None: an epoch of one batch
@@ -92,7 +92,3 @@ def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
                     f"{episode} was delivered; try --decode torchcodec, and please report it"
                 )
     return len(shown) * len(dataset.cameras)
-
-
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    return {f"p{p}": float(np.percentile(seconds, p)) * 1000 for p in (50, 95, 99)}

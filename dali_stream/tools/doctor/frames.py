@@ -70,19 +70,24 @@ def decode(tasks: Sequence[Task], limit_s: float) -> dict[str, dict[str, Decoded
     found: dict[str, dict[str, Decoded]] = {task.camera: {} for task in tasks}
     decoded: dict[str, npt.NDArray[np.uint8]] = {}
     with tempfile.TemporaryDirectory(prefix="dali-stream-doctor-") as folder:
-        for number, task in enumerate(tasks):
-            Path(folder, f"{number}.mp4").write_bytes(task.clip.data)
+        clips = [Path(folder, f"{number}.mp4") for number in range(len(tasks))]
+        for task, clip in zip(tasks, clips, strict=True):
+            clip.write_bytes(task.clip.data)
         for route in dict.fromkeys(route for task in tasks for route in task.routes):
-            own = [number for number, task in enumerate(tasks) if route in task.routes]
-            calls = [_call(tasks[number], number, route, folder) for number in own]
-            for number, answer in zip(own, call_each(calls, limit_s), strict=True):
-                camera = tasks[number].camera
+            name, dali, gpu = route
+            own = [(task, clip) for task, clip in zip(tasks, clips, strict=True) if route in task.routes]
+            calls: list[Call] = []
+            for task, clip in own:
+                arguments = {"clip": str(clip), "frame": task.clip.frames[0], "video": dataclasses.asdict(task.video)}
+                arguments |= {"dali": dali, "gpu": gpu, "out": f"{clip}.npy"}
+                calls.append((str(answers.__file__), "decode", arguments))
+            for (task, clip), answer in zip(own, call_each(calls, limit_s), strict=True):
                 if answer.error:
-                    found[camera][route[0]] = Decoded(answer.reason)
+                    found[task.camera][name] = Decoded(answer.reason)
                     continue
-                frame = np.load(_out(folder, number))
-                first = decoded.setdefault(camera, frame)
-                found[camera][route[0]] = Decoded("", None if first is frame else psnr(first, frame))
+                frame = np.load(f"{clip}.npy")
+                first = decoded.setdefault(task.camera, frame)
+                found[task.camera][name] = Decoded("", None if first is frame else psnr(first, frame))
     return found
 
 
@@ -92,16 +97,6 @@ def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
         return 0.0
     error = float(np.mean(((one.astype(np.float64) - other) @ _LUMA) ** 2))
     return round(10 * math.log10(255**2 / error), 1) if error else 99.0
-
-
-def _out(folder: str, number: int) -> str:
-    return str(Path(folder, f"{number}.npy"))
-
-
-def _call(task: Task, number: int, route: tuple[str, bool, int | None], folder: str) -> Call:
-    clip, video = str(Path(folder, f"{number}.mp4")), dataclasses.asdict(task.video)
-    arguments = {"clip": clip, "frame": task.clip.frames[0], "video": video, "dali": route[1], "gpu": route[2]}
-    return str(answers.__file__), "decode", arguments | {"out": _out(folder, number)}
 
 
 class _Part(NamedTuple):

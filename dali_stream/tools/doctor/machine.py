@@ -75,10 +75,11 @@ def _container(kind: str | None, gpus: int, environment: Mapping[str, str]) -> R
     text = f"{kind}" if kind else "none"
     if "NVIDIA_DRIVER_CAPABILITIES" in environment:
         text += f"; NVIDIA_DRIVER_CAPABILITIES has {', '.join(known) or 'nothing'}"
+    devices = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     if "NVIDIA_VISIBLE_DEVICES" in environment:
-        text += f"; NVIDIA_VISIBLE_DEVICES names {_devices(environment['NVIDIA_VISIBLE_DEVICES'])}"
-    asked_for = environment.get("NVIDIA_VISIBLE_DEVICES", "") not in ("", "none", "void")
-    if asked_for and not gpus:
+        named = f"{len(devices.split(','))} of the machine's GPUs"
+        text += f"; NVIDIA_VISIBLE_DEVICES names {(devices or 'none') if devices in ('all', 'none', 'void', '') else named}"
+    if devices not in ("", "none", "void") and not gpus:
         remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
         return PROBLEM, f"{text}, and no GPU is usable", remedy
     # If libnvcuvid is there nevertheless, the findings of `gpu` say so.
@@ -86,12 +87,6 @@ def _container(kind: str | None, gpus: int, environment: Mapping[str, str]) -> R
         remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility; on Kubernetes in the pod's env"
         return WARNING, f"{text}, and without video there is no NVDEC", remedy
     return OK, text, ""
-
-
-def _devices(value: str) -> str:
-    if value in ("all", "none", "void", ""):
-        return value or "none"
-    return f"{len(value.split(','))} of the machine's GPUs"
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -56,13 +55,8 @@ class Report:
     @property
     def status(self) -> str:
         """The worst of all findings."""
-        return worst(finding.status for finding in self.findings)
+        return max((finding.status for finding in self.findings), key=STATUSES.index, default=OK)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain dicts and lists, which JSON can hold."""
         return {**dataclasses.asdict(self), "status": self.status}
-
-
-def worst(statuses: Iterable[str]) -> str:
-    """The worst of some; "ok" of none."""
-    return max(statuses, key=STATUSES.index, default=OK)
