@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,16 +47,19 @@ class Called(NamedTuple):
     stderr: str
 
 
-def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
-    """Calls functions, which return dicts that JSON can hold, one after the other in a new process.
+@contextlib.contextmanager
+def calling(calls: Sequence[Call], limit_s: float) -> Iterator[Callable[[float], Called]]:
+    """Starts to call functions, which return dicts that JSON can hold, one after the other in a new process.
 
     Each answer arrives as soon as it is known, so a crash or hang loses only the answers after it. The process is of this one's
-    group, so that Ctrl-C ends it too.
+    group, so that Ctrl-C ends it too. The end of the context kills it.
 
     Args:
         calls: the functions and their arguments.
         limit_s: seconds for all of them.
-        exit_s: seconds that the process has to end by itself after the last answer.
+
+    Returns:
+        A function that waits for the answers, and then for seconds that the process has to end by itself.
     """
     from dali_stream.process import same_python  # here: the child runs this file without importing the package
 
@@ -66,29 +69,38 @@ def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
         hung.set()
         process.kill()
 
+    def called(exit_s: float) -> Called:
+        assert process.stdout is not None
+        answers = [Answer(**json.loads(line)) for line in process.stdout if line.startswith(b'{"value"')]
+        ended = _ended(process, exit_s if len(answers) == len(calls) else _CRASH_S)
+        stderr.seek(0)
+        if len(answers) < len(calls):
+            crash = Answer({}, ended or "it ended without an answer", "crash")
+            answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung.is_set() else crash)
+        skipped = Answer({}, "it was skipped, since the call before it got no answer", "skipped")
+        answers += [skipped] * (len(calls) - len(answers))
+        return Called(answers, ended, stderr.read().decode(errors="replace").strip())
+
+    pipe, timer = subprocess.PIPE, threading.Timer(limit_s, end)
     with (
         tempfile.TemporaryFile() as stderr,
-        subprocess.Popen(same_python(__file__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr) as process,
+        subprocess.Popen(same_python(__file__), stdin=pipe, stdout=pipe, stderr=stderr) as process,
     ):
-        timer = threading.Timer(limit_s, end)
         timer.start()
         try:
             assert process.stdin is not None
-            assert process.stdout is not None
             with contextlib.suppress(BrokenPipeError), process.stdin as requests:
                 requests.write(json.dumps(calls).encode())
-            answers = [Answer(**json.loads(line)) for line in process.stdout if line.startswith(b'{"value"')]
-            ended = _ended(process, exit_s if len(answers) == len(calls) else _CRASH_S)
+            yield called
         finally:
             timer.cancel()
             process.kill()
-        stderr.seek(0)
-        said = stderr.read().decode(errors="replace").strip()
-    if len(answers) < len(calls):
-        crash = Answer({}, ended or "it ended without an answer", "crash")
-        answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung.is_set() else crash)
-    skipped = Answer({}, "it was skipped, since the call before it got no answer", "skipped")
-    return Called(answers + [skipped] * (len(calls) - len(answers)), ended, said)
+
+
+def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
+    """Calls functions as `calling`, and waits for the answers."""
+    with calling(calls, limit_s) as called:
+        return called(exit_s)
 
 
 def call_each(calls: Sequence[Call], limit_s: float) -> list[Answer]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.tools.doctor import answers, dataset, gpu, machine, software
 from dali_stream.tools.doctor.frames import Decoders, Deep, Progress
 from dali_stream.tools.doctor.report import Finding, Report
-from dali_stream.tools.isolated import Answer, call
+from dali_stream.tools.isolated import Answer, Call, call, calling
 
 LIMIT_S = 120.0  # per process; a first import of torch from a network file system takes a minute
 
@@ -45,12 +42,15 @@ def doctor(
         ValueError: an argument does not fit the address.
     """
     opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)  # checks the arguments
-    libraries = (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
-    with contextlib.closing(opened) if isinstance(opened, Dataset) else contextlib.nullcontext():
-        with ThreadPoolExecutor() as pool:
-            answered = pool.map(functools.partial(_answers, limit_s), libraries)
-            driver, nvdec, dali, torch, torchcodec = (answer for group in answered for answer in group)
-        ffmpeg = _answers(limit_s, ("ffmpeg",))[0] if torchcodec.error else Answer({})
+    with contextlib.ExitStack() as stack:
+        if isinstance(opened, Dataset):
+            stack.enter_context(contextlib.closing(opened))
+        groups = [
+            stack.enter_context(calling(_calls(*names), limit_s))
+            for names in (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
+        ]
+        driver, nvdec, dali, torch, torchcodec = (answer for called in groups for answer in called(0).answers)
+        ffmpeg = call(_calls("ffmpeg"), limit_s).answers[0] if torchcodec.error else Answer({})
         findings, gpus = gpu.examine(driver, nvdec)
         cuda = tuple(driver.value["cuda"]) if gpus else None
         found, versions = software.examine(software.Asked(dali, torch, torchcodec, ffmpeg, cuda, len(gpus)))
@@ -67,6 +67,6 @@ def doctor(
     return Report(tuple(findings), tuple(gpus), versions, facts, seen)
 
 
-def _answers(limit_s: float, names: Sequence[str]) -> list[Answer]:
-    """What functions of `answers` return."""
-    return call([(str(answers.__file__), name, {}) for name in names], limit_s).answers
+def _calls(*names: str) -> list[Call]:
+    """Calls of functions of `answers`."""
+    return [(str(answers.__file__), name, {}) for name in names]
