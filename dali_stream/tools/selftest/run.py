@@ -195,9 +195,7 @@ class _Run:
         codec, gop = next(iter(self._longest.items()))
         folder, decode = self._folder(codec, gop, SIZE), "dali"
         av1 = ("av1", SHORT, SIZE)
-        if self._gpu is not None:
-            self._write([av1])
-        if self._gpu is not None and self._folder(*av1) in self._written:
+        if self._gpu is not None and self._write([av1]):
             mixed, decode = str(self._root / "mixed"), "auto"
             self._each("mix", {"two datasets": {"folder": mixed, "top": folder, "side": self._folder(*av1)}})
             folder = mixed
@@ -213,8 +211,7 @@ class _Run:
         for size, tried in ((FAST, settings), (PADDED[1], settings[:1])):
             for codec in self._tried():
                 video = codec, SHORT, size
-                self._write([video])
-                if self._folder(*video) not in self._written:
+                if not self._write([video]):
                     continue
                 folder, label = self._folder(*video), f"{codec}, {size[0]}×{size[1]}"
                 head = {"codec": codec, "size": list(size)}
@@ -231,12 +228,12 @@ class _Run:
         """Failures so far."""
         found = [f"{codec}: {reason}" for codec, reason in self._unwritten.items() if self.codecs[codec] == reason]
         for row in report["identity"]:
-            if wrong := "" if row["refused"] else _wrong(row):
+            if wrong := "" if row["refused"] else _wrong(row) or _colours(row):
                 found.append(f"{row['codec']}, {row['videos']}, {row['shape']}: {wrong}")
         for row in report.get("lockstep", []):
-            if wrong := _wrong_epochs(row, cameras=2):
+            if wrong := _wrong(row) or _routes(row, cameras=2):
                 found.append(f"{row['loader']}, in lockstep with torchcodec: {wrong}")
-        if report.get("soak") and (wrong := _wrong_epochs(report["soak"], cameras=1) or _growth(report["soak"])):
+        if (row := report.get("soak")) and (wrong := _wrong(row) or _routes(row, cameras=1) or _growth(row)):
             found.append(f"soak: {wrong}")
         found += [f"speed of {row['codec']}: {row['failed']}" for row in report.get("speed", []) if row.get("failed")]
         return found + self._exits
@@ -247,8 +244,8 @@ class _Run:
     def _folder(self, codec: str, gop: int, size: tuple[int, int]) -> str:
         return str(self._root / f"{codec}-{gop}-{size[0]}x{size[1]}")
 
-    def _write(self, wanted: list[tuple[str, int, tuple[int, int]]]) -> None:
-        """Writes these videos, unless they exist. A codec that FFmpeg cannot encode is left out from then on."""
+    def _write(self, wanted: list[tuple[str, int, tuple[int, int]]]) -> bool:
+        """Writes these videos unless they exist; returns whether all do. A codec that FFmpeg cannot encode is left out later."""
         folders = {self._folder(*w): w for w in wanted}
         jobs = {
             f"{codec}, GOP {gop}, {size[0]}×{size[1]}": {"folder": folder, "codec": codec, "gop": gop, "size": size}
@@ -262,6 +259,7 @@ class _Run:
                 self.codecs[codec] = self.codecs[codec] or self._unwritten[codec]
             else:
                 self._written.add(str(jobs[label]["folder"]))
+        return self._written.issuperset(folders)
 
     def _each(self, name: str, jobs: Mapping[str, dict[str, Any]], seconds: float = 0.0) -> dict[str, Report]:
         """Runs a step per job: several at a time for "write" and "identity", one at a time for measurements.
@@ -297,21 +295,19 @@ def _why_not(gpu: int | None, codec: str) -> str:
 
 
 def _wrong(row: Report) -> str:
-    if row["failed"]:
+    if row.get("failed"):
         return str(row["failed"])
-    if row["wrong"]:
-        return f"{row['wrong']} of {row['frames']} frames are of another frame"
+    return f"{row['wrong']} of {row['frames']} frames are of another frame" if row["wrong"] else ""
+
+
+def _colours(row: Report) -> str:
     if row["mean_error"] is None or row["mean_error"] > COLOUR_TOLERANCE:
         return f"the frames differ from FFmpeg's by {row['mean_error']} on average, and at most {COLOUR_TOLERANCE} is allowed"
     return ""
 
 
-def _wrong_epochs(row: Report, cameras: int) -> str:
-    """The failure of epochs whose first `cameras` must be on the DALI route; empty without one."""
-    if row.get("failed"):
-        return str(row["failed"])
-    if row["wrong"]:
-        return f"{row['wrong']} of {row['frames']} frames are of another frame"
+def _routes(row: Report, cameras: int) -> str:
+    """What is wrong unless the first `cameras` are on the DALI route."""
     if row["route_changes"] or set(list(row["routes"].values())[:cameras]) != {"dali"}:
         return f"a camera is not on the DALI route: {row['routes']}"
     return ""
