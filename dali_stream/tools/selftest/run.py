@@ -245,7 +245,7 @@ class _Run:
         return str(self._root / f"{codec}-{gop}-{size[0]}x{size[1]}")
 
     def _write(self, wanted: list[tuple[str, int, tuple[int, int]]]) -> bool:
-        """Writes these videos unless they exist; returns whether all do. A codec that FFmpeg cannot encode is left out later."""
+        """Writes these videos unless they exist; returns whether all do. A codec that FFmpeg cannot encode is left out."""
         folders = {self._folder(*w): w for w in wanted}
         jobs = {
             f"{codec}, GOP {gop}, {size[0]}×{size[1]}": {"folder": folder, "codec": codec, "gop": gop, "size": size}
