@@ -378,7 +378,8 @@ next(iterator)
 
 
 def script(demo: Path, code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PREAMBLE + code, str(demo)]
+    # Python warns of a fork in a process with threads, from 3.12 on: this is about just that.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PREAMBLE + code, str(demo)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
