@@ -20,8 +20,8 @@ from support.servers import Server
 from support.stores import CONTENT, Clock, failure, said
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage import RemoteStore, Store, open_store
-from dali_stream.storage.filesystem import FsspecTransport
+from dali_stream.storage import Store, open_store
+from dali_stream.storage.filesystem import FsspecStore
 from dali_stream.storage.object_options import Bucket
 
 FILES = {"set/meta/info.json": b"{}", "set/data/a b.parquet": CONTENT, "set/empty": b""}
@@ -421,7 +421,7 @@ def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch, address: str,
 def test_other_filesystems_look_at_the_version_with_each_read() -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/robots/set/a", CONTENT[:1000])
-    store = RemoteStore(FsspecTransport("memory://robots/set", None))
+    store = FsspecStore("memory://robots/set", None)
     assert store.read("a", 5, 2000) == CONTENT[5:1000]
     assert not store.exists("b")
     memory.pipe("/robots/set/a", CONTENT[:1000][::-1])

@@ -19,6 +19,7 @@ from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot import frame_ranges, metadata, selection, v2
 from dali_stream.lerobot.address import opened, resolved
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
+from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
@@ -62,6 +63,7 @@ class DatasetFiles:
             "cache_dir": cache_dir,
             "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),
             "give_up_after_s": give_up_after_s,
+            "guess": guessed_files,
         }
         address, note = resolved(self.uri, revision)
         self.store = opened(address, note, storage_options, revision=revision, **limits)

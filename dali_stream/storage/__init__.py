@@ -11,7 +11,7 @@ from typing import Any
 
 from dali_stream.storage.cache import DiskCache
 from dali_stream.storage.local import LocalStore
-from dali_stream.storage.remote import RemoteStore, Transport
+from dali_stream.storage.remote import Guess, RemoteStore
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import Store, Traffic
 
@@ -28,6 +28,7 @@ def open_store(
     cache_dir: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
     give_up_after_s: float | None = None,
+    guess: Guess | None = None,
 ) -> Store:
     """The store for an address.
 
@@ -39,6 +40,7 @@ def open_store(
         cache_dir: folder for a cache of fetched bytes, shared with other processes and later runs. Local files are not cached.
         cache_bytes: limit of that folder. None: no limit.
         give_up_after_s: total seconds for a read over the network, retries included; None: see `Patience`.
+        guess: lists a folder where the protocol cannot (HTTP): (folder, whether there is a file of a name) to names.
 
     Raises:
         DatasetError: nothing is there, or the scheme is unknown.
@@ -56,27 +58,20 @@ def open_store(
     if scheme in ("file", "local"):
         return LocalStore(rest)
     cache = None if cache_dir is None else DiskCache(cache_dir, cache_bytes)
-    patience = Patience(give_up_after_s)
-    transport = _transport(scheme, address, storage_options, revision, patience)
-    return RemoteStore(transport, cache=cache, patience=patience)
-
-
-def _transport(
-    scheme: str, address: str, storage_options: dict[str, Any] | None, revision: str | None, patience: Patience
-) -> Transport:
+    common: dict[str, Any] = {"patience": Patience(give_up_after_s), "cache": cache, "guess": guess}
     # Imported on use: each needs a library that the others do not.
     if scheme in ("http", "https"):
-        from dali_stream.storage.http import HttpTransport
+        from dali_stream.storage.http import HttpStore
 
-        return HttpTransport(address, storage_options)
+        return HttpStore(address, storage_options, **common)
     if scheme == "hf":
-        from dali_stream.storage.hub import HubTransport
+        from dali_stream.storage.hub import HubStore
 
-        return HubTransport(address, storage_options, revision, patience)
+        return HubStore(address, storage_options, revision, **common)
     if scheme in OBJECTS:
-        from dali_stream.storage.objects import ObjectTransport
+        from dali_stream.storage.objects import ObjectStore
 
-        return ObjectTransport(address, storage_options, patience)
-    from dali_stream.storage.filesystem import FsspecTransport
+        return ObjectStore(address, storage_options, **common)
+    from dali_stream.storage.filesystem import FsspecStore
 
-    return FsspecTransport(address, storage_options)
+    return FsspecStore(address, storage_options, **common)

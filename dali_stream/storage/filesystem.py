@@ -1,4 +1,4 @@
-"""Files behind any fsspec filesystem that no other transport reads."""
+"""Files behind any fsspec filesystem that no other store reads."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.registry import known_implementations
 
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import DatasetError
 from dali_stream.storage.logs import private
-from dali_stream.storage.remote import Answer, Transport, Version
-from dali_stream.storage.retry import AGAIN, Deadline, TransientError, cleaned
-from dali_stream.storage.store import Traffic
+from dali_stream.storage.remote import Answer, RemoteStore, Version
+from dali_stream.storage.retry import Deadline, TransientError, cleaned
 
 _TAGS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
 # Mistakes, which a retry does not fix.
 _FINAL = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
-class FsspecTransport(Transport):
+class FsspecStore(RemoteStore):
     """A folder of any fsspec filesystem. The version of a file is checked before and after each read of it.
 
     Args:
         address: with the scheme.
         storage_options: passed on.
+        common: arguments of `RemoteStore`.
 
     Raises:
         DatasetError: fsspec has no driver for the scheme, or it is not installed.
         ValueError: the driver does not take the options.
     """
 
-    def __init__(self, address: str, storage_options: dict[str, Any] | None) -> None:
+    def __init__(self, address: str, storage_options: dict[str, Any] | None, **common: Any) -> None:
+        scheme, shown = address.partition("://")[0], cleaned(address).rstrip("/")
+        super().__init__(shown, urlsplit(shown).netloc or scheme, **common)
         # Listings are not cached: a cache would hide a change.
-        options = {"use_listings_cache": False, "skip_instance_cache": True, **(storage_options or {})}
-        scheme = address.partition("://")[0]
-        self.address = cleaned(address).rstrip("/")
-        self.host, self.source, self.traffic = urlsplit(self.address).netloc or scheme, self.address, Traffic()
-        self._given, self._options = address, options
+        self._options = {"use_listings_cache": False, "skip_instance_cache": True, **(storage_options or {})}
+        self._given = address
         self._filesystems: dict[int, tuple[Any, str]] = {}
         if scheme not in fsspec.available_protocols():
             raise DatasetError(
-                f"{self.address}: the scheme {scheme}:// is unknown; allowed are a local folder, file://, http(s)://, hf://, "
+                f"{shown}: the scheme {scheme}:// is unknown; allowed are a local folder, file://, http(s)://, hf://, "
                 "s3://, gs://, az:// and what fsspec has a driver for"
             )
         try:
@@ -51,65 +50,65 @@ class FsspecTransport(Transport):
             return
         except ImportError:
             failure: Exception = DatasetError(
-                f"{self.address}: the driver for {scheme}:// is not installed: {known_implementations[scheme].get('err', '')}"
+                f"{shown}: the driver for {scheme}:// is not installed: {known_implementations[scheme].get('err', '')}"
             )
         except (TypeError, ValueError) as error:
             failure = ValueError(
-                f"{self.address}: the driver for {scheme}:// does not accept this address or these storage_options "
+                f"{shown}: the driver for {scheme}:// does not accept this address or these storage_options "
                 f"({type(error).__name__})"
             )
         raise failure  # not inside `except`: the driver's message may contain credentials
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_filesystems": {}}  # a copy makes its own
+        return {**super().__getstate__(), "_filesystems": {}}  # a copy makes its own
 
-    def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
+    def close(self) -> None:
+        """Drops the filesystem, which closes its connections."""
+        super().close()
+        self._filesystems.clear()
+
+    def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """A read between two checks of the version, of which the first is often known."""
-        before = version if version is not None and version.tag else self.stat(path, deadline)
+        before = version if version is not None and version.tag else self._head(path, deadline)
         stop = min(stop, before.size)
         data = self._call(path, lambda files, full: files.cat_file(full, start=start, end=stop)) if stop > start else b""
-        self.traffic.add(requests=1, fetched_bytes=len(data))
-        after = self.stat(path, deadline)
+        self._traffic.add(requests=1, fetched_bytes=len(data))
+        after = self._head(path, deadline)
         if after == before:
             return Answer(after, data[: stop - start])
         if version is None:
             raise TransientError("the file changed while it was read for the first time")
         return Answer(after, b"")
 
-    def stat(self, path: str, deadline: Deadline) -> Version:
+    def _head(self, path: str, deadline: Deadline) -> Version:
         """From the filesystem's `info`."""
         info = self._call(path, lambda files, full: files.info(full))
         if info.get("type") == "directory" or info.get("size") is None:
             raise DatasetError(f"{self.where(path)}: is not a file")
         return Version(int(info["size"]), next((str(info[name]) for name in _TAGS if info.get(name)), ""))
 
-    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
+    def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
         """The files below a folder, with sizes."""
-        prefix = self._filesystem()[1].rstrip("/") + "/"
+        prefix = f"{self._filesystem()[1]}/"
         try:
             found: dict[str, Any] = self._call(folder, lambda files, full: files.find(full, detail=True))
         except DatasetError:
             return {}
         return {name.removeprefix(prefix): int(info["size"]) for name, info in found.items() if info["type"] == "file"}
 
-    def close(self) -> None:
-        """Drops the filesystem, which closes its connections."""
-        self._filesystems.clear()
-
     def _filesystem(self) -> tuple[Any, str]:
         """The filesystem and the root in it; a new one after a fork, where an asynchronous driver does not run."""
         if os.getpid() not in self._filesystems:
             with private():
                 filesystem, root = fsspec.core.url_to_fs(self._given, **self._options)
-            self._filesystems[os.getpid()] = filesystem, str(root)
+            self._filesystems[os.getpid()] = filesystem, str(root).rstrip("/")
         return self._filesystems[os.getpid()]
 
     def _call(self, path: str, call: Callable[[Any, str], Any]) -> Any:
         """`call(filesystem, full path)`. Exceptions stay in here: their texts and causes may contain credentials."""
         filesystem, root = self._filesystem()
         try:
-            with private():
-                return call(filesystem, f"{root.rstrip('/')}/{path}")
+            return call(filesystem, f"{root}/{path}")
         except Exception as error:
             failure = self._failure(path, error)
         raise failure
@@ -119,10 +118,12 @@ class FsspecTransport(Transport):
         values = (str(getattr(error, name, "")) for name in ("status", "status_code", "code"))
         status = next((int(value) for value in values if value.isdigit()), 0)
         words = (f"HTTP {status}, " if status else "") + type(error).__name__
-        if isinstance(error, FileNotFoundError) or status in (404, 410):
-            return DatasetError(f"{self.where(path)}: no such file, but the dataset's metadata refers to it ({words})")
-        if isinstance(error, PermissionError) or status in (401, 403):
-            return StorageError(f"{self.where(path)}: access denied ({words}); give credentials in storage_options")
-        if isinstance(error, _FINAL) or (0 < status < 500 and status not in AGAIN):
-            return StorageError(f"{self.where(path)}: cannot be read ({words}); check the address and storage_options")
-        return TransientError(words, unreachable=isinstance(error, ConnectionRefusedError))
+        if isinstance(error, FileNotFoundError):
+            status = 404
+        elif isinstance(error, PermissionError):
+            status = 403
+        elif isinstance(error, _FINAL) and not status:
+            status = 400
+        elif isinstance(error, ConnectionRefusedError):
+            return TransientError(words, unreachable=True)
+        return self._refusal(path, status, words)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from email.message import Message
-from http.client import HTTPResponse
-from typing import Any, NamedTuple, NoReturn
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, unquote, urljoin
 
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported at run time
 
 from dali_stream.errors import DatasetError, StorageError
-from dali_stream.storage.connection import Pool, body
-from dali_stream.storage.http import HttpTransport, origin, retry_after
-from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, checked_timeout, retried
-from dali_stream.storage.store import Traffic
+from dali_stream.storage.connection import Response, body
+from dali_stream.storage.http import HttpStore, origin, retry_after
+from dali_stream.storage.retry import Deadline, TransientError, checked_timeout
 
 _LOGIN = "run `hf auth login`, or give storage_options={'token': …} or HF_TOKEN"
 _ADDRESS = re.compile(
@@ -27,17 +24,17 @@ _ADDRESS = re.compile(
 )
 
 
-class HubTransport(HttpTransport):
+class HubStore(HttpStore):
     """A folder of a dataset repository at one commit, or of a bucket.
 
-    The Hub's API is called directly and not through `HfApi`, whose requests have no timeout: a listing could hang for ever.
-    Endpoint, token and repository names follow huggingface_hub.
+    The Hub's API is called directly and not through `HfApi`, whose listings have no timeout, and which has no buckets in the
+    versions that LeRobot takes. Endpoint, token and repository names follow huggingface_hub.
 
     Args:
         address: `hf://datasets/<owner>/<name>[@revision][/folder]` or `hf://buckets/<owner>/<name>[/folder]`.
         storage_options: `token` (a string, or False for none), `endpoint`, and `timeout` as for HTTP.
         revision: branch, tag or commit; resolved to a commit here.
-        patience: for how long finding the commit is retried.
+        common: arguments of `RemoteStore`.
 
     Raises:
         DatasetError: there is no such repository, bucket or revision.
@@ -47,117 +44,80 @@ class HubTransport(HttpTransport):
 
     listings = True
 
-    def __init__(self, address: str, storage_options: dict[str, Any] | None, revision: str | None, patience: Patience) -> None:
-        place = _parsed(address, revision)
+    def __init__(self, address: str, storage_options: dict[str, Any] | None, revision: str | None, **common: Any) -> None:
+        place, revision, inside = _parsed(address, revision)
         endpoint, headers, timeout_s = _options(storage_options or {})
-        pool = Pool(timeout_s)
-        self._api = _Api(endpoint, place, headers, pool)
-        what = f"hf://{place.kind}/{place.id}"
-        info = retried(
-            self._api.info, lambda found: found, what, host=urlsplit(endpoint).netloc, patience=patience, traffic=Traffic()
-        )
-        root = f"{endpoint}/{place.kind}/{place.id}/resolve"
-        if place.kind == "datasets":
-            self.revision, self.frozen = _commit(info, what), True
-            root, what = f"{root}/{self.revision}", f"{what}@{self.revision}"
-        folder = f"/{place.folder}" if place.folder else ""
-        super().__init__(
-            root + quote(folder),
-            {"headers": headers},
-            shown=what + folder,
-            source=f"{endpoint} {what}{folder}",
-            hint=f"{_LOGIN}; for a gated one accept its terms on {endpoint}/{place.kind}/{place.id}",
-            pool=pool,
-        )
+        super().__init__(f"{endpoint}/{place}/resolve", {"headers": headers, "timeout": timeout_s}, **common)
+        self._endpoint, self._place, self._wanted, self._inside = endpoint, place, revision, f"{inside}/" if inside else ""
+        self.hint = f"{_LOGIN}; for a gated one accept its terms on {endpoint}/{place}"
+        self.address = what = f"hf://{place}"
+        url = f"{endpoint}/api/{place}" + ("" if revision is None else f"/revision/{quote(revision, safe='')}")
+        found, _ = self._retried(what, lambda deadline: self._asked(url, deadline))
+        if place.startswith("datasets/"):
+            self.revision, self.frozen = _commit(found, what), True
+            self._folder, what = f"{self._folder}/{self.revision}", f"{what}@{self.revision}"
+        self._folder += quote(f"/{inside}" if inside else "")
+        self.address = what + (f"/{inside}" if inside else "")
+        self._source = f"{endpoint} {self.address}"
 
-    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
+    def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
         """The files below a folder, with sizes. Their ETags are known when they are read."""
-        return dict(self._api.tree(folder, self.revision, deadline))
-
-
-class _Place(NamedTuple):
-    kind: str
-    id: str
-    revision: str | None
-    folder: str
-
-
-class _Api:
-    """The Hub's API for one repository or bucket."""
-
-    def __init__(self, endpoint: str, place: _Place, headers: dict[str, str], pool: Pool) -> None:
-        self._endpoint, self._place, self._headers, self._pool = endpoint, place, headers, pool
-        self._url = f"{endpoint}/api/{place.kind}/{place.id}"
-
-    def info(self, deadline: Deadline) -> Any:
-        """Its metadata; at `place.revision` if that is given."""
-        revision = self._place.revision
-        url = self._url if revision is None else f"{self._url}/revision/{quote(revision, safe='')}"
-        found, _ = self._get(url, deadline)
-        return found
-
-    def tree(self, folder: str, revision: str | None, deadline: Deadline) -> Iterator[tuple[str, int]]:
-        """(path, size) of each file below a folder, both relative to the place's folder."""
-        prefix = f"{self._place.folder}/" if self._place.folder else ""
-        inside = f"{prefix}{folder}".strip("/")
-        url: str | None = "/".join([f"{self._url}/tree", *([revision] if revision else []), quote(inside, safe="")])
+        root, found = f"{self._inside}{folder}".strip("/"), {}
+        url: str | None = "/".join(
+            [f"{self._endpoint}/api/{self._place}/tree", *([self.revision] if self.revision else []), quote(root, safe="")]
+        )
         url = f"{url}?recursive=true"
         while url:
-            entries, following = self._get(url, deadline, missing=[])
+            entries, url = self._asked(url, deadline)
             for entry in entries:
                 # A bucket answers with every path that starts with these letters.
-                if entry["type"] == "file" and entry["path"].startswith(f"{inside}/"):
-                    yield entry["path"].removeprefix(prefix), int(entry["size"])
-            url = following
+                if entry["type"] == "file" and entry["path"].startswith(f"{root}/"):
+                    found[entry["path"].removeprefix(self._inside)] = int(entry["size"])
+        return found
 
-    def _get(self, url: str, deadline: Deadline, missing: Any = None) -> tuple[Any, str | None]:
-        """An answer and the URL of its next page. `missing` is the answer if there is no such folder."""
+    def _asked(self, url: str, deadline: Deadline) -> tuple[Any, str | None]:
+        """An answer of the API, empty if there is no such folder, and the URL of its next page."""
 
-        def use(response: HTTPResponse) -> tuple[Any, str | None]:
-            if response.headers.get("X-Error-Code") == "EntryNotFound" and missing is not None:
-                return missing, None
+        def use(response: Response) -> tuple[Any, str | None]:
+            if response.headers.get("X-Error-Code") == "EntryNotFound":
+                return [], None
             if response.status != 200:
-                self._refused(response)
-            data, cut = body(response, None)
+                raise self._api_refusal(response)
+            data, cut = body(response, None, deadline)
             if cut:
                 raise TransientError(cut)
             return json.loads(data), self._following(url, response.headers)
 
-        return self._pool.get(url, self._headers | {"Accept-Encoding": "identity"}, deadline, use, f"hf://{self._what}")
+        headers = {**self._headers, "Accept-Encoding": "identity"}
+        return self._client.get(url, headers, deadline, use, f"hf://{self._place}")
 
-    def _following(self, url: str, headers: Message) -> str | None:
+    def _following(self, url: str, headers: Mapping[str, str]) -> str | None:
         found = re.search(r'<([^>]+)>;\s*rel="?next"?', headers.get("Link", ""))
         following = urljoin(url, found[1]) if found else None
         if following is not None and origin(following) != origin(self._endpoint):
             raise StorageError(
-                f"hf://{self._what}: its listing continues at another host, which is not allowed; check HF_ENDPOINT"
+                f"hf://{self._place}: its listing continues at another host, which is not allowed; check HF_ENDPOINT"
             )
         return following
 
-    @property
-    def _what(self) -> str:
-        return f"{self._place.kind}/{self._place.id}"
-
-    def _refused(self, response: HTTPResponse) -> NoReturn:
-        status, code = response.status, response.headers.get("X-Error-Code", "")
-        if status in AGAIN:
-            raise TransientError(f"HTTP {status}", retry_after(response.headers))
-        where = f"hf://{self._what}"
+    def _api_refusal(self, response: Response) -> Exception:
+        status, code, where = response.status, response.headers.get("X-Error-Code", ""), f"hf://{self._place}"
         if code == "RevisionNotFound":
-            raise DatasetError(f"{where}: unknown revision {self._place.revision!r}; give an existing branch, tag or commit")
+            return DatasetError(f"{where}: unknown revision {self._wanted!r}; give an existing branch, tag or commit")
         if code == "GatedRepo" or status == 403:
-            raise StorageError(
-                f"{where}: access denied (HTTP {status}). If it is gated, accept its terms on {self._endpoint}/{self._what}; "
+            return StorageError(
+                f"{where}: access denied (HTTP {status}). If it is gated, accept its terms on {self._endpoint}/{self._place}; "
                 f"then {_LOGIN}"
             )
         if status in (401, 404, 410):
-            raise DatasetError(
+            return DatasetError(
                 f"{where}: not found on {self._endpoint} (HTTP {status}). Check owner and name; if it is private, {_LOGIN}"
             )
-        raise StorageError(f"{where}: the Hub answers HTTP {status}; check the address and the token")
+        return self._refusal("", status, after_s=retry_after(response.headers))
 
 
-def _parsed(address: str, revision: str | None) -> _Place:
+def _parsed(address: str, revision: str | None) -> tuple[str, str | None, str]:
+    """`datasets/<owner>/<name>` or `buckets/<owner>/<name>`, revision and folder."""
     match = _ADDRESS.fullmatch(address)
     if match is None or ".." in (match["folder"] or "").split("/"):
         raise DatasetError(
@@ -169,7 +129,7 @@ def _parsed(address: str, revision: str | None) -> _Place:
         raise ValueError(f"revision is {inside or revision!r}, but a bucket has no revisions; omit it")
     if inside and revision and inside != revision:
         raise ValueError(f"{address} has the revision {inside!r}, but revision is {revision!r}; give one of them")
-    return _Place(match["kind"], match["id"], inside or revision, (match["folder"] or "").strip("/"))
+    return f"{match['kind']}/{match['id']}", inside or revision, (match["folder"] or "").strip("/")
 
 
 def _options(options: Mapping[str, Any]) -> tuple[str, dict[str, str], float]:

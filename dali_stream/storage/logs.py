@@ -8,25 +8,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _ours: ContextVar[bool] = ContextVar("dali_stream_request", default=False)
-# At DEBUG these log signed headers and session tokens.
+# At DEBUG these log URLs with their queries, signed headers and session tokens.
 _DRIVERS = ("aiohttp", "boto3", "botocore", "fsspec", "requests", "urllib3")
 
 
-class _NotDebug(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.DEBUG or not _ours.get()
-
-
-_not_debug = _NotDebug()
+def _keep(record: logging.LogRecord) -> bool:
+    # A warning of urllib3 may have the URL.
+    return not _ours.get() or (record.levelno > logging.DEBUG and not record.name.startswith("urllib3"))
 
 
 @contextmanager
 def private() -> Iterator[None]:
-    """Within the block, the drivers of fsspec log nothing at DEBUG."""
+    """Within the block, the drivers log nothing at DEBUG, and urllib3 nothing."""
     # A logger's filter does not apply to the loggers below it, and modules imported later add new ones.
     for name, logger in list(logging.root.manager.loggerDict.items()):
-        if isinstance(logger, logging.Logger) and name.partition(".")[0] in _DRIVERS:
-            logger.addFilter(_not_debug)  # adds it once
+        if name.startswith(_DRIVERS) and isinstance(logger, logging.Logger):
+            logger.addFilter(_keep)  # adds it once
     token = _ours.set(True)
     try:
         yield

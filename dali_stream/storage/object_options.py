@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -14,9 +16,8 @@ from urllib.parse import quote, urlsplit
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from dali_stream.errors import StorageError
-from dali_stream.storage.connection import Pool
 from dali_stream.storage.logs import private
-from dali_stream.storage.retry import PER_HOST, Deadline, Patience, TransientError, checked_timeout, cleaned
+from dali_stream.storage.retry import PER_HOST, Patience, checked_timeout, cleaned
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _STORES: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
@@ -241,6 +242,10 @@ def _region(name: str) -> str | None:
     """The region of a bucket of AWS, which says so to everybody; None where AWS cannot be reached."""
     url = f"https://s3.amazonaws.com/{quote(name)}?max-keys=0"
     try:
-        return Pool(5.0).get(url, {}, Deadline(Patience(5.0)), lambda r: r.getheader("x-amz-bucket-region"), name)
-    except (StorageError, TransientError):
+        answer = urllib.request.urlopen(url, timeout=5)
+    except urllib.error.HTTPError as error:  # without credentials most buckets refuse, and name their region too
+        answer = error
+    except OSError:
         return None
+    with answer:
+        return answer.headers.get("x-amz-bucket-region")  # type: ignore[no-any-return]

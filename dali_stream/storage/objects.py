@@ -10,11 +10,10 @@ from typing import Any
 import obstore
 from obstore.exceptions import PermissionDeniedError, PreconditionError, UnauthenticatedError
 
-from dali_stream.errors import DatasetError, StorageError
+from dali_stream.errors import StorageError
 from dali_stream.storage.object_options import parsed
-from dali_stream.storage.remote import Answer, Transport, Version
-from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError
-from dali_stream.storage.store import Traffic
+from dali_stream.storage.remote import Answer, RemoteStore, Version
+from dali_stream.storage.retry import Deadline, Patience, TransientError
 
 # What failed, by the names of errors in obstore's texts (object_store 0.14: HttpErrorKind, GetResultError).
 _FAILURES = {
@@ -28,34 +27,38 @@ _NAMES = re.compile(rf"\b({'|'.join(_FAILURES)})\b")
 _INSTANCE = re.compile(r"169\.254\.|metadata\.google\.internal")  # where instance roles are asked for
 
 _user: int | None = None  # the process that has used obstore first
+_opening = threading.Lock()
 
 
-class ObjectTransport(Transport):
+class ObjectStore(RemoteStore):
     """A folder in a bucket. Each GET after the first of an object asks for the version that was seen (`If-Match`).
 
     Args:
         address: `s3://bucket/folder`, `gs://` or `az://` likewise, `abfs://container@account…/folder`.
         storage_options: see `object_options`.
         patience: its time limits each request.
+        common: arguments of `RemoteStore`.
 
     Raises:
         ValueError: an option is not understood.
     """
 
-    def __init__(self, address: str, storage_options: dict[str, Any] | None, patience: Patience) -> None:
-        self._bucket = parsed(address, storage_options or {}, patience)
-        self._store: Any = None
-        self._lock = threading.Lock()
-        self.address, endpoint = self._bucket.address, self._bucket.endpoint
-        self.host, self.source, self.traffic = endpoint or self._bucket.name, f"{endpoint} {self.address}".strip(), Traffic()
+    def __init__(self, address: str, storage_options: dict[str, Any] | None, patience: Patience, **common: Any) -> None:
+        self._bucket = bucket = parsed(address, storage_options or {}, patience)
+        source = f"{bucket.endpoint} {bucket.address}".strip()
+        super().__init__(bucket.address, bucket.endpoint or bucket.name, patience, source=source, **common)
+        self.hint = bucket.hint
+        self._clients: list[Any] = []  # one, once it was used
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_store", "_lock")}
+        return {**super().__getstate__(), "_clients": []}  # a copy makes its own
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _store=None, _lock=threading.Lock())  # a copy makes its own
+    def close(self) -> None:
+        """Drops the client, which closes its connections."""
+        super().close()
+        self._clients.clear()
 
-    def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
+    def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """One ranged GET."""
         options: obstore.GetOptions = {"range": (start, stop)}
         if version is not None and version.tag.startswith('"'):  # a strong ETag
@@ -66,15 +69,15 @@ class ObjectTransport(Transport):
         except Exception as error:
             failure = self._failure(path, error)
         else:
-            self.traffic.add(requests=1, fetched_bytes=len(data))
+            self._traffic.add(requests=1, fetched_bytes=len(data))
             if (first, len(data)) != (start, last - first):
                 raise TransientError(f"the response has {len(data)} bytes for a range of {last - first}")
             return Answer(_version(meta), data)
         if failure is None:  # it changed, or ends before `start`
-            return Answer(self.stat(path, deadline), b"")
+            return Answer(self._head(path, deadline), b"")
         raise failure
 
-    def stat(self, path: str, deadline: Deadline) -> Version:
+    def _head(self, path: str, deadline: Deadline) -> Version:
         """A HEAD."""
         try:
             return _version(obstore.head(self._opened(), path))
@@ -82,7 +85,7 @@ class ObjectTransport(Transport):
             failure = self._failure(path, error)
         raise failure or TransientError("unexpected HTTP 412 or 416")
 
-    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
+    def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
         """The files below a folder, with sizes."""
         try:
             pages = list(obstore.list(self._opened(), folder, chunk_size=1000))
@@ -90,10 +93,6 @@ class ObjectTransport(Transport):
         except Exception as error:
             failure = self._failure(folder, error)
         raise failure or TransientError("unexpected HTTP 412 or 416")
-
-    def close(self) -> None:
-        """Drops the client, which closes its connections."""
-        self._store = None
 
     def _opened(self) -> Any:
         """The client, made on first use, since finding credentials may take requests."""
@@ -104,33 +103,32 @@ class ObjectTransport(Transport):
                 f"{self.address} is read in process {os.getpid()}, which was forked from process {_user} after that one had "
                 "read from a bucket; obstore's threads do not outlive a fork. Start processes with spawn or forkserver"
             )
-        with self._lock:
-            store = self._store = self._store or self._bucket.open()
-            return store
+        with _opening:
+            if not self._clients:
+                self._clients.append(self._bucket.open())
+            return self._clients[0]
 
     def _failure(self, path: str, error: Exception) -> Exception | None:
         """The exception to raise for one of obstore, whose text has addresses in it; None for HTTP 412 and 416."""
-        if isinstance(error, (DatasetError, StorageError, TransientError)):
+        if isinstance(error, (StorageError, TransientError)):
             return error
-        where, text = self.where(path), str(error)
+        text = str(error)
         found, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
         status = int(found[1]) if found else 0
         words = ", ".join([f"HTTP {status}"] * bool(status) + [code[1] if code else type(error).__name__])
         if isinstance(error, PreconditionError) or status == 416:
             return None
-        if isinstance(error, FileNotFoundError) or status == 410:
-            return DatasetError(f"{where}: no such file, but the dataset's metadata refers to it ({words})")
-        if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or _INSTANCE.search(text):
-            return StorageError(f"{where}: access denied ({words}); {self._bucket.hint}")
         if "redirect without LOCATION" in text:
-            return StorageError(f"{where}: the bucket is in another region; give storage_options={{'region': …}}")
+            return StorageError(f"{self.where(path)}: the bucket is in another region; give storage_options={{'region': …}}")
         if "NotPartial" in text:
-            return StorageError(f"{where}: the server does not support byte ranges; check the address")
-        if status and status < 500 and status not in AGAIN:
-            return StorageError(f"{where}: cannot be read ({words}); check the address and storage_options")
-        if status == 0 and (name := _NAMES.search(text)):
+            return StorageError(f"{self.where(path)}: the server does not support byte ranges; check the address")
+        if status == 0 and (name := _NAMES.search(text)) and not _INSTANCE.search(text):
             return TransientError(_FAILURES[name[1]], unreachable=name[1] == "Connect")
-        return TransientError(words)
+        if isinstance(error, FileNotFoundError):
+            status = 404
+        elif isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or _INSTANCE.search(text):
+            status = 403
+        return self._refusal(path, status, words)
 
 
 def _version(meta: Any) -> Version:

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import BLOCK, DiskCache
-from dali_stream.storage.file_names import guessed_files
-from dali_stream.storage.retry import Deadline, Patience, TransientError, end_idle_threads, retried
+from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, retried
 from dali_stream.storage.store import Store, Traffic, checked
 
-_R = TypeVar("_R")
 _T = TypeVar("_T")
+Guess = Callable[[str, Callable[[str], bool]], list[str]]
 
 
 class Version(NamedTuple):
@@ -45,75 +44,62 @@ class Answer(NamedTuple):
     cut: str | None = None
 
 
-class Transport(abc.ABC):
-    """One attempt of one request of one protocol; may block. Safe to use from several threads.
-
-    A retryable failure is a `TransientError`; neither its message nor its chain of causes has credentials. A missing file
-    is a `DatasetError`, any other failure a `StorageError`.
-
-    Attributes:
-        address: the root, without credentials; for messages.
-        host: whose connection slots the requests take.
-        revision: the commit that is read, if the source has commits.
-        frozen: whether a file of this revision never changes, so that its name identifies its content.
-        listings: whether `files` lists a folder.
-        source: names the root in a cache, without credentials.
-        traffic: what the attempts have cost.
-    """
-
-    address: str
-    host: str
-    revision: str | None = None
-    frozen: bool = False
-    listings: bool = True
-    source: str
-    traffic: Traffic
-
-    @abc.abstractmethod
-    def read(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """Bytes [start, stop) of a file; `version` is the expected one, if one was seen before."""
-
-    @abc.abstractmethod
-    def stat(self, path: str, deadline: Deadline) -> Version:
-        """The current version."""
-
-    @abc.abstractmethod
-    def files(self, folder: str, deadline: Deadline) -> dict[str, int] | None:
-        """The files below a folder at any depth, with sizes; None if the protocol has no listings."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Closes connections. The next request opens new ones."""
-
-    def where(self, path: str) -> str:
-        """The name of a file for messages."""
-        return f"{self.address.rstrip('/')}/{path}"
-
-
 class RemoteStore(Store):
-    """Files behind a `Transport`. Each file is read in the version seen first; a change is an error.
+    """Files behind a network. Each file is read in the version seen first; a change is an error.
+
+    A subclass reads over one protocol: `_get`, `_head` and `_list` are one attempt of one request. They may block, run in
+    several threads at a time, and raise a `TransientError` for a retryable failure, a `DatasetError` for a missing file and a
+    `StorageError` for any other. None of these has credentials, neither in its message nor in its chain of causes.
 
     Args:
-        transport: sends the requests.
-        cache: where fetched ranges are kept.
+        address: the root, without credentials; for messages.
+        host: whose connection slots the requests take.
         patience: for how long a request is retried.
+        cache: where fetched ranges are kept.
+        guess: lists a folder where the protocol cannot: (folder, whether there is a file of a name) to names.
+        source: names the root in a cache, without credentials; the address by default.
+
+    Attributes:
+        frozen: whether a file of this revision never changes, so that its name identifies its content.
+        hint: how to give credentials.
     """
 
     remote = True
+    frozen = False
+    hint = "give credentials in storage_options"
 
-    def __init__(self, transport: Transport, *, cache: DiskCache | None = None, patience: Patience | None = None) -> None:
-        self.address, self.revision = transport.address, transport.revision
-        self.listings = transport.listings
-        self._transport, self._cache, self._patience = transport, cache, patience or Patience()
-        self._stop = threading.Event()
+    def __init__(
+        self,
+        address: str,
+        host: str,
+        patience: Patience | None = None,
+        cache: DiskCache | None = None,
+        guess: Guess | None = None,
+        source: str = "",
+    ) -> None:
+        self.address, self._source, self._host, self._guess = address, source or address, host, guess
+        self._patience, self._cache = patience or Patience(), cache
         # Filled with setdefault, which needs no lock: the first value stays.
         self._sizes: dict[str, int] = {}
         self._tags: dict[str, str] = {}
+        self._traffic, self._stop = Traffic(), threading.Event()
+
+    @abc.abstractmethod
+    def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
+        """Bytes [start, stop) of a file; `version` is the expected one, if one was seen before."""
+
+    @abc.abstractmethod
+    def _head(self, path: str, deadline: Deadline) -> Version:
+        """The current version."""
+
+    @abc.abstractmethod
+    def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
+        """The files below a folder at any depth, with sizes."""
 
     @property
     def traffic(self) -> Traffic:
         """What reading has cost so far."""
-        return self._transport.traffic
+        return self._traffic
 
     def size(self, path: str) -> int:
         """Bytes of a file. Costs a request only if no read and no listing has returned it before."""
@@ -140,11 +126,11 @@ class RemoteStore(Store):
         return self._read_cached(self._cache, path, start, stop)
 
     def files(self, folder: str) -> list[str]:
-        """The files below a folder. If the protocol has no listings (HTTP), those with names that LeRobot gives."""
+        """The files below a folder at any depth, sorted; those that can be guessed if the protocol has no listings (HTTP)."""
         checked(folder)
-        found = self._retried(self.where(folder), lambda deadline: self._transport.files(folder, deadline), lambda found: found)
-        if found is None:
-            return guessed_files(folder, self.exists)
+        if self._guess is not None and not self.listings:
+            return self._guess(folder, self.exists)
+        found = self._retried(self.where(folder), lambda deadline: self._list(folder, deadline))
         for path, size in found.items():
             self._pin_size(path, size)
         return sorted(found)
@@ -157,28 +143,25 @@ class RemoteStore(Store):
         return session
 
     def __getstate__(self) -> dict[str, Any]:
-        # Snapshots: other threads may add to these dicts.
-        state = {**vars(self), "_sizes": dict(self._sizes), "_tags": dict(self._tags)}
-        del state["_stop"]
-        return state
+        # Snapshots of what other threads may add to.
+        state = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+        return {**state, "_stop": None, "_traffic": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._stop = threading.Event()
+        self._traffic, self._stop = Traffic(), threading.Event()
 
     def close(self) -> None:
-        """Closes connections. Reads in progress through this object end with a `StorageError`."""
+        """Reads in progress through this object end with a `StorageError`. Subclasses close connections."""
         stop, self._stop = self._stop, threading.Event()
         stop.set()
-        self._transport.close()
-        end_idle_threads()
+
+    # -- versions
 
     def _stat(self, path: str) -> Version:
-        def accept(version: Version) -> Version:
-            self._pin(path, version)
-            return version
-
-        return self._retried(self.where(path), lambda deadline: self._transport.stat(path, deadline), accept)
+        version = self._retried(self.where(path), lambda deadline: self._head(path, deadline))
+        self._pin(path, version)
+        return version
 
     def _pin(self, path: str, version: Version) -> None:
         """Pins a file to the version seen first. A source may give a tag only at times; it is compared then."""
@@ -200,18 +183,16 @@ class RemoteStore(Store):
             "nothing writes to the dataset, or read a fixed copy of it"
         )
 
-    # -- retries
+    # -- requests
 
     def _fetch(self, path: str, start: int, stop: int) -> bytes:
         """Bytes over the network. What arrived before a failure is kept, and only the rest is requested again."""
         parts: list[bytes] = []
-        at = start
 
-        def request(deadline: Deadline) -> Answer:
-            return self._transport.read(path, at, stop, self._version(path), deadline)
-
-        def accept(answer: Answer) -> None:
-            nonlocal at
+        def request(deadline: Deadline) -> None:
+            at = start + sum(map(len, parts))
+            known = Version(self._sizes[path], self._tags.get(path, "")) if path in self._sizes else None
+            answer = self._get(path, at, stop, known, deadline)
             self._pin(path, answer.version)
             parts.append(answer.data)
             at += len(answer.data)
@@ -220,28 +201,35 @@ class RemoteStore(Store):
 
         began = time.perf_counter()
         try:
-            self._retried(f"{self.where(path)}, bytes {start} to {stop}", request, accept)
+            self._retried(f"{self.where(path)}, bytes {start} to {stop}", request)
         finally:
-            self.traffic.add(fetch_s=time.perf_counter() - began)
+            self._traffic.add(fetch_s=time.perf_counter() - began)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _version(self, path: str) -> Version | None:
-        return Version(self._sizes[path], self._tags.get(path, "")) if path in self._sizes else None
+    def _retried(self, what: str, request: Callable[[Deadline], _T]) -> _T:
+        """Repeats a request until it is answered or the time is over."""
+        return retried(request, what, host=self._host, patience=self._patience, traffic=self._traffic, stop=self._stop)
 
-    def _retried(self, what: str, request: Callable[[Deadline], _R], accept: Callable[[_R], _T]) -> _T:
-        """Repeats a request until its answer is accepted or the time is over."""
-        host, traffic = self._transport.host, self._transport.traffic
-        return retried(request, accept, what, host=host, patience=self._patience, traffic=traffic, stop=self._stop)
+    def _refusal(self, path: str, status: int, words: str = "", after_s: float | None = None) -> Exception:
+        """The exception for an HTTP status, which `words` says in messages. The server may ask for a pause of `after_s` seconds."""
+        where, words = self.where(path), words or f"HTTP {status}"
+        if status in (404, 410):
+            return DatasetError(f"{where}: no such file, but the dataset's metadata refers to it ({words})")
+        if status in (401, 403):
+            return StorageError(f"{where}: access denied ({words}); {self.hint}")
+        if status in AGAIN or status < 300:
+            return TransientError(words, after_s)
+        return StorageError(f"{where}: cannot be read ({words}); check the address and storage_options")
 
     # -- the cache
 
     def _name(self, path: str) -> str:
         """The file's name in the cache, whatever its version."""
-        return f"{self._transport.source} {path}"
+        return f"{self._source} {path}"
 
     def _known_size(self, path: str) -> int | None:
         """The size from a request, of this run or of the run that filled the cache."""
-        if path not in self._sizes and self._cache is not None and self._transport.frozen:
+        if path not in self._sizes and self._cache is not None and self.frozen:
             size = self._cache.size(self._name(path))
             if size is not None:
                 self._sizes.setdefault(path, size)
@@ -249,7 +237,7 @@ class RemoteStore(Store):
 
     def _tag(self, path: str) -> str:
         """What tells the file's version in the cache; empty if it is unknown or there is nothing to tell it."""
-        return "frozen" if self._transport.frozen else self._tags.get(path, "")
+        return "frozen" if self.frozen else self._tags.get(path, "")
 
     def _cached(self, cache: DiskCache, path: str, first: int, last: int) -> list[bytes | None]:
         """Blocks of the file's version. Asks for it where something of the file is cached, and it is not known yet."""
@@ -262,26 +250,23 @@ class RemoteStore(Store):
         """Bytes of a file: whole blocks from the cache, and those that are not there over the network."""
         first, last, fetched = start // BLOCK, -(-stop // BLOCK), 0
         blocks = self._cached(cache, path, first, last)
-        if lost := _missing(blocks, first):
-            with cache.fetching(self._name(path), lost[0][0], lost[-1][1]):
+        if None in blocks:
+            with cache.fetching(self._name(path), first, last):
                 # Another process may have fetched them while this one waited.
                 blocks = self._cached(cache, path, first, last)
-                for a, b in _missing(blocks, first):
-                    end = min(b * BLOCK, self._sizes.get(path, b * BLOCK))
-                    if a * BLOCK >= end:
-                        break  # of the file, whose size was unknown before
-                    data = self._fetch(path, a * BLOCK, end)
+                for there, run in itertools.groupby(range(first, last), lambda number: blocks[number - first] is not None):
+                    numbers = list(run)
+                    begin, end = numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK
+                    known_end = min(end, self._sizes.get(path, end))
+                    if there or begin >= known_end:  # beyond the end of a file whose size was unknown before
+                        continue
+                    data = self._fetch(path, begin, known_end)
                     if tag := self._tag(path):
-                        cache.write(self._name(path), tag, a, data, self._sizes[path])
-                    blocks[a - first : b - first] = [data[at : at + BLOCK] for at in range(0, (b - a) * BLOCK, BLOCK)]
-                    fetched += max(min(a * BLOCK + len(data), stop) - max(a * BLOCK, start), 0)
+                        cache.write(self._name(path), tag, numbers[0], data, self._sizes[path])
+                    for number in numbers:
+                        at = number * BLOCK - begin
+                        blocks[number - first] = data[at : at + BLOCK]
+                    fetched += max(min(begin + len(data), stop) - max(begin, start), 0)
         found = b"".join(block for block in blocks if block)[start - first * BLOCK : stop - first * BLOCK]
-        self.traffic.add(cached_bytes=len(found) - fetched)
+        self._traffic.add(cached_bytes=len(found) - fetched)
         return found
-
-
-def _missing(blocks: list[bytes | None], first: int) -> list[tuple[int, int]]:
-    """Ranges of blocks that are None, where `first` is the number of the first block."""
-    runs = itertools.groupby(enumerate(blocks, start=first), key=lambda item: item[1] is None)
-    ranges = [[number for number, _ in run] for missing, run in runs if missing]
-    return [(numbers[0], numbers[-1] + 1) for numbers in ranges]

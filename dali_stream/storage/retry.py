@@ -9,22 +9,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from dali_stream.errors import StorageError
+from dali_stream.storage.logs import private
 from dali_stream.storage.store import Traffic
 
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that may not last
 PER_HOST = 32  # requests at a time, of all stores of this process
 
 _TIMEOUT_S = 10.0
-_IDLE_S = 0.5  # how long a thread waits for the next request before it ends
-_ABORT_S = 1.0  # how long a request that was ended may take to end
 _WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
-_R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
@@ -34,7 +31,7 @@ class TransientError(Exception):
     Args:
         reason: what happened, without credentials.
         after_s: the server asks for a pause of so many seconds.
-        unreachable: no connection to the host has been made.
+        unreachable: there was no connection to the host.
     """
 
     def __init__(self, reason: str, after_s: float | None = None, *, unreachable: bool = False) -> None:
@@ -61,85 +58,69 @@ class Patience:
 
 
 class Deadline:
-    """A point in time after which a request ends; an event ends it earlier.
+    """The time for a request, all its attempts and pauses together. An event ends it earlier.
 
     Attributes:
-        connecting: what failed if the time is over now, while the request connects to a host; else empty.
-        abort: ends the request at once, if its client can do that.
+        connecting: what failed if the time is over now, while the request looks for a host; else empty.
+        abandoned: nobody waits for the request any more.
     """
 
-    def __init__(self, patience: Patience, stop: threading.Event | None = None) -> None:
-        self.patience, self.total_s = patience, patience.total_s
-        self._start, self._stop = time.monotonic(), stop or threading.Event()
-        self.connecting = ""
-        self.abort: Callable[[], None] | None = None
+    def __init__(self, patience: Patience, stop: threading.Event) -> None:
+        self.patience, self.stop = patience, stop
+        self.connecting, self.abandoned = "", False
+        self._start = time.monotonic()
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the event was set."""
-        return self._stop.is_set()
+    def allowed_s(self, unreachable: bool = False) -> float:
+        """Seconds in all, for a host that answers or for one that could not be reached."""
+        return self.patience.first_s if unreachable and not self.patience.reached else self.patience.total_s
 
     def elapsed(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
-    def left(self) -> float:
-        """Seconds until the deadline; 0 or less after it."""
-        return 0.0 if self.stopped else self.total_s - self.elapsed()
-
-    def connect_left(self) -> float:
-        """Seconds until the deadline, for a request that still has to connect."""
-        patience = self.patience
-        return self.left() if patience.reached else min(self.left(), patience.first_s - self.elapsed())
+    def left(self, unreachable: bool = False) -> float:
+        """Seconds that are left; 0 or less when the time is over."""
+        return 0.0 if self.abandoned or self.stop.is_set() else self.allowed_s(unreachable) - self.elapsed()
 
     def sleep(self, seconds: float) -> None:
         """Waits, until the event at the latest."""
-        self._stop.wait(seconds)
+        self.stop.wait(seconds)
+
+
+_slots: dict[str, threading.BoundedSemaphore] = {}
+os.register_at_fork(after_in_child=_slots.clear)  # a child would wait for slots that threads of its parent hold
 
 
 def retried(
-    request: Callable[[Deadline], _R],
-    accept: Callable[[_R], _T],
-    what: str,
-    *,
-    host: str,
-    patience: Patience,
-    traffic: Traffic,
-    stop: threading.Event | None = None,
+    request: Callable[[Deadline], _T], what: str, *, host: str, patience: Patience, traffic: Traffic, stop: threading.Event
 ) -> _T:
-    """Repeats `accept(request(deadline))`, with pauses, until it returns or raises anything but a `TransientError`.
+    """Repeats `request(deadline)`, with pauses, until it returns or raises anything but a `TransientError`.
 
     Args:
         request: may block; runs in another thread, which is left behind when the time is over.
-        accept: runs in this thread.
         what: names what is read, for the message.
-        host: whose connection slots it takes. Requests wait for each other beyond `PER_HOST`.
-        patience: for how long, counted from the first attempt without its wait for a connection slot.
+        host: of which `PER_HOST` requests are served at a time; others wait.
+        patience: for how long, counted from the first attempt.
         traffic: counts the retries.
         stop: ends it early.
 
     Raises:
         StorageError: the time is over.
     """
-    deadline: Deadline | None = None
     failures: list[str] = []
-    while True:
-        try:
-            slot = _slot(host, deadline)
-            deadline = deadline or Deadline(patience, stop)
-            found = accept(_bounded(request, deadline, slot))
-            patience.reached = True
-            return found
-        except TransientError as error:
-            failure = error.with_traceback(None)  # which would refer to this frame
-        assert deadline is not None  # without one, `_slot` waits until there is a slot
-        failures.append(str(failure))
-        pause = _pause(len(failures), failure.after_s, deadline)
-        if (deadline.connect_left() if failure.unreachable else deadline.left()) <= pause:
-            break
-        traffic.add(retries=1)
-        deadline.sleep(pause)
-    raise _given_up(what, failures, deadline, patience.first_s if failure.unreachable else patience.total_s)
+    with _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST)):
+        deadline = Deadline(patience, stop)
+        while True:
+            try:
+                return _bounded(request, deadline)
+            except TransientError as error:
+                failure = error.with_traceback(None)  # which would refer to this frame
+            failures.append(str(failure))
+            pause = _pause(len(failures), failure.after_s, deadline)
+            if deadline.left(failure.unreachable) <= pause:
+                raise _given_up(what, failures, deadline, deadline.allowed_s(failure.unreachable))
+            traffic.add(retries=1)
+            deadline.sleep(pause)
 
 
 def checked_timeout(options: Mapping[str, Any]) -> float:
@@ -162,11 +143,11 @@ def _pause(attempts: int, after_s: float | None, deadline: Deadline) -> float:
     backoff = 0.05 + random.uniform(0, min(0.1 * 2 ** min(attempts - 1, 10), 4))
     if after_s is None:
         return backoff
-    return max(backoff, min(after_s, deadline.left() - min(5.0, deadline.total_s / 4)))
+    return max(backoff, min(after_s, deadline.left() - min(5.0, deadline.allowed_s() / 4)))
 
 
 def _given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
-    if deadline.stopped:
+    if deadline.stop.is_set():
         return StorageError(f"{what}: not read, because the store was closed meanwhile")
     tries = f"{len(failures)} {'try' if len(failures) == 1 else 'tries'} in {deadline.elapsed():.1f} s"
     reasons = ", ".join(reason + (f" ({times} times)" if times > 1 else "") for reason, times in Counter(failures).items())
@@ -176,74 +157,26 @@ def _given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: flo
     )
 
 
-_slots: dict[str, threading.BoundedSemaphore] = {}
-_idle: list[tuple[SimpleQueue[Any], threading.Thread]] = []  # threads that wait for a job, and where they wait
-# A child process has no threads, and would wait for slots that threads of its parent hold.
-os.register_at_fork(after_in_child=_slots.clear)
-os.register_at_fork(after_in_child=_idle.clear)
+def _bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
+    """`request(deadline)` in another thread, which is left behind when the time is over."""
+    answer: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
 
+    def work() -> None:
+        try:
+            with private():
+                answer.put((request(deadline), None))
+        except BaseException as error:
+            answer.put((None, error.with_traceback(None)))
 
-def _slot(host: str, deadline: Deadline | None) -> threading.BoundedSemaphore:
-    """A connection slot, taken: one of the requests that may run at a time to a host."""
-    slots = _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
-    if not slots.acquire(timeout=None if deadline is None else max(deadline.left(), 0.001)):
-        raise TransientError(f"timed out waiting for a connection slot ({PER_HOST} requests at a time to {host})")
-    return slots
-
-
-def _bounded(request: Callable[[Deadline], _R], deadline: Deadline, slot: threading.BoundedSemaphore) -> _R:
-    """`request(deadline)` in another thread, which releases the slot. No longer waited for after the deadline."""
-    answer: SimpleQueue[tuple[_R | None, BaseException | None]] = SimpleQueue()
-    try:
-        jobs, _ = _idle.pop()
-    except IndexError:
-        jobs = SimpleQueue()
-        # A daemon: an interpreter that ends does not wait for a server that hangs.
-        threading.Thread(target=_work, args=(jobs,), name="dali_stream request", daemon=True).start()
-    jobs.put((partial(request, deadline), slot, answer))
-    while (left := deadline.connect_left() if deadline.connecting else deadline.left()) > 0:
+    # A daemon: an interpreter that ends does not wait for a server that hangs.
+    thread = threading.Thread(target=work, name="dali_stream request", daemon=True)
+    thread.start()
+    while (left := deadline.left(bool(deadline.connecting))) > 0:
         with suppress(Empty):
             found, error = answer.get(timeout=min(left, _WAKE_S))
+            thread.join()
             if error is not None:
                 raise error
             return found  # type: ignore[return-value]  # there is one, since there is no error
-    if deadline.abort is not None:
-        deadline.abort()
-        with suppress(Empty):
-            answer.get(timeout=_ABORT_S)
+    deadline.abandoned = True
     raise TransientError(deadline.connecting or "timed out", unreachable=bool(deadline.connecting))
-
-
-def end_idle_threads() -> None:
-    """Ends the threads that have no request, and waits for that."""
-    with suppress(IndexError):
-        while True:
-            jobs, thread = _idle.pop()
-            jobs.put(None)
-            thread.join()
-
-
-def _work(jobs: SimpleQueue[Any]) -> None:
-    """Makes requests until none has come for a while, or until it is told to end."""
-    me = jobs, threading.current_thread()
-    while True:
-        try:
-            job = jobs.get(timeout=_IDLE_S)
-        except Empty:
-            with suppress(ValueError):  # it has just been given one
-                _idle.remove(me)
-                return
-            continue
-        if job is None:
-            return
-        request, slot, answer = job
-        found: Any = None
-        failure: BaseException | None = None
-        try:
-            found = request()
-        except BaseException as error:
-            failure = error.with_traceback(None)
-        slot.release()
-        _idle.append(me)
-        answer.put((found, failure))
-        del job, request, answer, found, failure  # an idle thread must not keep an answer alive

@@ -58,7 +58,7 @@ class Store(abc.ABC):
     Attributes:
         address: the root, without credentials; for messages.
         remote: whether a read takes a request over a network.
-        listings: whether `files` is one listing; else it looks for each name that LeRobot gives.
+        listings: whether `files` is one listing; else it looks for each name that a file may have.
         revision: the commit that is read, if the source has commits.
         traffic: what reading has cost.
     """

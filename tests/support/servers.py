@@ -89,6 +89,7 @@ class Server:
         self.files, self.tls = files, tls
         self.network = Network(latency_s, bytes_per_s)
         self.requests: list[Request] = []
+        self.connections = 0  # that were made
         self.busy, self.peak = 0, 0  # requests that wait out the latency, now and at most
         self.closing = threading.Event()
         self.lock = threading.Lock()
@@ -169,6 +170,7 @@ class _Threading(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.owner.lock:
             self.owner._sockets.add(request)
+            self.owner.connections += 1
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
