@@ -15,7 +15,7 @@ from dali_stream.storage.remote import Guess, RemoteStore
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import Store, Traffic
 
-OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # see `object_options.CLOUDS`, whose import takes obstore
 
 __all__ = ["DiskCache", "LocalStore", "RemoteStore", "Store", "Traffic", "open_store"]
 

@@ -64,14 +64,14 @@ class DiskCache:
             raise ValueError(f"cache_bytes is {limit_bytes}; give a number of bytes of 1 or more, or None for no limit")
         self.__setstate__((_made(folder), limit_bytes))
         if limit_bytes is not None:  # the folder may have been filled under another limit
-            self._guarded(lambda: self._reserve(0, lambda: None, count=True))
+            self._guarded(lambda: self._reserve(0, None))
 
     def __getstate__(self) -> tuple[str, int | None]:
         return self._folder, self._limit
 
     def __setstate__(self, state: tuple[str, int | None]) -> None:
         self._folder, self._limit = state
-        self._writing, self._lock, self._turn = True, threading.Lock(), threading.Lock()
+        self._writing, self._lock = True, threading.Lock()
 
     def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
         """Blocks [first, last) of a file; None for each that is not there."""
@@ -148,27 +148,25 @@ class DiskCache:
                     error.strerror or error,
                 )
 
-    def _reserve(self, size: int, write: Callable[[], None], *, count: bool = False) -> None:
-        """Counts bytes, evicts others for them and writes, one thread of one process at a time.
+    def _reserve(self, size: int, write: Callable[[], None] | None) -> None:
+        """Counts bytes, evicts others for them and writes, one thread of one process at a time. None: counts them all again.
 
         A writer that dies leaves the count too high, never too low. Where the disk is too slow for all writers, bytes are
         not cached, rather than waited for.
         """
         limit = self._limit or 0
-        if size > limit or not self._turn.acquire(timeout=5):
+        if size > limit:
             return
-        try:
-            with _opened(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT) as handle:
-                if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
-                    return
-                noted = os.pread(handle, 21, 0)
-                usage = int(noted) if re.fullmatch(rb"\d{20}\n", noted) and not count else limit + 1
-                if usage + size > limit:
-                    usage = self._evicted(size, limit)
-                os.pwrite(handle, b"%020d\n" % (usage + size), 0)
+        with _opened(os.path.join(self._folder, "usage"), os.O_RDWR | os.O_CREAT) as handle:
+            if not _locked(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB), 5.0):
+                return
+            noted = os.pread(handle, 21, 0)
+            usage = int(noted) if re.fullmatch(rb"\d{20}\n", noted) and write is not None else limit + 1
+            if usage + size > limit:
+                usage = self._evicted(size, limit)
+            os.pwrite(handle, b"%020d\n" % (usage + size), 0)
+            if write is not None:
                 write()
-        finally:
-            self._turn.release()
 
     def _evicted(self, size: int, limit: int) -> int:
         """Looks at all segments and evicts the least recently used if the limit requires it. Returns the bytes that remain."""

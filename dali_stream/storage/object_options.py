@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -19,44 +19,66 @@ from dali_stream.errors import StorageError
 from dali_stream.storage.logs import private
 from dali_stream.storage.retry import PER_HOST, Patience, checked_timeout, cleaned
 
-SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
-_STORES: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _PREFIX = re.compile("aws_|google_|azure_(storage_)?")
-# fsspec's names (s3fs, gcsfs, adlfs, botocore) and obstore's. All others of obstore are passed on.
-_NAMES = {
-    "s3": {
+_SIGNING = ("access_key_id", "secret_access_key", "session_token")
+_REFRESH = timedelta(minutes=10)  # botocore replaces credentials that expire sooner
+
+
+class _Cloud(NamedTuple):
+    """What one kind of bucket takes.
+
+    Attributes:
+        store: obstore's class.
+        names: options in fsspec's spelling (s3fs, gcsfs, adlfs, botocore), and what obstore calls them; empty for those that
+            take more than another name. obstore's own names are passed on.
+        hint: how to give credentials.
+    """
+
+    store: Any
+    names: dict[str, str]
+    hint: str
+
+
+_S3 = _Cloud(
+    S3Store,
+    {
         "anon": "skip_signature",
         "endpoint_url": "endpoint",
         "key": "access_key_id",
+        "profile": "",
         "region_name": "region",
         "requester_pays": "request_payer",
         "secret": "secret_access_key",
         "token": "session_token",
     },
-    "gs": {"anon": "skip_signature", "endpoint_url": "base_url"},
-    "az": {"anon": "skip_signature", "endpoint_url": "endpoint", "sas_token": "sas_key"},
-}
-_SIGNING = ("access_key_id", "secret_access_key", "session_token")
+    "give storage_options={'key': …, 'secret': …} or AWS's environment or, with `pip install 'dali-stream[s3]'`, its "
+    "config files; for a public bucket {'anon': True}",
+)
+_GS = _Cloud(
+    GCSStore,
+    {"anon": "skip_signature", "endpoint_url": "base_url", "project": "", "requester_pays": "", "token": ""},
+    "run `gcloud auth application-default login`, or give storage_options={'token': PATH}; for a public bucket "
+    "{'token': 'anon'}",
+)
+_AZ = _Cloud(
+    AzureStore,
+    {
+        "account_key": "account_key",
+        "account_name": "account_name",
+        "anon": "skip_signature",
+        "connection_string": "",
+        "endpoint_url": "endpoint",
+        "sas_token": "sas_key",
+    },
+    "give storage_options={'account_name': …, 'account_key': …} or Azure's environment; for a public container {'anon': True}",
+)
+CLOUDS = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "abfs": _AZ, "abfss": _AZ}
 _CONNECTION = {  # Azure's connection strings
     "AccountKey": "account_key",
     "AccountName": "account_name",
     "BlobEndpoint": "endpoint",
     "SharedAccessSignature": "sas_key",
 }
-_OTHERS = {
-    "s3": ["profile"],
-    "gs": ["project", "requester_pays", "token"],
-    "az": ["account_key", "account_name", "connection_string"],
-}
-_HINTS = {
-    "s3": "give storage_options={'key': …, 'secret': …} or AWS's environment or, with `pip install 'dali-stream[s3]'`, its "
-    "config files; for a public bucket {'anon': True}",
-    "gs": "run `gcloud auth application-default login`, or give storage_options={'token': PATH}; for a public bucket "
-    "{'token': 'anon'}",
-    "az": "give storage_options={'account_name': …, 'account_key': …} or Azure's environment; for a public container "
-    "{'anon': True}",
-}
-_REFRESH = timedelta(minutes=10)  # botocore replaces credentials that expire sooner
 
 
 @dataclass(frozen=True)
@@ -64,7 +86,7 @@ class Bucket:
     """A folder in a bucket, and how to read it.
 
     Attributes:
-        kind: s3, gs or az.
+        scheme: of the address.
         address, endpoint: without credentials; the endpoint is empty if none was given.
         name: of the bucket or container.
         folder: in the bucket.
@@ -72,7 +94,7 @@ class Bucket:
         profile: of AWS's config files.
     """
 
-    kind: str
+    scheme: str
     address: str
     name: str
     folder: str
@@ -87,7 +109,7 @@ class Bucket:
     @property
     def hint(self) -> str:
         """How to give credentials."""
-        return _HINTS[self.kind]
+        return CLOUDS[self.scheme].hint
 
     def open(self) -> Any:
         """The client. May ask for credentials over the network.
@@ -95,12 +117,12 @@ class Bucket:
         Raises:
             StorageError: there are no credentials.
         """
-        return self.store(*_as_aws(self)) if self.kind == "s3" else self.store(self.config)
+        return self.store(*_as_aws(self)) if CLOUDS[self.scheme] is _S3 else self.store(self.config)
 
     def store(self, config: dict[str, Any], credentials: Callable[[], Any] | None = None) -> Any:
         """obstore's store. Its own retries are off: the stated time would not hold."""
         http = (config.get("endpoint") or config.get("base_url") or "").startswith("http://")
-        return _STORES[self.kind](
+        return CLOUDS[self.scheme].store(
             self.name,
             prefix=self.folder or None,
             config=config,
@@ -117,28 +139,27 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         ValueError: an option is not understood, or the address names no bucket.
     """
     parts = urlsplit(address)
-    kind = SCHEMES[parts.scheme]
-    given = {key: value for key, value in options.items() if value is not None}
+    cloud, given = CLOUDS[parts.scheme], {key: value for key, value in options.items() if value is not None}
     client = _client(given, patience)
-    profile = given.pop("profile", None) if kind == "s3" else None
-    if kind == "gs":
+    profile = given.pop("profile", None) if cloud is _S3 else None
+    if cloud is _GS:
         _google(given, client)
-    for item in given.pop("connection_string", "").split(";") if kind == "az" else ():
-        key, _, value = item.partition("=")
-        if key in _CONNECTION:
-            given[_CONNECTION[key]] = value
-    user, _, name = parts.netloc.rpartition("@")
-    shown = cleaned(address).rstrip("/")
-    if kind == "az" and user:  # abfs://container@account.dfs.core.windows.net/folder
-        given.setdefault("account_name", name.partition(".")[0])
-        name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
+    shown, (user, _, name) = cleaned(address).rstrip("/"), parts.netloc.rpartition("@")
+    if cloud is _AZ:
+        pairs = (item.partition("=") for item in given.pop("connection_string", "").split(";"))
+        given |= {_CONNECTION[key]: value for key, _, value in pairs if key in _CONNECTION}
+        if user:  # abfs://container@account.dfs.core.windows.net/folder
+            given.setdefault("account_name", name.partition(".")[0])
+            name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
         raise ValueError(f"{shown!r} names no bucket; give an address like {parts.scheme}://bucket/folder")
-    names = _NAMES[kind]
-    config = {names.get(key, _PREFIX.sub("", key.lower(), 1)): _text(value) for key, value in given.items()}
+    config = {
+        cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
+        for key, value in given.items()
+    }
     if config.get("skip_signature"):
         config = {key: value for key, value in config.items() if key not in _SIGNING}
-    bucket = Bucket(kind, shown, name, parts.path.strip("/"), config, client, profile)
+    bucket = Bucket(parts.scheme, shown, name, parts.path.strip("/"), config, client, profile)
     try:
         bucket.store(config)
         return bucket
@@ -147,12 +168,8 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         problem = f"storage_options has {wrong[1]}" if wrong else "obstore does not accept the values of storage_options"
         if "Account must be specified" in str(error):
             problem = "storage_options lacks account_name"
-    known = ", ".join(sorted([*names, *_OTHERS[kind], "timeout", "client_options"]))
+    known = ", ".join(sorted([*cloud.names, "timeout", "client_options"]))
     raise ValueError(f"{shown}: {problem}; allowed for {parts.scheme}:// are {known}, and the names of obstore's options")
-
-
-def _text(value: Any) -> Any:
-    return value if isinstance(value, bool) else str(value)
 
 
 def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
@@ -217,25 +234,19 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
         config["region"] = region or "us-east-1"
     if session is None or config.get("skip_signature") or "access_key_id" in config:
         return config, None
-    with private():
+    with private():  # again, since botocore may just have been imported
         credentials = session.get_credentials()
     if credentials is None:
         raise StorageError(f"{bucket.address}: access denied (no credentials were found); {bucket.hint}")
-    return config, _Credentials(credentials)
 
-
-class _Credentials:
-    """What botocore found: in the environment, config files, single sign-on, web identity or an instance role."""
-
-    def __init__(self, found: Any) -> None:
-        self._found = found
-
-    def __call__(self) -> dict[str, Any]:
+    def current() -> dict[str, Any]:
         """obstore's S3Credential."""
         with private():
-            key, secret, token = self._found.get_frozen_credentials()[:3]
+            key, secret, token = credentials.get_frozen_credentials()[:3]
         expires = datetime.now(timezone.utc) + _REFRESH
         return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires}
+
+    return config, current
 
 
 def _region(name: str) -> str | None:

@@ -211,7 +211,7 @@ class RemoteStore(Store):
         return retried(request, what, host=self._host, patience=self._patience, traffic=self._traffic, stop=self._stop)
 
     def _refusal(self, path: str, status: int, words: str = "", after_s: float | None = None) -> Exception:
-        """The exception for an HTTP status, which `words` says in messages. The server may ask for a pause of `after_s` seconds."""
+        """The exception for an HTTP status, which `words` says in messages. The server asks for a pause of `after_s` s."""
         where, words = self.where(path), words or f"HTTP {status}"
         if status in (404, 410):
             return DatasetError(f"{where}: no such file, but the dataset's metadata refers to it ({words})")

@@ -6,6 +6,7 @@ import abc
 import io
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dali_stream.errors import DatasetError
@@ -32,19 +33,11 @@ class Traffic:
     fetch_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __reduce__(self) -> tuple[type[Traffic], tuple[()]]:
-        return Traffic, ()  # a copy counts its own
-
-    def add(
-        self, *, requests: int = 0, fetched_bytes: int = 0, retries: int = 0, cached_bytes: int = 0, fetch_s: float = 0.0
-    ) -> None:
-        """Counts; safe from several threads."""
+    def add(self, **counts: float) -> None:
+        """Adds to attributes; safe from several threads."""
         with self.lock:
-            self.requests += requests
-            self.fetched_bytes += fetched_bytes
-            self.retries += retries
-            self.cached_bytes += cached_bytes
-            self.fetch_s += fetch_s
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
 
 
 class Store(abc.ABC):
@@ -118,22 +111,15 @@ class Store(abc.ABC):
 
 def checked(path: str) -> str:
     """The path itself, unless it leads out of the root: paths come from metadata that others wrote."""
-    parts = path.split("/")
-    leads_out = path.startswith("/") or ".." in parts or all(part in ("", ".") for part in parts)
-    if leads_out or "\0" in path or "\\" in path or not _encodable(path):
-        raise DatasetError(
-            f"the metadata names the file {path!r}, which leads out of the dataset or is no file name; correct the path in the "
-            "metadata"
-        )
-    return path
-
-
-def _encodable(path: str) -> bool:
-    """Whether a path can be a file's name: JSON can spell half a surrogate pair, which has no bytes."""
-    try:
-        return bool(os.fsencode(path))
-    except UnicodeEncodeError:
-        return False
+    with suppress(UnicodeEncodeError):  # JSON can spell half a surrogate pair, which has no bytes
+        parts = os.fsdecode(os.fsencode(path)).split("/")
+        named = any(part not in ("", ".") for part in parts)
+        if named and not path.startswith("/") and ".." not in parts and "\0" not in path and "\\" not in path:
+            return path
+    raise DatasetError(
+        f"the metadata names the file {path!r}, which leads out of the dataset or is no file name; correct the path in the "
+        "metadata"
+    )
 
 
 class Ranges(io.RawIOBase):
@@ -149,9 +135,6 @@ class Ranges(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if at < 0:
@@ -165,8 +148,3 @@ class Ranges(io.RawIOBase):
         self._at += len(data)
         self.bytes_read += len(data)
         return data
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # io's own type is private
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
