@@ -5,14 +5,13 @@ A `Store` reads byte ranges of named files below one root. `open_store` chooses 
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
 from dali_stream.storage.cache import DiskCache
 from dali_stream.storage.local import LocalStore
 from dali_stream.storage.remote import Guess, RemoteStore
-from dali_stream.storage.retry import Patience
+from dali_stream.storage.retry import Patience, seconds
 from dali_stream.storage.store import Store, Traffic
 
 OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # see `object_options.CLOUDS`, whose import takes obstore
@@ -47,9 +46,7 @@ def open_store(
         StorageError: it cannot be reached.
         ValueError: an argument does not fit the address.
     """
-    number = isinstance(give_up_after_s, (int, float)) and not isinstance(give_up_after_s, bool)
-    if give_up_after_s is not None and not (number and 0 < give_up_after_s < math.inf):
-        raise ValueError(f"give_up_after_s is {give_up_after_s!r}; give a positive number of seconds")
+    patience = Patience(None if give_up_after_s is None else seconds(give_up_after_s, "give_up_after_s is "))
     scheme, separator, rest = address.partition("://")
     if revision is not None and scheme != "hf":
         raise ValueError(f"revision is {revision!r}, but only repositories on the Hub have revisions; omit it")
@@ -58,7 +55,7 @@ def open_store(
     if scheme in ("file", "local"):
         return LocalStore(rest)
     cache = None if cache_dir is None else DiskCache(cache_dir, cache_bytes)
-    common: dict[str, Any] = {"patience": Patience(give_up_after_s), "cache": cache, "guess": guess}
+    common: dict[str, Any] = {"patience": patience, "cache": cache, "guess": guess}
     # Imported on use: each needs a library that the others do not.
     if scheme in ("http", "https"):
         from dali_stream.storage.http import HttpStore

@@ -80,16 +80,14 @@ class DiskCache:
             path = self._path(file, number)
             try:
                 found += _read(path, _hash(file), number, _hash(version), a, b)
-                continue
-            except _DamagedError as error:
-                _logger.warning(
-                    "%s: a cached block is damaged: %s. It is removed, and its bytes are fetched again", path, error
-                )
-                with suppress(OSError):
-                    os.unlink(path)
-            except OSError:  # most likely there is none
-                pass
-            found += [None] * (b - a)
+            except OSError as error:  # most likely there is none
+                found += [None] * (b - a)
+                if isinstance(error, _DamagedError):
+                    _logger.warning(
+                        "%s: a cached block is damaged: %s. It is removed, and its bytes are fetched again", path, error
+                    )
+                    with suppress(OSError):
+                        os.unlink(path)
         return found
 
     def size(self, file: str) -> int | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import email.utils
 import re
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from dali_stream.errors import StorageError
 from dali_stream.storage import connection
 from dali_stream.storage.connection import Client, Response
 from dali_stream.storage.remote import Answer, RemoteStore, Version
-from dali_stream.storage.retry import Deadline, TransientError, checked_timeout, cleaned
+from dali_stream.storage.retry import Deadline, TransientError, cleaned, silence_s
 
 WHOLE_FILE = 1 << 20  # bytes of a file that may come whole from a server without byte ranges
 _MAX_REDIRECTS = 5
@@ -122,8 +120,6 @@ class HttpStore(RemoteStore):
                 "ranges have no meaning; configure it to send the file uncompressed"
             )
         tag = tag or headers.get("ETag") or headers.get("Last-Modified") or ""
-        if response.status == 416:
-            return Answer(Version(_size_at_416(headers, start), tag), b"")
         if response.status == 200:  # the whole file: allowed for small ones, and for reads of a whole file
             if length is None or (length > WHOLE_FILE and (start > 0 or stop < length)):
                 found = "of unknown size" if length is None else f"of {length} bytes"
@@ -132,18 +128,17 @@ class HttpStore(RemoteStore):
                     f"file, {found} (up to {WHOLE_FILE} are accepted). Use a server that does (nginx, Apache, Caddy, S3), or "
                     "copy the dataset to a local folder"
                 )
-            data, cut = self._body(response, length, deadline)
-            return Answer(Version(length, tag), data[start:stop], cut)
-        end, size = content_range(headers.get("Content-Range"), start, stop)
-        if length not in (None, end - start):
-            raise TransientError(f"Content-Length is {length} for a range of {end - start} bytes")
-        data, cut = self._body(response, end - start, deadline)
-        return Answer(Version(size, tag), data, cut)
-
-    def _body(self, response: Response, length: int, deadline: Deadline) -> tuple[bytes, str | None]:
-        data, cut = connection.body(response, length, deadline)
+            size = wanted = length
+        else:
+            end, size = content_range(headers, start, stop)
+            if response.status == 416:
+                return Answer(Version(size, tag), b"")
+            wanted = end - start
+            if length not in (None, wanted):
+                raise TransientError(f"Content-Length is {length} for a range of {wanted} bytes")
+        data, cut = connection.body(response, wanted, deadline)
         self._traffic.add(requests=1, fetched_bytes=len(data))
-        return data, cut
+        return Answer(Version(size, tag), data[start:stop] if response.status == 200 else data, cut)
 
 
 class _Target(NamedTuple):
@@ -153,14 +148,15 @@ class _Target(NamedTuple):
     tag: str
 
 
-def content_range(found: str | None, start: int, stop: int) -> tuple[int, int]:
-    """The end of the range in a Content-Range and the size of the file, checked against the requested range."""
-    match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", found or "")
-    if match is None:
-        raise TransientError(f"Content-Range is {found!r} instead of 'bytes {start}-{stop - 1}/<size>'")
-    first, last, size = map(int, match.groups())
+def content_range(headers: Mapping[str, str], start: int, stop: int) -> tuple[int, int]:
+    """The end of the range in Content-Range and the size of the file, checked against the requested range."""
+    found = headers.get("Content-Range", "")
+    match = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", found)
+    first, last, size = map(int, match.groups("-1")) if match else (-1, -1, -1)
+    if first < 0 <= size <= start:  # of HTTP 416: the file ends before `start`
+        return start, size
     if first != start or not start <= last < min(stop, size):
-        raise TransientError(f"Content-Range is {found!r} for bytes {start}-{stop - 1}")
+        raise TransientError(f"Content-Range is {found!r} instead of 'bytes {start}-{stop - 1}/<size>'")
     return last + 1, size
 
 
@@ -168,13 +164,9 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds to wait, from Retry-After (a number or a date) or the Hub's `RateLimit: "api";r=0;t=55`."""
     if limit := re.search(r"\br=0;t=(\d{1,9})", headers.get("RateLimit", "")):
         return float(limit[1])
-    value = headers.get("Retry-After", "")
-    if re.fullmatch(r"\d{1,9}", value):
-        return float(value)
-    try:
-        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    with suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+        return urllib3.Retry().parse_retry_after(headers.get("Retry-After", ""))
+    return None
 
 
 def origin(url: str) -> tuple[str, str | None, int | None]:
@@ -193,14 +185,4 @@ def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:
             f"storage_options has {', '.join(unknown)}; allowed for http(s):// are headers, client_kwargs={{'headers': …}} "
             "and timeout"
         )
-    return {**(client.get("headers") or {}), **(options.get("headers") or {})}, checked_timeout(options)
-
-
-def _size_at_416(headers: Mapping[str, str], start: int) -> int:
-    """The size of a file that ends before `start`."""
-    match = re.fullmatch(r"bytes \*/(\d{1,18})", headers.get("Content-Range", ""))
-    if match is None:
-        raise TransientError("HTTP 416 without the size of the file")
-    if int(match[1]) > start:
-        raise TransientError(f"HTTP 416 for byte {start} of {match[1]}")
-    return int(match[1])
+    return {**(client.get("headers") or {}), **(options.get("headers") or {})}, silence_s(options)

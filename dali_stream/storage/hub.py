@@ -15,7 +15,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.connection import Response, body
 from dali_stream.storage.http import HttpStore, origin, retry_after
-from dali_stream.storage.retry import Deadline, TransientError, checked_timeout
+from dali_stream.storage.retry import Deadline, TransientError, silence_s
 
 _LOGIN = "run `hf auth login`, or give storage_options={'token': …} or HF_TOKEN"
 _ADDRESS = re.compile(
@@ -146,7 +146,7 @@ def _options(options: Mapping[str, Any]) -> tuple[str, dict[str, str], float]:
         headers = None
     if headers is None:
         raise StorageError(f"storage_options has token=True, but no token is saved on this machine; {_LOGIN}")
-    return endpoint.rstrip("/"), headers, checked_timeout(options)
+    return endpoint.rstrip("/"), headers, silence_s(options)
 
 
 def _commit(info: Any, what: str) -> str:

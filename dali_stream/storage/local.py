@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,11 +26,11 @@ class LocalStore(Store):
         self._open_nothing()
 
     def _open_nothing(self) -> None:
-        self._handles: OrderedDict[str, _Handle] = OrderedDict()
-        self._lock = threading.Lock()
+        root = self._root  # without `self`, which would be in a cycle with its files
+        self._opened = lru_cache(self.HANDLES)(lambda path: _Handle(root / path))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_handles", "_lock")}
+        return {key: value for key, value in vars(self).items() if key != "_opened"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -44,15 +43,15 @@ class LocalStore(Store):
             raise self._failed(path, error) from None
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        handle = self._opened(path)
+        handle, parts = None, []
         try:
-            parts = []
+            handle = self._opened(checked(path))
             while start < stop and (part := os.pread(handle.number, stop - start, start)):
                 parts.append(part)
                 start += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except OSError as error:
-            del handle  # the traceback of a kept error would keep the file open
+            handle = None  # the traceback of a kept error would keep the file open
             raise self._failed(path, error) from None
 
     def exists(self, path: str) -> bool:
@@ -66,21 +65,7 @@ class LocalStore(Store):
         )
 
     def close(self) -> None:
-        with self._lock:
-            self._handles.clear()
-
-    def _opened(self, path: str) -> _Handle:
-        with self._lock:
-            handle = self._handles.get(path)
-            if handle is None:
-                try:
-                    handle = self._handles[path] = _Handle(self._root / checked(path))
-                except OSError as error:
-                    raise self._failed(path, error) from None
-            self._handles.move_to_end(path)
-            if len(self._handles) > self.HANDLES:
-                self._handles.popitem(last=False)
-            return handle
+        self._opened.cache_clear()
 
     def _failed(self, path: str, error: OSError) -> DatasetError | StorageError:
         if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):

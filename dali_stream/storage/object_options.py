@@ -17,7 +17,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dali_stream.errors import StorageError
 from dali_stream.storage.logs import private
-from dali_stream.storage.retry import PER_HOST, Patience, checked_timeout, cleaned
+from dali_stream.storage.retry import PER_HOST, Patience, cleaned, silence_s
 
 _PREFIX = re.compile("aws_|google_|azure_(storage_)?")
 _SIGNING = ("access_key_id", "secret_access_key", "session_token")
@@ -176,9 +176,9 @@ def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
     """obstore's client options, from the given ones of s3fs and botocore, which are taken out."""
     kwargs, limits = dict(given.pop("client_kwargs", {})), dict(given.pop("config_kwargs", {}))
     given |= {name: kwargs.pop(name) for name in ("endpoint_url", "region_name") if name in kwargs}
-    silence_s = checked_timeout(given)
+    silent_s = silence_s(given)
     given.pop("timeout", None)
-    connect_s, read_s = limits.pop("connect_timeout", silence_s), limits.pop("read_timeout", silence_s)
+    connect_s, read_s = limits.pop("connect_timeout", silent_s), limits.pop("read_timeout", silent_s)
     if unknown := [*kwargs, *limits]:
         raise ValueError(
             f"storage_options has {', '.join(unknown)} in client_kwargs or config_kwargs; allowed there are endpoint_url, "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import BLOCK, DiskCache
-from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, retried
+from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, bounded, given_up, pause_s, slot
 from dali_stream.storage.store import Store, Traffic, checked
 
 _T = TypeVar("_T")
@@ -207,8 +207,27 @@ class RemoteStore(Store):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _retried(self, what: str, request: Callable[[Deadline], _T]) -> _T:
-        """Repeats a request until it is answered or the time is over."""
-        return retried(request, what, host=self._host, patience=self._patience, traffic=self._traffic, stop=self._stop)
+        """Repeats `request(deadline)`, with pauses, until it returns or raises anything but a `TransientError`.
+
+        Raises:
+            StorageError: the time is over. It counts from the first attempt.
+        """
+        failures: list[str] = []
+        with slot(self._host):
+            deadline = Deadline(self._patience, self._stop)
+            while True:
+                try:
+                    found = bounded(request, deadline)
+                    self._patience.reached = True
+                    return found
+                except TransientError as error:
+                    failure = error.with_traceback(None)  # which would refer to this frame
+                failures.append(str(failure))
+                pause = pause_s(len(failures), failure.after_s, deadline)
+                if deadline.left(failure.unreachable) <= pause:
+                    raise given_up(what, failures, deadline, deadline.allowed_s(failure.unreachable))
+                self._traffic.add(retries=1)
+                deadline.sleep(pause)
 
     def _refusal(self, path: str, status: int, words: str = "", after_s: float | None = None) -> Exception:
         """The exception for an HTTP status, which `words` says in messages. The server asks for a pause of `after_s` s."""
@@ -235,25 +254,23 @@ class RemoteStore(Store):
                 self._sizes.setdefault(path, size)
         return self._sizes.get(path)
 
-    def _tag(self, path: str) -> str:
-        """What tells the file's version in the cache; empty if it is unknown or there is nothing to tell it."""
-        return "frozen" if self.frozen else self._tags.get(path, "")
-
-    def _cached(self, cache: DiskCache, path: str, first: int, last: int) -> list[bytes | None]:
-        """Blocks of the file's version. Asks for it where something of the file is cached, and it is not known yet."""
-        if not self._tag(path) and path not in self._tags and cache.size(self._name(path)) is not None:
+    def _tag(self, cache: DiskCache, path: str) -> str:
+        """The file's version in the cache; empty if it is unknown. Asks for it if something of the file is cached."""
+        if self.frozen:
+            return "frozen"
+        if path not in self._tags and cache.size(self._name(path)) is not None:
             self._stat(path)
-        tag = self._tag(path)
-        return cache.read(self._name(path), tag, first, last) if tag else [None] * (last - first)
+        return self._tags.get(path, "")
 
     def _read_cached(self, cache: DiskCache, path: str, start: int, stop: int) -> bytes:
         """Bytes of a file: whole blocks from the cache, and those that are not there over the network."""
         first, last, fetched = start // BLOCK, -(-stop // BLOCK), 0
-        blocks = self._cached(cache, path, first, last)
+        name = self._name(path)
+        blocks = cache.read(name, self._tag(cache, path), first, last)
         if None in blocks:
-            with cache.fetching(self._name(path), first, last):
+            with cache.fetching(name, first, last):
                 # Another process may have fetched them while this one waited.
-                blocks = self._cached(cache, path, first, last)
+                blocks = cache.read(name, self._tag(cache, path), first, last)
                 for there, run in itertools.groupby(range(first, last), lambda number: blocks[number - first] is not None):
                     numbers = list(run)
                     begin, end = numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK
@@ -261,8 +278,8 @@ class RemoteStore(Store):
                     if there or begin >= known_end:  # beyond the end of a file whose size was unknown before
                         continue
                     data = self._fetch(path, begin, known_end)
-                    if tag := self._tag(path):
-                        cache.write(self._name(path), tag, numbers[0], data, self._sizes[path])
+                    if tag := self._tag(cache, path):
+                        cache.write(name, tag, numbers[0], data, self._sizes[path])
                     for number in numbers:
                         at = number * BLOCK - begin
                         blocks[number - first] = data[at : at + BLOCK]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -15,7 +16,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 from dali_stream.errors import StorageError
 from dali_stream.storage.logs import private
-from dali_stream.storage.store import Traffic
 
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that may not last
 PER_HOST = 32  # requests at a time, of all stores of this process
@@ -23,6 +23,9 @@ PER_HOST = 32  # requests at a time, of all stores of this process
 _TIMEOUT_S = 10.0
 _WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
 _T = TypeVar("_T")
+
+_slots: dict[str, threading.BoundedSemaphore] = {}
+os.register_at_fork(after_in_child=_slots.clear)  # a child would wait for slots that threads of its parent hold
 
 
 class TransientError(Exception):
@@ -87,48 +90,21 @@ class Deadline:
         self.stop.wait(seconds)
 
 
-_slots: dict[str, threading.BoundedSemaphore] = {}
-os.register_at_fork(after_in_child=_slots.clear)  # a child would wait for slots that threads of its parent hold
+def slot(host: str) -> threading.BoundedSemaphore:
+    """A context that holds one of the `PER_HOST` connection slots of a host. Waits until there is one."""
+    return _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
 
 
-def retried(
-    request: Callable[[Deadline], _T], what: str, *, host: str, patience: Patience, traffic: Traffic, stop: threading.Event
-) -> _T:
-    """Repeats `request(deadline)`, with pauses, until it returns or raises anything but a `TransientError`.
-
-    Args:
-        request: may block; runs in another thread, which is left behind when the time is over.
-        what: names what is read, for the message.
-        host: of which `PER_HOST` requests are served at a time; others wait.
-        patience: for how long, counted from the first attempt.
-        traffic: counts the retries.
-        stop: ends it early.
-
-    Raises:
-        StorageError: the time is over.
-    """
-    failures: list[str] = []
-    with _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST)):
-        deadline = Deadline(patience, stop)
-        while True:
-            try:
-                return _bounded(request, deadline)
-            except TransientError as error:
-                failure = error.with_traceback(None)  # which would refer to this frame
-            failures.append(str(failure))
-            pause = _pause(len(failures), failure.after_s, deadline)
-            if deadline.left(failure.unreachable) <= pause:
-                raise _given_up(what, failures, deadline, deadline.allowed_s(failure.unreachable))
-            traffic.add(retries=1)
-            deadline.sleep(pause)
+def seconds(given: Any, found: str) -> float:
+    """The value itself, a time. `found` is what the error says that it is."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise ValueError(f"{found}{given!r}; give a positive number of seconds")
+    return float(given)
 
 
-def checked_timeout(options: Mapping[str, Any]) -> float:
+def silence_s(options: Mapping[str, Any]) -> float:
     """`timeout` of storage options: seconds without a byte, after which an attempt has failed."""
-    timeout_s = options.get("timeout", _TIMEOUT_S)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        raise ValueError(f"storage_options has timeout={timeout_s!r}; give a positive number of seconds")
-    return float(timeout_s)
+    return seconds(options.get("timeout", _TIMEOUT_S), "storage_options has timeout=")
 
 
 def cleaned(url: str) -> str:
@@ -137,7 +113,7 @@ def cleaned(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _pause(attempts: int, after_s: float | None, deadline: Deadline) -> float:
+def pause_s(attempts: int, after_s: float | None, deadline: Deadline) -> float:
     """Seconds until the next attempt: what the server asks for, if there is time for a last attempt after it."""
     # Random up to 0.1 s, 0.2 s, … 4 s, so that many readers do not come back at once.
     backoff = 0.05 + random.uniform(0, min(0.1 * 2 ** min(attempts - 1, 10), 4))
@@ -146,7 +122,8 @@ def _pause(attempts: int, after_s: float | None, deadline: Deadline) -> float:
     return max(backoff, min(after_s, deadline.left() - min(5.0, deadline.allowed_s() / 4)))
 
 
-def _given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
+def given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
+    """The error after failures for which no time is left."""
     if deadline.stop.is_set():
         return StorageError(f"{what}: not read, because the store was closed meanwhile")
     tries = f"{len(failures)} {'try' if len(failures) == 1 else 'tries'} in {deadline.elapsed():.1f} s"
@@ -157,7 +134,7 @@ def _given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: flo
     )
 
 
-def _bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
+def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
     """`request(deadline)` in another thread, which is left behind when the time is over."""
     answer: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
 
