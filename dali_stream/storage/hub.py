@@ -27,8 +27,8 @@ _ADDRESS = re.compile(
 class HubStore(HttpStore):
     """A folder of a dataset repository at one commit, or of a bucket.
 
-    The Hub's API is called directly and not through `HfApi`, whose listings have no timeout, and which has no buckets in the
-    versions that LeRobot takes. Endpoint, token and repository names follow huggingface_hub.
+    The Hub's API is called directly and not through `HfApi`, whose listings have no timeout: one could hang for ever.
+    Endpoint, token and repository names follow huggingface_hub.
 
     Args:
         address: `hf://datasets/<owner>/<name>[@revision][/folder]` or `hf://buckets/<owner>/<name>[/folder]`.
@@ -63,10 +63,8 @@ class HubStore(HttpStore):
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
         """The files below a folder, with sizes. Their ETags are known when they are read."""
         root, found = f"{self._inside}{folder}".strip("/"), {}
-        url: str | None = "/".join(
-            [f"{self._endpoint}/api/{self._place}/tree", *([self.revision] if self.revision else []), quote(root, safe="")]
-        )
-        url = f"{url}?recursive=true"
+        revision = f"{self.revision}/" if self.revision else ""
+        url: str | None = f"{self._endpoint}/api/{self._place}/tree/{revision}{quote(root, safe='')}?recursive=true"
         while url:
             entries, url = self._asked(url, deadline)
             for entry in entries:
