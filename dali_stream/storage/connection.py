@@ -16,6 +16,7 @@ import urllib3
 from urllib3.exceptions import ConnectTimeoutError, HTTPError, ProxyError
 
 from dali_stream.errors import StorageError
+from dali_stream.storage import logs
 from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
 
 _CHUNK = 1 << 18
@@ -36,7 +37,8 @@ class Client:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._pools: dict[tuple[int, str], urllib3.PoolManager] = {}
+        self._pools: dict[tuple[int, str, str], urllib3.PoolManager] = {}
+        logs.filter_drivers()
 
     def __reduce__(self) -> tuple[type[Client], tuple[float]]:
         return Client, (self.timeout_s,)  # a copy has connections of its own
@@ -77,17 +79,16 @@ class Client:
 
     def _response(self, url: str, headers: dict[str, str], deadline: Deadline) -> Response:
         """The response to a GET, of which nothing but the headers was read."""
-        proxy = _proxy(url)
-        parts = urlsplit(proxy or url)
         if not deadline.patience.reached:
+            host = urlsplit(_proxy(url) or url)
             deadline.connecting = _NO_NAME  # which may take the system minutes to find out
             try:
-                socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
+                socket.getaddrinfo(host.hostname, host.port or host.scheme, type=socket.SOCK_STREAM)
             finally:
                 deadline.connecting = ""
         silence_s = min(self.timeout_s, deadline.allowed_s() / 3)  # leaves time for other attempts
         connect_s = max(min(silence_s, deadline.left(unreachable=True)), 0.001)
-        return self._pool(proxy).request(
+        return self._pool(url).request(
             "GET",
             url,
             headers={"User-Agent": "dali_stream", **headers},
@@ -98,9 +99,11 @@ class Client:
             decode_content=False,
         )
 
-    def _pool(self, proxy: str) -> urllib3.PoolManager:
-        key = os.getpid(), proxy  # a child process must not use its parent's connections
+    def _pool(self, url: str) -> urllib3.PoolManager:
+        parts = urlsplit(url)
+        key = os.getpid(), parts.scheme, parts.netloc  # a child process must not use its parent's connections
         if key not in self._pools:
+            proxy = _proxy(url)
             user, _, host = urlsplit(proxy).netloc.rpartition("@")
             options: dict[str, Any] = {"maxsize": PER_HOST, "ssl_context": ssl.create_default_context()}
             if proxy:

@@ -108,7 +108,8 @@ class FsspecStore(RemoteStore):
         """`call(filesystem, full path)`. Exceptions stay in here: their texts and causes may contain credentials."""
         filesystem, root = self._filesystem()
         try:
-            return call(filesystem, f"{root}/{path}")
+            with private():
+                return call(filesystem, f"{root}/{path}")
         except Exception as error:
             failure = self._failure(path, error)
         raise failure

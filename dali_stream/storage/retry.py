@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from dali_stream.errors import StorageError
-from dali_stream.storage.logs import private
+from dali_stream.storage import logs
 
 AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that may not last
 PER_HOST = 32  # requests at a time, of all stores of this process
@@ -139,9 +139,9 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
     answer: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
 
     def work() -> None:
+        logs.ours.set(True)
         try:
-            with private():
-                answer.put((request(deadline), None))
+            answer.put((request(deadline), None))
         except BaseException as error:
             answer.put((None, error.with_traceback(None)))
 
