@@ -80,10 +80,10 @@ class Client:
     def _response(self, url: str, headers: dict[str, str], deadline: Deadline) -> Response:
         """The response to a GET, of which nothing but the headers was read."""
         if not deadline.patience.reached:
-            host = urlsplit(_proxy(url) or url)
+            host = urlsplit(_proxy(url) or url).hostname
             deadline.connecting = _NO_NAME  # which may take the system minutes to find out
             try:
-                socket.getaddrinfo(host.hostname, host.port or host.scheme, type=socket.SOCK_STREAM)
+                socket.getaddrinfo(host, None)
             finally:
                 deadline.connecting = ""
         silence_s = min(self.timeout_s, deadline.allowed_s() / 3)  # leaves time for other attempts
@@ -91,7 +91,7 @@ class Client:
         return self._pool(url).request(
             "GET",
             url,
-            headers={"User-Agent": "dali_stream", **headers},
+            headers={"user-agent": "dali_stream", **{name.lower(): value for name, value in headers.items()}},
             timeout=urllib3.Timeout(connect=connect_s, read=silence_s),
             retries=False,
             redirect=False,
