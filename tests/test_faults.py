@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.stores import CONTENT, SMALL, Clock, failure, quick
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import open_store
+from dali_stream.storage.retry import PER_HOST
 
 PATH = "data.bin"
 HANG_GUARD_S = 60.0
@@ -223,6 +225,22 @@ def test_closing_ends_a_read_that_waits() -> None:
         reader.join(HANG_GUARD_S)
         assert "closed" in str(errors[0])
         assert store.read(PATH, 0, 10) == CONTENT[:10]
+
+
+def test_a_request_that_is_left_behind_gives_its_slot_back() -> None:
+    started = threading.Semaphore(0)
+
+    def fault(*arguments: object) -> None:
+        started.release()
+        faults.hang(*arguments)  # type: ignore[arg-type]
+
+    with Server({PATH: CONTENT}, faults=[fault] * PER_HOST) as server, ThreadPoolExecutor(PER_HOST) as pool:
+        store, other = (quick(server.url, {"timeout": 500}, give_up_after_s=1000) for _ in range(2))
+        errors = [pool.submit(failure, store, PATH) for _ in range(PER_HOST)]
+        assert all(started.acquire(timeout=HANG_GUARD_S) for _ in range(PER_HOST))
+        store.close()
+        assert other.read(PATH, 0, 10) == CONTENT[:10]
+        assert all("closed" in str(error.result()) for error in errors)
 
 
 def test_the_threads_that_send_requests_end_by_themselves() -> None:

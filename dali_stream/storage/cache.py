@@ -292,13 +292,12 @@ def _made(folder: str | os.PathLike[str]) -> str:
     path = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     try:
         os.makedirs(path, exist_ok=True)
+        return path
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"cache_dir is {path}, which is a file or below one; give a folder, or a path for a new one") from None
+        wrong = "is a file or below one; give a folder, or a path for a new one"
     except OSError as error:
-        raise ValueError(
-            f"cache_dir is {path}, which cannot be created: {error.strerror}; give a folder that you can write to"
-        ) from None
-    return path
+        wrong = f"cannot be created: {error.strerror}; give a folder that you can write to"
+    raise ValueError(f"cache_dir is {path}, which {wrong}")
 
 
 @lru_cache(1024)  # several times for each read
