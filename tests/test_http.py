@@ -306,7 +306,8 @@ def test_credentials_reach_their_server_and_nothing_else(everything_logged: pyte
         assert store.read("small.bin", 0, 10) == SMALL[:10]
         elsewhere = f"{there.requests}"
         errors = []
-        for fault in (faults.reset, faults.status(503), faults.status(403), faults.status(404), faults.garbage, faults.hang):
+        refusals = [faults.status(code) for code in (403, 404, 503)]
+        for fault in (faults.reset, *refusals, faults.garbage, faults.odd_header, faults.hang):
             here.set_faults([fault] * 1000)
             errors.append(failure(quick(address, options, give_up_after_s=0.4), BIG))
         errors.append(failure(quick("http://me:pa55word@no.invalid/?sig=s1gnature", options, give_up_after_s=0.2), BIG))

@@ -127,6 +127,12 @@ def garbage(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
     handler.cut(reset=False)
 
 
+def odd_header(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
+    """An error with a header that cannot be parsed, of which an HTTP library may log something."""
+    handler.wfile.write(b"HTTP/1.1 503 no\r\nnot a header\r\n\r\n")
+    handler.cut(reset=False)
+
+
 def changed_tag(handler: Handler, data: bytes, fields: dict[str, str]) -> None:
     """The file has been replaced by another of the same size: other bytes, another ETag."""
     handler.reply(206, bytes(255 - byte for byte in data), fields | {"ETag": '"another"'})
