@@ -21,6 +21,7 @@ AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that may not last
 PER_HOST = 32  # requests at a time, of all stores of this process
 
 _TIMEOUT_S = 10.0
+_CLOSE_S = 2.0  # how long a request may take to end after its store was closed
 _WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
 _T = TypeVar("_T")
 
@@ -156,4 +157,6 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
                 raise error
             return found  # type: ignore[return-value]  # there is one, since there is no error
     deadline.abandoned = True
+    if deadline.stop.is_set():
+        thread.join(_CLOSE_S)
     raise TransientError(deadline.connecting or "timed out", unreachable=bool(deadline.connecting))
