@@ -67,7 +67,7 @@ class Batch:
 
 
 class BatchProducer:
-    """Makes batches from a position on, without end: one epoch follows another.
+    """Makes batches from a position on, without end, once it is started: one epoch follows another.
 
     Args:
         config: what to make.
@@ -115,6 +115,9 @@ class BatchProducer:
         self._pool = Workers("dali_stream decode", config.threads)
         self._copiers = Workers("dali_stream copy", min(config.threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
+
+    def start(self) -> None:
+        """Starts to make batches. An exception in here, such as KeyboardInterrupt, is to be followed by `close`."""
         self._planner.start()
 
     def _decoder(self, key: str) -> Decoder:
@@ -219,7 +222,8 @@ class BatchProducer:
             self._join()
 
     def _join(self) -> None:
-        self._planner.join()
+        if self._planner.ident is not None:  # it was started
+            self._planner.join()
         self._pool.join()
         self._copiers.join()
         self._memory.join()

@@ -52,6 +52,7 @@ class BatchStream:
         self._iterator: Any = None
         _streams.add(self)
         try:
+            self.producer.start()
             pipeline, names = graph.build(config, self.producer, routes, user)
             self._iterator = Iterator(pipeline, names, self.producer.ready)
         except BaseException:
