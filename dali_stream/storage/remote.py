@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import BLOCK, DiskCache
-from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, bounded, given_up, pause_s, slot
+from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, bounded, end_idle, given_up, pause_s, slot
 from dali_stream.storage.store import Store, Traffic, checked
 
 _T = TypeVar("_T")
@@ -155,6 +155,7 @@ class RemoteStore(Store):
         """Reads in progress through this object end with a `StorageError`. Subclasses close connections."""
         stop, self._stop = self._stop, threading.Event()
         stop.set()
+        end_idle()
 
     # -- versions
 

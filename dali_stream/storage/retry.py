@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -22,6 +23,7 @@ PER_HOST = 32  # requests at a time, of all stores of this process
 
 _TIMEOUT_S = 10.0
 _CLOSE_S = 2.0  # how long a request may take to end after its store was closed
+_IDLE_S = 0.5  # how long a thread waits for the next request before it ends
 _WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
 _T = TypeVar("_T")
 
@@ -135,28 +137,74 @@ def given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: floa
     )
 
 
+class _Helper:
+    """A thread that makes requests for others, one after the other, until it is given None or nothing for a while."""
+
+    def __init__(self) -> None:
+        self.requests: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self.answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        # A daemon: an interpreter that ends does not wait for a server that hangs.
+        self.thread = threading.Thread(target=self._work, name="dali_stream request", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        logs.ours.set(True)
+        while (request := self._next()) is not None:
+            answer: tuple[Any, BaseException | None]
+            try:
+                answer = request(), None
+            except BaseException as error:
+                answer = None, error.with_traceback(None)
+            self.answers.put(answer)
+            del request, answer  # an idle thread must not keep an answer alive
+
+    def _next(self) -> Callable[[], Any] | None:
+        while True:
+            try:
+                return self.requests.get(timeout=_IDLE_S)
+            except Empty:
+                with suppress(ValueError):  # it was taken just now, and a request is on its way
+                    _idle.remove(self)
+                    return None
+
+
+_idle: list[_Helper] = []  # the last one used is the next one to be used
+os.register_at_fork(after_in_child=_idle.clear)  # a child has no threads but its own
+
+
 def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
     """`request(deadline)` in another thread, which is left behind when the time is over."""
-    answer: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
-
-    def work() -> None:
-        logs.ours.set(True)
-        try:
-            answer.put((request(deadline), None))
-        except BaseException as error:
-            answer.put((None, error.with_traceback(None)))
-
-    # A daemon: an interpreter that ends does not wait for a server that hangs.
-    thread = threading.Thread(target=work, name="dali_stream request", daemon=True)
-    thread.start()
-    while (left := deadline.left(bool(deadline.connecting))) > 0:
-        with suppress(Empty):
-            found, error = answer.get(timeout=min(left, _WAKE_S))
-            thread.join()
-            if error is not None:
-                raise error
-            return found  # type: ignore[return-value]  # there is one, since there is no error
-    deadline.abandoned = True
+    try:
+        helper = _idle.pop()
+    except IndexError:
+        helper = _Helper()
+    busy = True
+    try:
+        helper.requests.put(partial(request, deadline))
+        while (left := deadline.left(bool(deadline.connecting))) > 0:
+            with suppress(Empty):
+                found, error = helper.answers.get(timeout=min(left, _WAKE_S))
+                busy = False
+                if error is not None:
+                    raise error
+                return found  # type: ignore[no-any-return]
+        deadline.abandoned = True
+    finally:
+        if busy:
+            helper.requests.put(None)
+        else:
+            _idle.append(helper)
+        if deadline.stop.is_set():
+            end_idle()
     if deadline.stop.is_set():
-        thread.join(_CLOSE_S)
+        helper.thread.join(_CLOSE_S)
     raise TransientError(deadline.connecting or "timed out", unreachable=bool(deadline.connecting))
+
+
+def end_idle() -> None:
+    """Ends the threads that wait for requests, and waits for them."""
+    while _idle:
+        with suppress(IndexError):  # another thread takes the last one
+            helper = _idle.pop()
+            helper.requests.put(None)
+            helper.thread.join()
