@@ -243,6 +243,29 @@ def test_a_request_that_is_left_behind_gives_its_slot_back() -> None:
         assert all("closed" in str(error.result()) for error in errors)
 
 
+def test_closing_ends_a_read_that_waits_for_a_slot() -> None:
+    started = threading.Semaphore(0)
+
+    def fault(*arguments: object) -> None:
+        started.release()
+        faults.hang(*arguments)  # type: ignore[arg-type]
+
+    with Server({PATH: CONTENT}, faults=[fault] * PER_HOST) as server, ThreadPoolExecutor(PER_HOST + 1) as pool:
+        store, other = (quick(server.url, {"timeout": 500}, give_up_after_s=1000) for _ in range(2))
+        errors = [pool.submit(failure, other, PATH) for _ in range(PER_HOST)]
+        assert all(started.acquire(timeout=HANG_GUARD_S) for _ in range(PER_HOST))
+        waiting = pool.submit(failure, store, PATH)
+        while not waiting.running():
+            os.sched_yield()
+        store.close()
+        while not waiting.done():  # it may not have come to the slot when the store was closed
+            store.close()
+            os.sched_yield()
+        assert "closed" in str(waiting.result())
+        other.close()
+        assert all("closed" in str(error.result()) for error in errors)
+
+
 def test_the_threads_that_send_requests_end_by_themselves() -> None:
     with Server({PATH: CONTENT}) as server:
         assert quick(server.url).read(PATH, 0, 10) == CONTENT[:10]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from cryptography import x509
@@ -166,6 +166,24 @@ def test_a_redirect_that_holds_no_more_is_asked_for_again(code: int) -> None:
         assert len(here.requests) == 2
 
 
+def test_readers_that_find_a_redirect_expired_at_once_ask_again() -> None:
+    """A signed URL expires for all of those who read the file."""
+    readers = 4
+    together = threading.Barrier(readers)
+
+    def expired(*arguments: Any) -> None:
+        together.wait(60)
+        faults.status(403)(*arguments)
+
+    with Server(FILES) as there, Server(FILES) as here, ThreadPoolExecutor(readers) as pool:
+        here.set_faults([faults.redirect(f"{there.url}/{{path}}?sig=1")] * 99)
+        store = open_store(here.url)
+        assert store.read("small.bin", 0, 5) == SMALL[:5]
+        there.set_faults([expired] * readers)
+        reads = [pool.submit(store.read, "small.bin", at, at + 5) for at in range(readers)]
+        assert [read.result() for read in reads] == [SMALL[at : at + 5] for at in range(readers)]
+
+
 @pytest.mark.parametrize("location", ["http://[::1", "http://host:port/", "ftp://host/a", "//", "http://a..b/"])
 def test_a_redirect_to_nonsense_is_an_error(location: str) -> None:
     with Server(FILES) as server:
@@ -291,6 +309,12 @@ def test_a_proxy_of_another_scheme_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 SECRETS = ("pa55word", "cGE1NXdvcmQ", "bWU6cGE1NXdvcmQ=", "s1gnature", "h3ader", "c1ient")
+
+
+def test_a_password_may_have_any_characters() -> None:
+    with Server(FILES) as server:
+        assert open_store(server.url.replace("http://", "http://me:%E2%82%AC@")).read(BIG, 0, 10) == CONTENT[:10]
+        assert server.requests[0].headers["authorization"] == "Basic bWU64oKs"
 
 
 def test_credentials_reach_their_server_and_nothing_else(everything_logged: pytest.LogCaptureFixture) -> None:

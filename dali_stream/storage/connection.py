@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import os
 import re
@@ -74,20 +75,22 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections that are not in use."""
-        for pool in list(self._pools.values()):
-            pool.clear()
+        for (process, *_), pool in list(self._pools.items()):
+            if process == os.getpid():  # a lock of another one's may have been held at the fork
+                pool.clear()
 
     def _response(self, url: str, headers: dict[str, str], deadline: Deadline) -> Response:
         """The response to a GET, of which nothing but the headers was read."""
+        addresses = 1  # of a host that was reached, the first one answers most likely
         if not deadline.patience.reached:
             host = urlsplit(_proxy(url) or url).hostname
             deadline.connecting = _NO_NAME  # which may take the system minutes to find out
             try:
-                socket.getaddrinfo(host, None)
+                addresses = len(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
             finally:
                 deadline.connecting = ""
         silence_s = min(self.timeout_s, deadline.allowed_s() / 3)  # leaves time for other attempts
-        connect_s = max(min(silence_s, deadline.left(unreachable=True)), 0.001)
+        connect_s = max(min(silence_s, deadline.left(unreachable=True)) / addresses, 0.001)  # urllib3 tries each
         return self._pool(url).request(
             "GET",
             url,
@@ -107,12 +110,17 @@ class Client:
             user, _, host = urlsplit(proxy).netloc.rpartition("@")
             options: dict[str, Any] = {"maxsize": PER_HOST, "ssl_context": ssl.create_default_context()}
             if proxy:
-                given = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else {}
+                given = {"proxy-authorization": basic_authorization(user)} if user else {}
                 pool: urllib3.PoolManager = urllib3.ProxyManager(f"http://{host}", proxy_headers=given, **options)
             else:
                 pool = urllib3.PoolManager(**options)
             self._pools.setdefault(key, pool)
         return self._pools[key]
+
+
+def basic_authorization(user: str) -> str:
+    """The Authorization header for `user:password`, percent-encoded as in a URL."""
+    return f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
 
 
 def body(response: Response, length: int | None, deadline: Deadline) -> tuple[bytes, str | None]:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.registry import known_implementations
 
-from dali_stream.errors import DatasetError
+from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.logs import private
 from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, TransientError, cleaned
@@ -30,6 +30,7 @@ class FsspecStore(RemoteStore):
 
     Raises:
         DatasetError: fsspec has no driver for the scheme, or it is not installed.
+        StorageError: the driver connects at once, and cannot.
         ValueError: the driver does not take the options.
     """
 
@@ -56,6 +57,10 @@ class FsspecStore(RemoteStore):
             failure = ValueError(
                 f"{shown}: the driver for {scheme}:// does not accept this address or these storage_options "
                 f"({type(error).__name__})"
+            )
+        except OSError as error:
+            failure = StorageError(
+                f"{shown}: cannot be reached ({type(error).__name__}); check the address and storage_options"
             )
         raise failure  # not inside `except`: the driver's message may contain credentials
 
@@ -98,16 +103,16 @@ class FsspecStore(RemoteStore):
 
     def _filesystem(self) -> tuple[Any, str]:
         """The filesystem and the root in it; a new one after a fork, where an asynchronous driver does not run."""
-        if os.getpid() not in self._filesystems:
+        if (found := self._filesystems.get(os.getpid())) is None:
             with private():
                 filesystem, root = fsspec.core.url_to_fs(self._given, **self._options)
-            self._filesystems[os.getpid()] = filesystem, str(root).rstrip("/")
-        return self._filesystems[os.getpid()]
+            self._filesystems[os.getpid()] = found = filesystem, str(root).rstrip("/")
+        return found
 
     def _call(self, path: str, call: Callable[[Any, str], Any]) -> Any:
         """`call(filesystem, full path)`. Exceptions stay in here: their texts and causes may contain credentials."""
-        filesystem, root = self._filesystem()
         try:
+            filesystem, root = self._filesystem()
             with private():
                 return call(filesystem, f"{root}/{path}")
         except Exception as error:
@@ -127,4 +132,6 @@ class FsspecStore(RemoteStore):
             status = 400
         elif isinstance(error, ConnectionRefusedError):
             return TransientError(words, unreachable=True)
+        if status >= 500:
+            return TransientError(words)
         return self._refusal(path, status, words)

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import urllib3
 
 from dali_stream.errors import StorageError
 from dali_stream.storage import connection
-from dali_stream.storage.connection import Client, Response
+from dali_stream.storage.connection import Client, Response, basic_authorization
 from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, TransientError, cleaned, silence_s
 
@@ -44,7 +44,7 @@ class HttpStore(RemoteStore):
         user, _, host = parts.netloc.rpartition("@")
         self._headers, timeout_s = _options(storage_options or {})
         if user:
-            self._headers |= urllib3.make_headers(basic_auth=unquote(user))
+            self._headers["Authorization"] = basic_authorization(user)
         self._folder, self._query = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), parts.query
         self._client = Client(timeout_s)
         self._targets: dict[str, _Target] = {}  # where files' URLs redirected to
@@ -58,14 +58,15 @@ class HttpStore(RemoteStore):
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
         """One GET with a Range, and those that its redirects take."""
-        target = self._targets.get(path) or self._original(path)
+        remembered = self._targets.get(path)
+        target = remembered or self._original(path)
         try:
             for _ in range(_MAX_REDIRECTS + 1):
-                answer = self._request(path, target, start, stop, deadline)
+                answer = self._request(path, target, start, stop, deadline, target is remembered)
                 if isinstance(answer, Answer):
                     if answer.cut:
                         self._targets.pop(path, None)  # the next attempt asks the original URL again
-                    elif target != self._original(path):
+                    elif target.url != self._original(path).url:
                         self._targets[path] = target
                     return answer
                 target = answer
@@ -84,14 +85,16 @@ class HttpStore(RemoteStore):
     def _original(self, path: str) -> _Target:
         return _Target(f"{self._folder}/{quote(path)}" + (f"?{self._query}" if self._query else ""), "")
 
-    def _request(self, path: str, target: _Target, start: int, stop: int, deadline: Deadline) -> Answer | _Target:
+    def _request(
+        self, path: str, target: _Target, start: int, stop: int, deadline: Deadline, remembered: bool
+    ) -> Answer | _Target:
         """One request, and what to ask next if it is redirected."""
         given = self._headers if origin(target.url) == origin(self._folder) else {}
         headers = {**given, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
 
         def use(response: Response) -> Answer | _Target:
-            if response.status in (400, 401, 403, 404, 410) and self._targets.pop(path, None) == target:
-                return self._original(path)  # a signed URL has expired
+            if remembered and response.status in (400, 401, 403, 404, 410):  # a signed URL has expired
+                return self._original(path)
             if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                 return self._redirected(path, target, response.headers)
             return self._answer(path, response, target.tag, start, stop, deadline)

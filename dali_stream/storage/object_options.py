@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -256,7 +257,7 @@ def _region(name: str) -> str | None:
         answer = urllib.request.urlopen(url, timeout=5)
     except urllib.error.HTTPError as error:  # without credentials most buckets refuse, and name their region too
         answer = error
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return None
     with answer:
         return answer.headers.get("x-amz-bucket-region")  # type: ignore[no-any-return]

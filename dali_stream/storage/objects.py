@@ -27,7 +27,6 @@ _NAMES = re.compile(rf"\b({'|'.join(_FAILURES)})\b")
 _INSTANCE = re.compile(r"169\.254\.|metadata\.google\.internal")  # where instance roles are asked for
 
 _user: int | None = None  # the process that has used obstore first
-_opening = threading.Lock()
 
 
 class ObjectStore(RemoteStore):
@@ -49,9 +48,14 @@ class ObjectStore(RemoteStore):
         super().__init__(bucket.address, bucket.endpoint or bucket.name, patience, source=source, **common)
         self.hint = bucket.hint
         self._clients: list[Any] = []  # one, once it was used
+        self._opening = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_clients": []}  # a copy makes its own
+        return {**super().__getstate__(), "_clients": [], "_opening": None}  # a copy makes its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._opening = threading.Lock()
 
     def close(self) -> None:
         """Drops the client, which closes its connections."""
@@ -103,10 +107,10 @@ class ObjectStore(RemoteStore):
                 f"{self.address} is read in process {os.getpid()}, which was forked from process {_user} after that one had "
                 "read from a bucket; obstore's threads do not outlive a fork. Start processes with spawn or forkserver"
             )
-        with _opening:
-            if not self._clients:
-                self._clients.append(self._bucket.open())
-            return self._clients[0]
+        with self._opening:
+            client = next(iter(self._clients), None) or self._bucket.open()
+            self._clients[:] = [client]
+            return client
 
     def _failure(self, path: str, error: Exception) -> Exception | None:
         """The exception to raise for one of obstore, whose text has addresses in it; None for HTTP 412 and 416."""
@@ -128,6 +132,8 @@ class ObjectStore(RemoteStore):
             status = 404
         elif isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or _INSTANCE.search(text):
             status = 403
+        if status >= 500:
+            return TransientError(words)
         return self._refusal(path, status, words)
 
 

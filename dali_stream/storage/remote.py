@@ -214,9 +214,12 @@ class RemoteStore(Store):
             StorageError: the time is over. It counts from the first attempt.
         """
         failures: list[str] = []
-        with slot(self._host):
-            deadline = Deadline(self._patience, self._stop)
+        stop = self._stop  # another thread that closes the store replaces it
+        with slot(self._host, stop):
+            deadline = Deadline(self._patience, stop)
             while True:
+                if stop.is_set():
+                    raise given_up(what, failures, deadline, 0)
                 try:
                     found = bounded(request, deadline)
                     self._patience.reached = True

@@ -8,8 +8,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -93,9 +93,17 @@ class Deadline:
         self.stop.wait(seconds)
 
 
-def slot(host: str) -> threading.BoundedSemaphore:
-    """A context that holds one of the `PER_HOST` connection slots of a host. Waits until there is one."""
-    return _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
+@contextmanager
+def slot(host: str, stop: threading.Event) -> Iterator[None]:
+    """Holds one of the `PER_HOST` connection slots of a host. Waits until there is one, or until the event."""
+    slots = _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
+    while not (held := slots.acquire(timeout=_WAKE_S)) and not stop.is_set():
+        pass
+    try:
+        yield
+    finally:
+        if held:
+            slots.release()
 
 
 def seconds(given: Any, found: str) -> float:
@@ -188,9 +196,9 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
                 if error is not None:
                     raise error
                 return found  # type: ignore[no-any-return]
-        deadline.abandoned = True
     finally:
         if busy:
+            deadline.abandoned = True
             helper.requests.put(None)
         else:
             _idle.append(helper)
