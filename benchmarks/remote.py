@@ -6,29 +6,34 @@
 Serves the folder ROOT over HTTP or S3 on loopback, from a process of its own, with a latency for each request and a bandwidth
 for all together. In each round four loaders take turns, with the same order: local; remote with empty caches (cold); remote
 in its second epoch, out of memory; remote with nothing but a filled `cache_dir`. Rates are of an epoch without its first
-batch, whose time is given by itself. The server takes its share of the same cores.
+batch, whose time is given by itself, and are compared with the local disk's of the same round. The server takes time of the
+same cores: "server elsewhere" is the rate without that. Memory is touched before each loader, since the host of a virtual
+machine may provide it at the first touch, and slowly.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from argument_types import count, not_negative, positive
 
 import dali_stream
 from dali_stream.tools import environment
 
 BUCKET = "robots"
+TOUCHED = 5 << 30  # bytes, more than the default memory_budget
 TESTS = Path(__file__).parents[1] / "tests"
 
 
@@ -50,8 +55,9 @@ def main() -> int:
         return 1
     for name, found in result["medians"].items():
         print(
-            f"{name:7} {found['frames_per_s']:6.0f} frames/s, {found['ratio']:.3f} of local; first batch after "
-            f"{found['first_batch_s']:.2f} s; {found['requests']:.0f} requests, {found['fetched_bytes'] / 1e6:.1f} MB"
+            f"{name:7} {found['frames_per_s']:6.0f} frames/s, {found['ratio']:.3f} of local, {found['ratio_elsewhere']:.3f} "
+            f"with the server elsewhere; first batch after {found['first_batch_s']:.2f} s; {found['requests']:.0f} requests, "
+            f"{found['fetched_bytes'] / 1e6:.1f} MB"
         )
     if arguments.json:
         print(environment.report_json(result))
@@ -63,53 +69,64 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     loader = {"batch_size": arguments.batch_size, "memory_budget": arguments.memory_budget}
     rounds: dict[str, list[dict[str, float]]] = {"local": [], "cold": [], "memory": [], "cache": []}
     network = served(arguments.root, arguments.over, arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6)
-    with tempfile.TemporaryDirectory() as cache, network as remote:
-        epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader)  # fills the cache, and warms up the process
+    with tempfile.TemporaryDirectory() as cache, network as (remote, server_s):
+        epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader, server_s)  # fills the cache, warms up the process
         for _ in range(arguments.rounds):
-            rounds["local"] += epochs(dali_stream.Dataset(arguments.root), 1, loader)
-            cold, memory = epochs(dali_stream.Dataset(**remote), 2, loader)
+            rounds["local"] += epochs(dali_stream.Dataset(arguments.root), 1, loader, server_s)
+            cold, memory = epochs(dali_stream.Dataset(**remote), 2, loader, server_s)
             rounds["cold"].append(cold)
             rounds["memory"].append(memory)
-            rounds["cache"] += epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader)
+            rounds["cache"] += epochs(dali_stream.Dataset(**remote, cache_dir=cache), 1, loader, server_s)
+    for sides in zip(*rounds.values(), strict=True):
+        local = sides[0]["frames_per_s"]
+        for side in sides:
+            side["ratio"], side["ratio_elsewhere"] = side["frames_per_s"] / local, side.pop("elsewhere_per_s") / local
     medians = {name: {key: statistics.median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()}
-    for found in medians.values():
-        found["ratio"] = found["frames_per_s"] / medians["local"]["frames_per_s"]
     settings = {key: str(value) for key, value in vars(arguments).items()}
     return {"arguments": settings, "medians": medians, "rounds": rounds, **environment.ran_on("cpu")}
 
 
-def epochs(dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """Streams some epochs with one loader, and tells what each took."""
-    found = []
+def epochs(
+    dataset: dali_stream.Dataset, count: int, arguments: dict[str, Any], server_s: Callable[[], float]
+) -> list[dict[str, float]]:
+    """Streams some epochs with one loader, and tells what each took. `server_s` tells the server's seconds of CPU."""
+    found, cores = [], len(os.sched_getaffinity(0))
+    np.empty(TOUCHED, np.uint8).fill(1)
     with dali_stream.Loader(dataset, image_dtype="uint8", **arguments) as loader:
         for _ in range(count):
             before, began = loader.stats(), time.perf_counter()
             frames, first = 0, 0.0
             for batch in loader:
                 if not first:
-                    first, started = time.perf_counter() - began, time.perf_counter()
+                    first, served_s, started = time.perf_counter() - began, server_s(), time.perf_counter()
                 else:
                     frames += len(batch["index"]) * len(dataset.cameras)
-            rate = frames / (time.perf_counter() - started)
+            took, served_s = time.perf_counter() - started, server_s() - served_s
             after = loader.stats()
             spent = {key: after[key] - before[key] for key in ("requests", "fetched_bytes", "needed_bytes", "cached_bytes")}
-            found.append({"frames_per_s": rate, "first_batch_s": first, **spent})
+            rates = {"frames_per_s": frames / took, "elsewhere_per_s": frames / (took - served_s / cores)}
+            found.append({**rates, "first_batch_s": first, "server_cpu_s": served_s, **spent})
     return found
 
 
 @contextmanager
-def served(root: Path, over: str, latency_s: float, bytes_per_s: float) -> Iterator[dict[str, Any]]:
-    """A process that serves a folder: what `Dataset` takes to read from it."""
+def served(root: Path, over: str, latency_s: float, bytes_per_s: float) -> Iterator[tuple[dict[str, Any], Callable[[], float]]]:
+    """A process that serves a folder: what `Dataset` takes to read from it, and what tells its seconds of CPU."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     arguments = (theirs, root, over, latency_s, bytes_per_s)
     serving = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
     serving.start()
     url = ours.recv()
+
+    def cpu_s() -> float:
+        ours.send("cpu")
+        return float(ours.recv())
+
     try:
         if over == "http":
-            yield {"uri": url}
+            yield {"uri": url}, cpu_s
         else:
-            yield {"uri": f"s3://{BUCKET}", "storage_options": {"anon": True, "endpoint_url": url}}
+            yield {"uri": f"s3://{BUCKET}", "storage_options": {"anon": True, "endpoint_url": url}}, cpu_s
     finally:
         ours.send("end")
         serving.join()
@@ -129,7 +146,8 @@ def _serve(connection: Connection, root: Path, over: str, latency_s: float, byte
         server = Objects(files, **network)
     with server:
         connection.send(server.url)
-        connection.recv()
+        while connection.recv() != "end":
+            connection.send(time.process_time())
 
 
 if __name__ == "__main__":

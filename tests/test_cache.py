@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,7 +210,6 @@ DAMAGE = {
     "a check": flip(68),
     "truncated": lambda path: os.truncate(path, 70_000),
     "truncated in the header": lambda path: os.truncate(path, 20),
-    "empty": lambda path: os.truncate(path, 0),
     "foreign": lambda path: path.write_bytes(b"hello"),
     "of another segment": lambda path: shutil.copy(path.with_name(path.name.replace("-0", "-1")), path),
     "of another file": lambda path: shutil.copy(
@@ -237,6 +237,33 @@ def test_a_damaged_segment_is_absent_and_removed_and_said_once(
     assert "damaged" in warnings()[0]
     keep(cache, "f", 0, 6)
     assert whole(cache, "f", 0, 6)
+
+
+def test_a_segment_that_another_process_is_writing_is_absent_without_a_warning(
+    folder: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader, write = DiskCache(folder, None), DiskCache(folder, None), os.pwrite
+
+    def looked(*arguments: Any) -> int:
+        assert segments(folder)[0].exists()
+        assert hits(reader, "f", 2, 8) == set()
+        assert reader.size("f") is None
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", looked)
+    keep(writer, "f", 2, 8)
+    assert whole(reader, "f", 2, 8)
+    assert not warnings()
+
+
+def test_a_segment_whose_writer_died_is_written_again(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    cache = DiskCache(folder, None)
+    keep(cache, "f", 0, 6)
+    os.truncate(segments(folder)[0], 0)
+    assert hits(cache, "f", 0, 6) == set()
+    keep(cache, "f", 0, 6)
+    assert whole(cache, "f", 0, 6)
+    assert not warnings()
 
 
 def test_files_that_are_no_segments_are_left_alone(folder: Path) -> None:

@@ -74,9 +74,9 @@ class DiskCache:
         self._writing, self._lock = True, threading.Lock()
 
     def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
-        """Blocks [first, last) of a file; None for each that is not there."""
-        found: list[bytes | None] = []
-        for number, a, b in _pieces(first, last):
+        """Blocks [first, last) of a file; None for each that is not there, and for all if the version is unknown (empty)."""
+        found: list[bytes | None] = [] if version else [None] * (last - first)
+        for number, a, b in _pieces(first, last) if version else ():
             path = self._path(file, number)
             try:
                 found += _read(path, _hash(file), number, _hash(version), a, b)
@@ -233,7 +233,7 @@ def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
         with suppress(FileExistsError):
             os.mkdir(missing)
     with suppress(FileExistsError), _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:  # or another process was first
-        _put(handle, (header, 0), (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
+        _put(handle, (data, _BLOCKS + first * BLOCK), (header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0))
     return None
 
 
@@ -250,10 +250,15 @@ def _fixed(digest: bytes, number: int, version: bytes, size: int) -> bytes:
 
 
 def _header(handle: int, digest: bytes, number: int) -> tuple[bytes, int, bytes]:
-    """The version and the size of the remote file, and the segment's header. Raises _DamagedError if that is of another one."""
+    """The version and the size of the remote file, and the segment's header.
+
+    Raises _DamagedError if that is of another one, and FileNotFoundError if it is not there yet.
+    """
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         raise _DamagedError("it is not a regular file")
     header = os.pread(handle, _BLOCKS, 0).ljust(_BLOCKS, b"\0")
+    if not any(header[: _FIXED.size]):  # which a segment's first writer writes last
+        raise FileNotFoundError
     version, size = _FIXED.unpack_from(header)[3:]
     if not header.startswith(_fixed(digest, number, version, size)):
         raise _DamagedError("its header is damaged, or of another segment")
