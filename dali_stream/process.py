@@ -124,8 +124,8 @@ def _has_driver() -> bool:
 def trim_memory() -> None:
     """Returns free memory of the heaps to the system, with glibc's malloc_trim; elsewhere it does nothing.
 
-    glibc keeps freed blocks of decoded frames in each thread's heaps, where others do not always fit: 500 MB after seven
-    epochs of 640×480 on two threads.
+    glibc keeps freed blocks of decoded frames in each thread's heaps, where others do not always fit: an aligned block is not
+    used again for another of its size while a small one beside it lives on (its bug 14581).
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -49,7 +50,7 @@ Array = npt.NDArray[Any]
 Texts = dict[str, list[str]]  # per key, one of each sample
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
-_TRIM_AFTER = 4096  # decoded frames, after which free memory is given back: it takes some ms
+_TRIM_AFTER = 512 << 20  # bytes of RGB at full size decoded, after which free memory is given back: it takes about 10 ms
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
@@ -99,7 +100,7 @@ class BatchProducer:
         for (key, file), index_bytes in config.indices.held().items():
             self._schedule.reads.there(key, file, index_bytes)
         self._decoders: dict[str, Decoder] = {key: self._decoder(key) for key in dataset.cameras}
-        self._advised, self._decodes = False, 0
+        self._advised, self._decoded_bytes = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
         self._buffers = Buffers()
@@ -339,11 +340,11 @@ class BatchProducer:
         if self._schedule.advice and not self._advised:
             self._advised = True
             self._advise(self._schedule.advice)
-        for planned in step.frames.values():
+        for key, planned in step.frames.items():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
-            self._decodes += planned.decodes
-        if self._decodes >= _TRIM_AFTER:
-            self._decodes = 0
+            self._decoded_bytes += planned.decodes * math.prod(self._config.dataset.features[key].shape)
+        if self._decoded_bytes >= _TRIM_AFTER:
+            self._decoded_bytes = 0
             trim_memory()
 
     def _count_again(self, counter: str, count: int, what: str) -> None:
