@@ -351,7 +351,6 @@ class Loader:
         self._abandoned = True
         try:
             while batches.count(self._position):
-                self._check_current(iteration)
                 started = time.perf_counter()
                 batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
                 now = time.perf_counter()
@@ -364,8 +363,8 @@ class Loader:
                     self._log_bottleneck()
                 given = time.perf_counter()
                 yield batch
+                self._check_current(iteration)  # before a lock is taken: after a fork, a thread of the parent may hold it
                 self._counters.add(consumer_s=time.perf_counter() - given)
-            self._check_current(iteration)
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:

@@ -359,12 +359,13 @@ def use_all():
 def drop():
     del globals()["iterator"], globals()["loader"]
 
-found = {
-    "uses": in_child(use_all),
-    "next": in_child(lambda: refused(lambda: next(iterator))),
-    "dropped": in_child(drop),
-    "exit": in_child(lambda: sys.exit(0)),
-}
+with loader._counters._lock:  # as another thread may hold it at any time
+    found = {
+        "uses": in_child(use_all),
+        "next": in_child(lambda: refused(lambda: next(iterator))),
+        "dropped": in_child(drop),
+        "exit": in_child(lambda: sys.exit(0)),
+    }
 worker = multiprocessing.get_context("fork").Process(target=lambda: refused(lambda: list(loader)))
 worker.start()
 worker.join(60)
