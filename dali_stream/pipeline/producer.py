@@ -50,7 +50,7 @@ Array = npt.NDArray[Any]
 Texts = dict[str, list[str]]  # per key, one of each sample
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
-_TRIM_AFTER = 512 << 20  # bytes of RGB at full size decoded, after which free memory is given back: it takes about 10 ms
+_TRIM_AFTER = 128 << 20  # bytes of RGB at full size per decode thread, after which free memory is given back: it takes some ms
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
@@ -343,7 +343,7 @@ class BatchProducer:
         for key, planned in step.frames.items():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
             self._decoded_bytes += planned.decodes * math.prod(self._config.dataset.features[key].shape)
-        if self._decoded_bytes >= _TRIM_AFTER:
+        if self._decoded_bytes >= _TRIM_AFTER * len(self._pool):
             self._decoded_bytes = 0
             trim_memory()
 
