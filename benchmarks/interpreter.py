@@ -58,7 +58,7 @@ def main() -> int:
         return 1
     try:
         network = arguments.latency_ms / 1e3, arguments.megabytes_per_s * 1e6
-        here = nullcontext(({"uri": arguments.uri}, time.process_time))
+        here = nullcontext(({"uri": arguments.uri}, None))
         with served(Path(arguments.uri), arguments.over, *network) if arguments.over else here as (opened, _):
             result = measure(opened, arguments.mode, arguments.batch_size, arguments.seconds, arguments.rounds, spy)
     except (dali_stream.DaliStreamError, ValueError) as error:

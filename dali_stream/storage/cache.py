@@ -75,8 +75,10 @@ class DiskCache:
 
     def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
         """Blocks [first, last) of a file; None for each that is not there, and for all if the version is unknown (empty)."""
-        found: list[bytes | None] = [] if version else [None] * (last - first)
-        for number, a, b in _pieces(first, last) if version else ():
+        if not version:
+            return [None] * (last - first)
+        found: list[bytes | None] = []
+        for number, a, b in _pieces(first, last):
             path = self._path(file, number)
             try:
                 found += _read(path, _hash(file), number, _hash(version), a, b)
