@@ -148,7 +148,7 @@ def test_a_frame_of_another_episode_is_not_delivered(offset: int, decoder: str, 
     place = f"number {number} of {data.FRAMES}, is at {at / data.FPS:.4f} s, 0.0000 s away"
     assert message.startswith(f"{data.CAMERA}: episode 1, frame {frame}: ")
     assert f"from_timestamp 0.6667 s asks for {at / data.FPS:.4f} s of the file; the nearest frame, {place}" in message
-    assert "outside its episode, from_timestamp 0.6667 s up to before to_timestamp 1.3333 s" in message
+    assert "outside its episode, which begins at 0.6667 s, and the next episode of the file begins at 1.3333 s" in message
     with data.loader(middle, on_error="substitute", decode=decoder) as loader:
         assert frame not in {f for _, f, _ in data.samples(loader)}
         assert loader.stats()["substituted"] == 1

@@ -413,20 +413,31 @@ def test_rows_that_are_offset_against_the_video(encoded: Callable[..., Path]) ->
     finding = looked_at(root)[0][f"{CAMERA} timestamps"]
     assert finding.status == "problem"
     assert finding.text.startswith("episode 0, frame 30: ")
-    assert "outside its episode, from_timestamp 0.0000 s up to before to_timestamp 1.0333 s" in finding.text
+    assert "outside its episode, which begins at 0.0000 s, and the next episode of the file begins at 1.0333 s" in finding.text
     assert finding.text.endswith("; 2 of 2 episodes have such faults")
 
 
-def test_an_episode_that_metadata_make_too_short(encoded: Callable[..., Path]) -> None:
+def test_a_to_timestamp_that_is_a_frame_short_is_a_warning(encoded: Callable[..., Path]) -> None:
     root = encoded(*h264(12))
     path = root / "meta/episodes/chunk-000/file-000.parquet"
     table = pq.read_table(path)
     at = table.column_names.index(f"videos/{CAMERA}/to_timestamp")
     pq.write_table(table.set_column(at, table.column_names[at], pa.array([31 / 30, 71 / 30])), path)
-    finding = looked_at(root)[0][f"{CAMERA} timestamps"]
+    findings = looked_at(root)[0]
+    assert findings[f"{CAMERA} timestamps"].status == "ok"
+    finding = findings[f"{CAMERA} to_timestamp"]
+    assert finding.status == "warning"
+    assert (
+        "end of the last frame in 1 of 2 episodes: episode 1 has 41 frames at 30 fps from 1.0333 s to 2.3667 s" in finding.text
+    )
+
+
+def test_wall_clock_timestamps_have_the_clock_as_their_remedy(encoded: Callable[..., Path]) -> None:
+    """Every episode has faults, and none of them has to be excluded."""
+    finding = looked_at(shifted(encoded(*h264(12)), 0.3))[0][f"{CAMERA} timestamps"]
     assert finding.status == "problem"
-    assert finding.text.startswith("episode 1, frame 40: ")
-    assert "to_timestamp 2.3667 s" in finding.text
+    assert finding.remedy.startswith("each row has its frame at frame_index / fps. Dataset(clock=")
+    assert "`dali-stream convert URI OUT --clock frame_index`" in finding.remedy
 
 
 def test_a_timestamp_that_falls(demo_copy: Path) -> None:

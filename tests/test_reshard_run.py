@@ -275,7 +275,7 @@ def test_rows_that_are_offset_against_the_video_are_refused(tmp_path: Path) -> N
     """Elsewhere in the new files, the frame of another episode would be an unknown one."""
     video = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.mpeg4(12))
     root = video_data.shifted(video_data.write_dataset(tmp_path / "data", [video]), 1)
-    with pytest.raises(DecodeError, match=r"episode 0, frame 30: .*outside its episode, from_timestamp 0\.0000 s"):
+    with pytest.raises(DecodeError, match=r"episode 0, frame 30: .*outside its episode, which begins at 0\.0000 s"):
         reshard(Dataset(root), tmp_path / "out")
 
 

@@ -188,7 +188,7 @@ def check_validation(out: Path, demo: Path, small: Path) -> None:
     ("arguments", "said"),
     [
         (["--val-episodes", 2], "dataset 'side': --val-episodes is 2, and the dataset has 2 episodes"),
-        (["--revision", "main"], "--revision, --data-files-root and --cache-dir are of one dataset; give them in"),
+        (["--revision", "main"], "--revision must not be given with a mixture file"),
     ],
 )
 def test_what_does_not_go_with_a_mixture_is_said_in_a_line(

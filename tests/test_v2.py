@@ -366,8 +366,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "statistics twice": (lambda root: line(root, STATS, 1, '{"episode_index": 0, "stats": {}}'), "a second line of episode 0"),
     "a path of v3.0": (
-        lambda root: change_info(root, data_path="data/{chunk_index:03d}.parquet"),
-        "data_path is not a path template: it has the field {chunk_index:03d}; allowed are .*{episode_index:06d}",
+        lambda root: change_info(root, data_path="data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"),
+        "data_path is not a path template: it has the field {file_index:03d}; allowed are .*{episode_index:06d}",
     ),
     "one file for all episodes": (
         lambda root: change_info(root, data_path="data/{episode_chunk:03d}.parquet"),
@@ -481,8 +481,8 @@ def test_the_command(roots: dict[str, Path], tmp_path: Path, capsys: pytest.Capt
     assert main(["convert", str(roots["v2.1"]), str(tmp_path / "out")]) == 0
     assert f"5 episodes, {sum(LENGTHS)} frames; all rows and encoded frames are verified" in capsys.readouterr().out
     assert tree(tmp_path / "out") == tree(roots["converted v2.1"])
-    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again")]) == 2
-    assert "is of v3.0 already; to rewrite it for streaming, use reshard" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
+    assert tree(tmp_path / "again") == tree(tmp_path / "out")
 
 
 def test_tasks_that_are_no_texts_are_not_converted(root: Path, tmp_path: Path) -> None:

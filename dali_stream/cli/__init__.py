@@ -40,7 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(short_help="Measure data loading alone.")(bench)
-app.command(short_help="Convert a dataset of v2.0 or v2.1 to v3.0.")(convert)
+app.command(short_help="Convert a dataset to v3.0 with correct times.")(convert)
 app.command(short_help="Make a small dataset, stream and measure it.")(demo)
 app.command(short_help="Diagnose this machine and a dataset.")(doctor)
 app.command(short_help="Read a remote dataset's index into a cache.")(index)

@@ -29,6 +29,23 @@ CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Cache fetched
 StorageOptions = Annotated[
     str | None, typer.Option(metavar="JSON", help="Credentials and the like, such as '{\"anon\": true}' for public S3.")
 ]
+# Of every command that locates frames by rows.
+Clock = Annotated[
+    str | None,
+    typer.Option(
+        metavar="timestamp|frame_index",
+        help="Locate frames by timestamp (default), or by frame_index / fps where timestamps come from a wall clock.",
+    ),
+]
+ToleranceS = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="Largest distance of a frame from its row's time. Default: a quarter of a frame."),
+]
+
+
+def located_by(clock: str | None, tolerance_s: float | None) -> dict[str, Any]:
+    """Return those of the two arguments of `Dataset` that were given."""
+    return {name: value for name, value in (("clock", clock), ("tolerance_s", tolerance_s)) if value is not None}
 
 
 def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> AbstractContextManager[Dataset]:

@@ -44,6 +44,8 @@ def bench(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
     out_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json and .csv into this folder.")
     ] = None,
@@ -61,6 +63,7 @@ def bench(
     if out_dir is not None:
         out_dir.mkdir(parents=True, exist_ok=True)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= arguments.located_by(clock, tolerance_s)
     size = None if image_size == "recorded" else arguments.size("--image-size", image_size)
     loader: dict[str, Any] = {
         "batch_size": batch_size, "threads": threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,

@@ -30,6 +30,8 @@ def doctor(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Check what this machine decodes and whether its software fits together, and say how to fix problems.
 
@@ -41,10 +43,11 @@ def doctor(
     options = arguments.json_object("--storage-options", storage_options)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"storage_options": options}
-    if uri is None and (deep or cameras is not None or episodes is not None):
-        raise ValueError("--deep, --cameras and --episodes are for a dataset; give its URI")
+    if uri is None and (deep or any(each is not None for each in (cameras, episodes, clock, tolerance_s))):
+        raise ValueError("--deep, --cameras, --episodes, --clock and --tolerance-s need a dataset. Give its URI")
     if uri is not None:
         place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
+        place |= arguments.located_by(clock, tolerance_s)
     with console.progress("examining") as show:
         report = dali_stream.doctor(uri, **place, deep=deep, progress=show)
     if as_json:

@@ -34,15 +34,18 @@ def info(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each.
 
-    Reads metadata and the index of up to 32 video files per camera, and lists missing and broken files. Decodes nothing,
-    unless --image-size is given. Exit code 1 if a file is missing or broken.
+    Reads metadata, the index of up to 32 video files per camera, and the rows of one episode, and lists missing and broken
+    files. Decodes nothing, unless --image-size is given. Exit code 1 if a file is missing or broken, or if a row has no frame.
 
     Of several datasets, or a mixture file: the share of each, how often an epoch repeats it, and in what they differ.
     """
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= arguments.located_by(clock, tolerance_s)
     place |= {"episodes": arguments.numbers("--episodes", episodes)}
     if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
         if image_size:

@@ -36,6 +36,8 @@ def preview(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
@@ -45,6 +47,7 @@ def preview(
     arguments.png("--out", out)
     size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= arguments.located_by(clock, tolerance_s)
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
     with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
         if not dataset.cameras:

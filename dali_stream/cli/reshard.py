@@ -1,4 +1,4 @@
-"""`dali-stream reshard`: a dataset rewritten for streaming. `dali-stream convert`: one of LeRobot v2.0 or v2.1 as v3.0."""
+"""`dali-stream reshard` rewrites a dataset for streaming. `dali-stream convert` writes v3.0 with correct times."""
 
 from __future__ import annotations
 
@@ -58,13 +58,17 @@ def convert(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
-    """Convert a dataset of v2.0 or v2.1 to v3.0. dali_stream reads it without; other programs may need v3.0.
+    """Convert a dataset of v2.0 or v2.1 to v3.0, or write correct times. dali_stream itself reads all versions.
 
-    Nothing is decoded, encoded or pushed, and URI is not changed: rows and encoded frames stay as they are, which is verified
-    at the end. After an interruption, the same command resumes. OUT becomes a dataset only after verification.
+    Encoded frames stay as they are, and so do rows, which is verified at the end. With --clock frame_index, timestamps become
+    frame_index / fps. Nothing is decoded, encoded or pushed, and URI is not changed. After an interruption, the same command
+    resumes. OUT becomes a dataset only after verification.
     """
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= arguments.located_by(clock, tolerance_s)
     sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
     with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as show:
         report = dali_stream.convert(dataset, out, **sizes, progress=console.stages(show, *_FILES))

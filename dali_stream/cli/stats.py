@@ -26,6 +26,8 @@ def stats(
     data_files_root: arguments.DataFilesRoot = None,
     cache_dir: arguments.CacheDir = None,
     storage_options: arguments.StorageOptions = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 
@@ -37,6 +39,7 @@ def stats(
         why = "exists" if out.exists() else "is in a folder that does not exist"
         raise ValueError(f"--out is {str(out)!r}, which {why}; give a new file in an existing folder")
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= arguments.located_by(clock, tolerance_s)
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
     with (
         arguments.opened(uri, storage_options=storage_options, **place) as dataset,

@@ -90,8 +90,10 @@ class Episodes:
         first_row: (E,) value of `index` at its first frame.
         data: its Parquet file.
         video: per camera, its MP4.
-        start: per camera, (E,) seconds at which the episode begins in its MP4.
-        stop: per camera, (E,) seconds at which it ends there; the frame at that time is not of it. Infinite in v2.x.
+        start: per camera, (E,) seconds at which the episode begins in its MP4 (`from_timestamp`).
+        stop: per camera, (E,) seconds at which the next episode begins in the same MP4; infinite for the last one.
+        to_timestamp: per camera, (E,) seconds at which the metadata lets the episode end; infinite in v2.x. No frame is
+            chosen by it, since some exporters write the time of the last frame there.
     """
 
     index: npt.NDArray[np.int64]
@@ -101,10 +103,17 @@ class Episodes:
     video: dict[str, Files] = field(default_factory=dict)
     start: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     stop: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    to_timestamp: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
 
     def interval(self, camera: str, row: int) -> tuple[float, float]:
-        """Where the episode in this row of the table lies in its MP4: [start, stop) in seconds."""
+        """Return where the episode in this row of the table lies in its MP4: [start, stop) in seconds."""
         return float(self.start[camera][row]), float(self.stop[camera][row])
+
+    def ends_early(self, camera: str, fps: float) -> npt.NDArray[np.bool_]:
+        """Return whether `to_timestamp` lies before the end of the last frame, shape (E,). No frame is lost by that."""
+        frames = (self.to_timestamp[camera] - self.start[camera]) * fps
+        early: npt.NDArray[np.bool_] = frames < self.length - 0.5
+        return early
 
 
 def read_info(store: Store) -> Info:
@@ -148,7 +157,9 @@ def read_info(store: Store) -> Info:
         episodes=_count(info.get("total_episodes"), "total_episodes", store),
         frames=_count(info.get("total_frames"), "total_frames", store),
         splits=splits if isinstance(splits := info.get("splits"), dict) else {},
-        chunk=_chunk(info.get("chunks_size"), store) if "{episode_chunk" in f"{data_path}{video_path}" else 0,
+        chunk=_chunk(info.get("chunks_size"), store)
+        if version.startswith("v2.") and _names_chunk(f"{data_path}{video_path}")
+        else 0,
         left_out=left_out,
     )
 
@@ -172,19 +183,40 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     by_index = np.argsort(table["episode_index"], kind="stable")
     table = {key: values[by_index] for key, values in table.items()}
     check_episodes(table, store.where("meta/episodes"), store, info)
-    video = {}
+    video, start = {}, {}
     for camera in cameras:
         columns = table[f"videos/{camera}/chunk_index"], table[f"videos/{camera}/file_index"]
         video[camera] = _files(video_path, *columns, video_key=camera)
+        start[camera] = table[f"videos/{camera}/from_timestamp"].astype(np.float64)
     return Episodes(
         index=table["episode_index"],
         length=table["length"],
         first_row=table["dataset_from_index"],
         data=_files(info.data_path, table["data/chunk_index"], table["data/file_index"]),
         video=video,
-        start={camera: table[f"videos/{camera}/from_timestamp"].astype(np.float64) for camera in cameras},
-        stop={camera: table[f"videos/{camera}/to_timestamp"].astype(np.float64) for camera in cameras},
+        start=start,
+        stop={camera: _next_start(video[camera].index, start[camera]) for camera in cameras},
+        to_timestamp={camera: table[f"videos/{camera}/to_timestamp"].astype(np.float64) for camera in cameras},
     )
+
+
+def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return when the next episode of the same file begins, infinity after the last one.
+
+    Episodes that begin at the same time share their frames, and end where the next other one begins.
+
+    Args:
+        file: Number of each episode's file, shape (E,).
+        start: Seconds at which each episode begins in its file, shape (E,).
+    """
+    order = np.lexsort((start, file))
+    files, starts = file[order], start[order]
+    last_at_time = np.flatnonzero(np.append((np.diff(files) != 0) | (np.diff(starts) != 0), True))
+    following = last_at_time[np.searchsorted(last_at_time, np.arange(len(order)))] + 1
+    in_file = np.append(files, -1)[following] == files
+    stop = np.empty(len(order))
+    stop[order] = np.where(in_file, np.append(starts, np.inf)[following], np.inf)
+    return stop
 
 
 def video_template(store: Store, info: Info) -> str:
@@ -309,7 +341,12 @@ class parquet_errors:
 
 
 _V3_FIELDS = {"video_key": "", "chunk_index": ":03d", "file_index": ":03d"}
-_V2_FIELDS = {"video_key": "", "episode_chunk": ":03d", "episode_index": ":06d"}
+_V2_FIELDS = {
+    "video_key": "",
+    "episode_chunk": ":03d",
+    "chunk_index": ":03d",
+    "episode_index": ":06d",
+}  # some write chunk_index
 
 
 def _looks(store: Store) -> str:
@@ -331,6 +368,10 @@ def _count(value: Any, name: str, store: Store) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise DatasetError(f"{store.where(INFO)}: {name} is {str(value)[:40]}; it is an integer of 0 or more")
     return value
+
+
+def _names_chunk(templates: str) -> bool:
+    return "{episode_chunk" in templates or "{chunk_index" in templates
 
 
 def _chunk(value: Any, store: Store) -> int:
@@ -429,7 +470,7 @@ def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Sto
             refuse(~np.isfinite(values) | (np.abs(values) > 1e9), f"{name} is no time in seconds")
         if name.endswith("/to_timestamp"):
             start = table[f"{name.removesuffix('to_timestamp')}from_timestamp"]
-            refuse(~(values > start), f"{name} is not behind its from_timestamp")
+            refuse(values < start, f"{name} must not be less than from_timestamp")
     for what, promise, found in (("episodes", info.episodes, len(index)), ("frames", info.frames, int(length.sum()))):
         if promise is not None and promise != found:
             raise DatasetError(

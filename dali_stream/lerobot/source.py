@@ -87,7 +87,7 @@ class Source(Protocol):
         ...
 
     def interval(self, camera: str, episode: int) -> tuple[float, float]:
-        """Where an episode lies in its MP4 file: [start, stop) in seconds."""
+        """Return where an episode lies in its MP4 file, up to where the next one begins: [start, stop) in seconds."""
         ...
 
     def timing(self, episode: int) -> Timing:

@@ -26,7 +26,7 @@ _log = logging.getLogger("dali_stream")
 
 
 def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
-    """Reads `meta/episodes.jsonl`. An episode ends with its MP4, so `stop` is infinite.
+    """Read `meta/episodes.jsonl`. An episode ends with its MP4, so `stop` is infinite.
 
     Raises:
         DatasetError: a line is broken, or the numbers contradict each other or `info.json`.
@@ -47,6 +47,7 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
         video={camera: _files(video_path, index, info.chunk, camera) for camera in cameras},
         start={camera: np.zeros(len(index)) for camera in cameras},
         stop={camera: np.full(len(index), np.inf) for camera in cameras},
+        to_timestamp={camera: np.full(len(index), np.inf) for camera in cameras},
     )
 
 
@@ -174,10 +175,12 @@ def _whole(entry: dict[str, Any], name: str, where: str) -> int:
 
 
 def _files(template: str, index: npt.NDArray[np.int64], chunk: int, video_key: str = "") -> Files:
-    paths = [
-        template.format(episode_chunk=episode // chunk if chunk else 0, episode_index=episode, video_key=video_key)
-        for episode in index.tolist()
-    ]
+    """Return the file of each episode. LeRobot names its chunk `episode_chunk`, and some exporters `chunk_index`."""
+    paths = []
+    for episode in index.tolist():
+        number = episode // chunk if chunk else 0
+        fields = {"episode_chunk": number, "chunk_index": number, "episode_index": episode, "video_key": video_key}
+        paths.append(template.format(**fields))
     return Files(paths, np.arange(len(paths)))
 
 

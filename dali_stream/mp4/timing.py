@@ -1,4 +1,4 @@
-"""Which packet of a video file holds the frame of which row: the nearest in time, if it is near enough and of the episode."""
+"""Location of the frames of rows in a video file: the nearest packet in time, if it is near enough and of the episode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import numpy.typing as npt
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 
 TOLERANCE = 0.25  # of a frame: no other frame can be meant, and files whose clock is coarse (milliseconds) still fit
-Interval = tuple[float, float]  # from_timestamp and to_timestamp of an episode: [start, stop) in seconds of the file
+BY_FRAME_INDEX = (
+    'Dataset(clock="frame_index"), or --clock frame_index on the command line, locates frames by frame_index / fps. '
+    "`dali-stream convert URI OUT --clock frame_index` writes a copy with regular timestamps"
+)
+Interval = tuple[float, float]  # from_timestamp of an episode and of the next one: [start, stop) in seconds of the file
 
 
 def find_packets(
@@ -52,17 +56,17 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float,
             near = tolerance < half and away <= half
             accepts = f", and Dataset(tolerance_s={half}) accepts frames up to half a frame away" if near else ""
             return (
-                f"{found}. The timestamp is no multiple of 1/fps = {1 / fps:.4g} s, so it is likely that of a wall clock. "
-                f'Dataset(clock="frame_index") takes frame_index / fps instead{accepts}'
+                f"{found}. The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it probably comes from a wall clock. "
+                f"{BY_FRAME_INDEX}{accepts}"
             )
         return (
-            f"{found}. The video is shorter than its episode, or its timestamps drift. Record, convert or copy the dataset "
-            'again; if each row has its frame all the same, Dataset(clock="frame_index") takes frame_index / fps instead'
+            f"{found}. The video is shorter than its episode, or its timestamps drift. Record or copy the dataset again. If "
+            f"each row has its frame all the same: {BY_FRAME_INDEX}"
         )
+    following = f", and the next episode of the file begins at {interval[1]:.4f} s" if math.isfinite(interval[1]) else ""
     return (
-        f"{found}, and lies outside its episode, from_timestamp {interval[0]:.4f} s up to before to_timestamp "
-        f"{interval[1]:.4f} s. The rows are offset against the video, or meta/episodes is wrong. Record or convert the "
-        "dataset again"
+        f"{found}, outside its episode, which begins at {interval[0]:.4f} s{following}. The rows are offset against the "
+        "video, or meta/episodes is wrong. Record or convert the dataset again"
     )
 
 

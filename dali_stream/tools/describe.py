@@ -1,6 +1,7 @@
 """`describe`: sizes, features, tasks and video formats of a dataset, without decoding.
 
-Reads only metadata and the indices (`moov`) of video files. Needs neither torchcodec nor DALI.
+Reads only metadata, the indices (`moov`) of video files, and the rows of an episode per camera. Needs neither torchcodec nor
+DALI.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.route import Route, choose, refusal
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
 from dali_stream.lerobot import metadata
+from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.features import ENCODING
+from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.format import describe as describe_format
-from dali_stream.mp4.index import VideoIndex, read_index
+from dali_stream.mp4.index import LACKING, VideoIndex, read_index
+from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
 
 LOOK_AT = 32  # video files per camera whose index is read
@@ -61,7 +65,7 @@ class CameraReport:
         route: the decoder that a Loader starts with on this machine.
         route_change: why a Loader would switch to torchcodec at a later file; empty if no checked file requires it.
         remarks: what `meta/info.json` says and the first file contradicts.
-        broken: why checked files cannot be read.
+        broken: Why checked files cannot be read, and why rows of the first episode have no frame.
     """
 
     kind: Literal["video", "image"]
@@ -222,7 +226,26 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
         route = Route("torchcodec", "none of its checked files can be read")
         return CameraReport("video", *dataset.picture_size(key), route, files=len(paths), bytes=size, broken=broken)
     report = describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), size)
+    broken += _rows_without_frames(dataset, key, tables[0])
     return dataclasses.replace(report, remarks=contradictions(dataset, key, tables[0]), broken=broken)
+
+
+def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:
+    """Return why rows of the first episode in a video file have no frame in it; empty if all have one."""
+    files = dataset.table.video[key]
+    episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(index.path)))
+    try:
+        rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
+    except DatasetError as error:
+        return (str(error),)
+    seconds, timing = dataset.seconds(episode, rows), dataset.timing(episode)
+    interval = dataset.interval(key, episode)
+    lacking = find_packets(index, interval, seconds, *timing) == LACKING
+    if not lacking.any():
+        return ()
+    frame = int(np.argmax(lacking))
+    where = f"{dataset.data_store.where(index.path)}: episode {dataset.episodes[episode]}, frame {frame}"
+    return (f"{where}: {explain(index, interval, float(seconds[frame]), *timing)}",)
 
 
 def _index(dataset: Dataset, path: str) -> VideoIndex | DaliStreamError:

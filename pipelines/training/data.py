@@ -94,11 +94,13 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
 def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
     """What is trained on and what is validated on: a dataset, or a mixture of those that a file names."""
     count = arguments.val_episodes
-    where = {name: getattr(arguments, name) for name in ("revision", "data_files_root", "cache_dir")}
+    names = ("revision", "data_files_root", "cache_dir", "clock", "tolerance_s")
+    where = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if Path(arguments.uri).suffix not in (".yaml", ".yml", ".json"):
         return divided({"uri": arguments.uri, **where}, count)
-    if any(where.values()):
-        raise ValueError(f"--revision, --data-files-root and --cache-dir are of one dataset; give them in {arguments.uri}")
+    if where:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in where)
+        raise ValueError(f"{options} must not be given with a mixture file. Give them in {arguments.uri}")
     mixed, train, val = dali_stream.Mixture.file_arguments(arguments.uri), {}, {}
     for name, given in mixed.pop("datasets").items():
         try:

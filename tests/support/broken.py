@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "no time": (lambda t: put(t, FROM, [0.0, float("nan")]), "episode 1: .*from_timestamp is no time in seconds"),
     "an end before its start": (
         lambda t: put(t, f"videos/{data.CAMERA}/to_timestamp", [31 / 30, 1.0]),
-        "episode 1: .*to_timestamp is not behind its from_timestamp",
+        "episode 1: .*to_timestamp must not be less than from_timestamp",
     ),
     "another file": (lambda t: put(t, "data/file_index", [0, 7]), r"data/chunk-000/file-007\.parquet: no such file"),
 }

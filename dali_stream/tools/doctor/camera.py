@@ -101,6 +101,8 @@ class Camera:
         for n, remark in enumerate(contradictions(self._dataset, self.key, table), start=1):
             self.found[f"{self.key} remark {n}"] = WARNING, remark, remedy
         self.found[f"{self.key} timestamps"] = timing.found()
+        if early := _early_ends(self._dataset, self.key):
+            self.found[f"{self.key} to_timestamp"] = early
         if cost := _cost_of_gops(self._dataset, self.key, tables):
             self.found[f"{self.key} GOPs"] = cost
         self._choose_frame(table, video, list(self._routes(video, table, reports)))
@@ -258,3 +260,18 @@ def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tupl
         if first <= _GOOD:
             break
     return found
+
+
+def _early_ends(dataset: Dataset, camera: str) -> Result | None:
+    """Return a warning if `to_timestamp` of some episodes lies before the end of their last frame."""
+    early = np.flatnonzero(dataset.table.ends_early(camera, dataset.fps)[dataset.rows])
+    if not len(early):
+        return None
+    row = dataset.rows[early[0]]
+    start, end = (float(times[camera][row]) for times in (dataset.table.start, dataset.table.to_timestamp))
+    text = (
+        f"to_timestamp lies before the end of the last frame in {len(early)} of {counted(dataset.num_episodes, 'episode')}: "
+        f"episode {dataset.episodes[early[0]]} has {counted(int(dataset.lengths[early[0]]), 'frame')} at {dataset.fps:g} fps "
+        f"from {start:.4f} s to {end:.4f} s. No frame is lost, since frames are located by from_timestamp and the next episode"
+    )
+    return WARNING, text, "`dali-stream convert URI OUT` writes a copy with correct times"

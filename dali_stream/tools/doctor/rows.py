@@ -12,7 +12,7 @@ from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, counted
 from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
-from dali_stream.mp4.timing import TOLERANCE, explain, find_packets
+from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, explain, find_packets
 from dali_stream.tools.doctor.looks import look
 from dali_stream.tools.doctor.report import OK, PROBLEM, Result
 
@@ -100,8 +100,9 @@ class Timing:
     """The frames of a camera's rows, file by file.
 
     Attributes:
-        faults: per episode, its first row without a frame, and why.
-        checked: episodes that were looked at.
+        faults: First row of each episode without a frame, and why.
+        checked: Number of episodes that were looked at.
+        by_frame_index: Episodes among them that have all of their frames at frame_index / fps.
     """
 
     def __init__(self, dataset: Dataset, camera: str, rows: Rows) -> None:
@@ -109,6 +110,7 @@ class Timing:
         self._files = VideoFiles(dataset, camera)
         self.faults = dict(self._short())
         self.checked = 0
+        self.by_frame_index: set[int] = set()
 
     def examine(self, table: VideoIndex, episodes: list[int]) -> Mapping[int, Int64]:
         """Looks up the frames of these episodes in their file. Returns their packets, `LACKING` for those without one.
@@ -133,6 +135,9 @@ class Timing:
                 frame = int(np.argmax(lacking))
                 why = explain(table, interval, float(seconds[frame]), self._dataset.fps, self._dataset.tolerance_s)
                 self.faults[episode] = f", frame {frame}: {self._dataset.data_store.where(table.path)}: {why}"
+                regular = np.arange(len(seconds)) / self._dataset.fps
+                if (find_packets(table, interval, regular, self._dataset.fps, self._dataset.tolerance_s) != LACKING).all():
+                    self.by_frame_index.add(episode)
         return packets
 
     def found(self) -> Result:
@@ -143,15 +148,17 @@ class Timing:
         first = min(faults)
         more = f"; {len(faults)} of {dataset.num_episodes} episodes have such faults" if len(faults) > 1 else ""
         remedy = "exclude these episodes (episodes=...), or record or convert the dataset again"
+        if faults.keys() == self.by_frame_index:
+            remedy = f"each row has its frame at frame_index / fps. {BY_FRAME_INDEX}"
         return PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
 
     def _short(self) -> Iterator[tuple[int, str]]:
-        """Episodes whose interval in the file is too short for their frames, by the metadata alone."""
+        """Yield the episodes that the next one of the file leaves too little room, by the metadata alone."""
         dataset = self._dataset
         start, stop = (times[self._camera][dataset.rows] for times in (dataset.table.start, dataset.table.stop))
         for episode in np.flatnonzero(stop - start <= (dataset.lengths - 1 + TOLERANCE) / dataset.fps).tolist():
             yield (
                 episode,
-                f": meta/episodes: from_timestamp {start[episode]:.4f} s to to_timestamp {stop[episode]:.4f} s is too short "
-                f"for its {counted(int(dataset.lengths[episode]), 'frame')} at {dataset.fps:g} fps",
+                f": meta/episodes: it begins at {start[episode]:.4f} s and the next episode of the file at {stop[episode]:.4f} "
+                f"s, too early for {counted(int(dataset.lengths[episode]), 'frame')} at {dataset.fps:g} fps",
             )

@@ -33,7 +33,8 @@ def doctor(
         deep: check all files and rows, and decode every frame of the selected cameras and episodes. Otherwise one frame of
             each camera is decoded, and up to 1000 episodes and files are checked, or 32 of remote data.
         progress: called as (frames decoded, frames in all), from several threads, if `deep`.
-        options: further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`.
+        options: Further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`,
+            `clock`, `tolerance_s`.
 
     Returns:
         Findings, each with a status and a remedy, and the facts they are based on.

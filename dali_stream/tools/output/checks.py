@@ -93,22 +93,29 @@ def refuse_sound(store: Store, path: str) -> None:
             )
 
 
-def shown(where: str, table: VideoIndex, interval: Interval, timestamp: npt.NDArray[np.float32], fps: float) -> Int64:
-    """The packets of an episode's rows, as from `find_packets`.
+def shown(
+    where: str,
+    table: VideoIndex,
+    interval: Interval,
+    timestamp: npt.NDArray[np.float32],
+    fps: float,
+    tolerance_s: float | None = None,
+) -> Int64:
+    """Return the packets of an episode's rows. See `find_packets`.
 
     Args:
-        where: file, camera and episode, for the message.
-        table, interval, timestamp, fps: as for `find_packets`.
+        where: File, camera and episode, for the message.
+        table, interval, timestamp, fps, tolerance_s: See `find_packets`.
 
     Raises:
         DecodeError: a row has no frame.
         DatasetError: the timestamps do not rise.
     """
     check_rising(where, timestamp)
-    samples = find_packets(table, interval, timestamp, fps)
+    samples = find_packets(table, interval, timestamp, fps, tolerance_s)
     if (samples == LACKING).any():
         frame = int(np.argmax(samples == LACKING))
-        raise DecodeError(f"{where}, frame {frame}: {explain(table, interval, float(timestamp[frame]), fps)}")
+        raise DecodeError(f"{where}, frame {frame}: {explain(table, interval, float(timestamp[frame]), fps, tolerance_s)}")
     return samples
 
 

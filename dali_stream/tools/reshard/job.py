@@ -14,6 +14,8 @@ import pyarrow as pa
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, DatasetError
 from dali_stream.lerobot import metadata
+from dali_stream.lerobot.dataset import CLOCKS
+from dali_stream.lerobot.metadata import read_parquet
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4 import muxer
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
@@ -47,13 +49,16 @@ class Job:
 
     folder: Folder
 
-    def __init__(self, dataset: Dataset, data_file_size: int, video_file_size: int, progress: Progress | None) -> None:
+    def __init__(
+        self, dataset: Dataset, data_file_size: int, video_file_size: int, progress: Progress | None, regular: bool
+    ) -> None:
         self.info, self.videos, self.table = read_source(dataset)
         self.dataset, self.store = dataset, dataset.data_store.session()
         self.work = Work(progress, self.store.close)
         self._sizes = data_file_size, video_file_size
         size = self.info.get("chunks_size")
-        self.layout = Layout(size if type(size) is int and 0 < size < 1000 else 1000)  # three digits sort by name
+        chunks_size = size if type(size) is int and 0 < size < 1000 else 1000  # three digits sort by name
+        self.layout = Layout(chunks_size, dataset.fps, regular)
         check_apart((camera, self.layout.path(VIDEO_PATH, 0, inside(camera, camera))) for camera in self.videos)
         self.table_of = functools.lru_cache(_TABLES)(lambda path: read_index(self.store, path))
         self.order: Int64 = np.lexsort((self.table.index, self.table.first_row))
@@ -62,6 +67,7 @@ class Job:
             "dataset": identity(dataset, self.info, self.table),
             "data file size": data_file_size,
             "video file size": video_file_size,
+            "regular timestamps": regular,
             "version of dali_stream": _LAYOUT,
         }
 
@@ -71,7 +77,8 @@ class Job:
         video_files, self._index_reads = self._copy_videos()
         self._describe(data_files, video_files)
         new = {metadata.INFO: json.dumps(meta.info(self.dataset) | self.layout.info, indent=4).encode()}
-        write_meta(self.dataset, self.folder, meta.copied_files(self.dataset), meta.written_files(self.dataset) | new)
+        written = meta.written_files(self.dataset, self.layout.regular)
+        write_meta(self.dataset, self.folder, meta.copied_files(self.dataset, written), written | new)
         meta.write_episodes(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
         return data_files, video_files
 
@@ -104,9 +111,10 @@ class Job:
         return files, set().union(*reads)
 
     def _read_back(self, file: DataFile) -> npt.NDArray[np.float32]:
-        """The timestamps of a written file, which locate the frames in the videos."""
+        """Return the times of a written file, which locate its frames in the videos."""
         try:
-            times = rows.timestamps(LocalStore(str(self.folder.root)), file.path)
+            columns = read_parquet(LocalStore(str(self.folder.root)), file.path, list(CLOCKS))
+            times = rows.times(columns, self.dataset.clock, self.dataset.fps)
         except DatasetError:
             times = np.empty(0, np.float32)
         if content_hash(times.tobytes()) != self.folder.finished(file.path)["times"]:
@@ -124,9 +132,11 @@ class Job:
             whole, loader = EpisodeRows(window, self.table, footers, file.episodes), RowReader(self.dataset, recorder)
 
             def read(episode: int) -> pa.Table:
-                """Reads an episode with all columns, and also as a Loader does, whose reads are recorded."""
+                """Read an episode with all columns, and also as a Loader does, whose reads are recorded."""
                 found = whole.read(episode)
-                times.append(found["timestamp"].to_numpy().astype(np.float32).tobytes())
+                if self.layout.regular:
+                    found = rows.with_regular_timestamps(found, self.dataset.fps)
+                times.append(rows.times(found, self.dataset.clock, self.dataset.fps).tobytes())
                 if episode not in seen:
                     seen.update(loader.read(episode))
                 self.work.advance(file.nbytes // len(file.episodes))
@@ -157,7 +167,7 @@ class Job:
     def shown(self, camera: str, episode: int, interval: Interval, table: VideoIndex) -> Int64:
         """The packets of an episode's rows, in a file where it has this interval."""
         where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
-        return shown(where, table, interval, self.timestamps[episode], self.dataset.fps)
+        return shown(where, table, interval, self.timestamps[episode], self.dataset.fps, self.dataset.tolerance_s)
 
     def _read_source(self, recorder: Recorder, camera: str, number: int) -> Source:
         files = self.table.video[camera]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata, v2
 from dali_stream.lerobot.metadata import Episodes
+from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.output.copy import episode_files, small_files
 from dali_stream.tools.output.folder import Folder
 
@@ -33,12 +34,16 @@ class Layout:
 
     Attributes:
         chunks_size: files per chunk folder.
+        fps: Frames per second of the dataset.
+        regular: Whether timestamps become frame_index / fps.
         columns: columns of the episode table with their new values, (E,) in the order of the table.
         moved: columns of times, with ticks per second and the ticks to add, (E,) each.
         info: new entries of info.json.
     """
 
     chunks_size: int
+    fps: float
+    regular: bool
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     moved: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
@@ -55,16 +60,43 @@ class Layout:
 
 
 def renewed(found: pa.Table, table: Episodes, layout: Layout) -> pa.Table:
-    """A part of the episode table with the layout's values in its columns."""
+    """Return a part of the episode table with the layout's values in its columns."""
     place = np.searchsorted(table.index, found["episode_index"].to_numpy())
     values = {name: column[place] for name, column in layout.columns.items() if name in found.column_names}
     for name, (clock, shift) in layout.moved.items():
-        values[name] = _moved(found[name].to_numpy(), clock[place], shift[place])
-    for name, column in values.items():
+        values[name] = _moved(_whole_episodes(found, name, layout.fps), clock[place], shift[place])
+    columns = {name: pa.array(column) for name, column in values.items()}
+    if layout.regular:
+        columns |= _regular_columns(found, layout.fps)
+    for name, array in columns.items():
         at = found.column_names.index(name)
         kind = found.schema.field(at)
-        found = found.set_column(at, kind, pa.array(column).cast(kind.type))
+        found = found.set_column(at, kind, array.cast(kind.type))
     return found
+
+
+def _whole_episodes(found: pa.Table, name: str, fps: float) -> npt.NDArray[np.float64]:
+    """Return a column of times, with each `to_timestamp` raised to the end of the episode's last frame."""
+    seconds = found[name].to_numpy().astype(np.float64)
+    if not name.endswith("/to_timestamp"):
+        return seconds
+    start = found[f"{name.removesuffix('to_timestamp')}from_timestamp"].to_numpy().astype(np.float64)
+    end = start + found["length"].to_numpy() / fps
+    return np.where(seconds < end - 0.5 / fps, end, seconds)
+
+
+def _regular_columns(found: pa.Table, fps: float) -> dict[str, pa.Array]:
+    """Return the columns of statistics of `timestamp`, where that is frame_index / fps."""
+    stats = [regular_stats(length, fps) for length in found["length"].to_pylist()]
+    prefix = "stats/timestamp/"
+    names = [name.removeprefix(prefix) for name in found.column_names if name.startswith(prefix)]
+    return {f"{prefix}{name}": pa.array([each[name].tolist() for each in stats]) for name in names if name in stats[0]}
+
+
+def regular_stats(length: int, fps: float) -> dict[str, npt.NDArray[Any]]:
+    """Return the statistics of the timestamps of an episode, where these are frame_index / fps."""
+    seconds = (np.arange(length) / fps).astype(np.float32)
+    return {name: np.asarray(value) for name, value in table_stats(seconds).items()}
 
 
 def _moved(seconds: npt.NDArray[Any], clock: npt.NDArray[np.int64], shift: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -110,29 +142,39 @@ def info(dataset: Dataset) -> dict[str, Any]:
     return rest | {"codebase_version": "v3.0", "fps": fps, "features": features, "video_path": None}
 
 
-def copied_files(dataset: Dataset) -> list[str]:
-    """Files that are copied as they are."""
-    replaced = {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS, *written_files(dataset)} if dataset.is_v2 else set()
+def copied_files(dataset: Dataset, written: Collection[str]) -> list[str]:
+    """Return the files that are copied unchanged, which excludes those in `written`."""
+    replaced = {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS, *written} if dataset.is_v2 else set(written)
     return [name for name in small_files(dataset.store) if name not in replaced]
 
 
-def written_files(dataset: Dataset) -> dict[str, bytes]:
-    """Files that v3.0 has instead of those of v2.x, and what is in them: tasks, and statistics that are kept by episode."""
-    if not dataset.is_v2:
-        return {}
-    tasks = io.BytesIO()
-    pq.write_table(metadata.tasks_table(dict(sorted(dataset.tasks.items()))), tasks)
-    files = {"meta/tasks.parquet": tasks.getvalue()}
-    if dataset.stored_stats_place == v2.EPISODES_STATS:
-        stats = {key: {name: values.tolist() for name, values in of.items()} for key, of in dataset.stored_stats.items()}
-        files[metadata.STATS] = json.dumps(stats, indent=4).encode()
+def written_files(dataset: Dataset, regular: bool) -> dict[str, bytes]:
+    """Return files that differ from the source's, with their content.
+
+    These are tasks and statistics of v2.x, and statistics of timestamps that become `regular`.
+    """
+    files = {}
+    if dataset.is_v2:
+        tasks = io.BytesIO()
+        pq.write_table(metadata.tasks_table(dict(sorted(dataset.tasks.items()))), tasks)
+        files["meta/tasks.parquet"] = tasks.getvalue()
+    if not regular and not (dataset.is_v2 and dataset.stored_stats_place == v2.EPISODES_STATS):
+        return files
+    stats = dict(dataset.stored_stats)
+    if regular and "timestamp" in stats:
+        parts = [{"timestamp": regular_stats(length, dataset.fps)} for length in dataset.table.length.tolist()]
+        new = v2.aggregate(parts)["timestamp"]
+        stats["timestamp"] = {name: new[name] for name in stats["timestamp"] if name in new}
+    if stats:
+        values = {key: {name: value.tolist() for name, value in of.items()} for key, of in stats.items()}
+        files[metadata.STATS] = json.dumps(values, indent=4).encode()
     return files
 
 
 def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table, int]]:
     """The episode table in parts, each with its bytes as encoded; `table` has all cameras.
 
-    That of v2.x lacks what only the new files determine: the values are 0 where `Layout` has others.
+    For v2.x, columns that depend on the new files are 0, and `Layout` has their values.
     """
     if not dataset.is_v2:
         for name in episode_files(dataset.store):

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.metadata import Episodes, parquet_errors, read_parquet
+from dali_stream.lerobot.metadata import Episodes, parquet_errors
 from dali_stream.storage import Store
 from dali_stream.tools.reshard.stores import Window
 
@@ -251,10 +251,18 @@ def write(out: BinaryIO, file: DataFile, read: Callable[[int], pa.Table]) -> dic
     return digests
 
 
-def timestamps(store: Store, path: str) -> npt.NDArray[np.float32]:
-    """The timestamps of all rows of a file."""
-    column = read_parquet(store, path, ["timestamp"])["timestamp"]
-    return column.to_numpy().astype(np.float32)
+def times(table: pa.Table, clock: str, fps: float) -> npt.NDArray[np.float32]:
+    """Return the times that locate the frames of rows by a `clock` of `Dataset`, in seconds since their episode began."""
+    if clock == "frame_index":
+        return (table["frame_index"].to_numpy() / fps).astype(np.float32)
+    return table["timestamp"].to_numpy().astype(np.float32)
+
+
+def with_regular_timestamps(table: pa.Table, fps: float) -> pa.Table:
+    """Return rows whose timestamps are frame_index / fps, in the column's own type."""
+    place = table.column_names.index("timestamp")
+    seconds = pa.array(table["frame_index"].to_numpy() / fps).cast(table.schema.field(place).type)
+    return table.set_column(place, table.schema.field(place), seconds)
 
 
 class RowDigest:

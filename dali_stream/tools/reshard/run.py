@@ -1,4 +1,4 @@
-"""`reshard`: writing a dataset, and reading all of it back; and `convert`, which is the same for v2.0 and v2.1."""
+"""`reshard`: writing a dataset, and reading all of it back. `convert` also writes correct times."""
 
 from __future__ import annotations
 
@@ -49,13 +49,7 @@ def reshard(
         StorageError: the source cannot be read.
         DaliStreamError: verification failed. The message names file, episode and camera.
     """
-    sizes = byte_count(data_file_size, "data_file_size"), byte_count(video_file_size, "video_file_size")
-    check_outside(dataset, out)
-    job = Job(dataset, *sizes, progress)
-    with contextlib.closing(Folder(out, STAGE, job.identity)) as job.folder:
-        report = job.report(verify(job, *job.write()))
-        job.folder.finish()
-    return report
+    return _rewrite(dataset, out, data_file_size, video_file_size, progress, regular=False)
 
 
 def convert(
@@ -66,19 +60,38 @@ def convert(
     video_file_size: int | str = "200MiB",
     progress: Progress | None = None,
 ) -> Report:
-    """Converts a dataset of LeRobot v2.0 or v2.1 to v3.0 in a local folder, and verifies it.
+    """Convert a dataset to LeRobot v3.0 in a local folder, and verify it.
 
-    Rows and encoded frames stay as they are; statistics of episodes are aggregated as LeRobot's converter does. The source is
-    not changed. The result has the same `fingerprint`, so that a run started on the source resumes on it; a commit of the Hub
-    is a part of the fingerprint, and then it does not. `reshard` does the work: see there for arguments, resuming and errors.
+    Encoded frames stay as they are. Rows stay as they are, too, unless the dataset is opened with `clock="frame_index"`: then
+    `timestamp` becomes frame_index / fps, with new statistics. A `to_timestamp` that precedes the end of the episode's last
+    frame is corrected. Statistics of the episodes of v2.1 are aggregated as LeRobot's converter does. The source is not
+    changed.
+
+    A copy with unchanged rows has the `fingerprint` of its source, so that a run that was started on the source can resume on
+    the copy. The fingerprint of a Hub dataset contains the commit, so it differs. See `reshard` for arguments, resuming
+    and errors.
 
     Returns:
-        What changed: files, bytes and requests, before and after.
+        Number of files, bytes and requests, before and after.
 
     Raises:
-        ValueError: as `reshard`, or the dataset is of v3.0 already.
-        DatasetError, DecodeError, StorageError, DaliStreamError: as `reshard`.
+        ValueError, DatasetError, DecodeError, StorageError, DaliStreamError: See `reshard`.
     """
-    if not dataset.is_v2:
-        raise ValueError(f"{dataset.uri} is of {dataset.version} already; to rewrite it for streaming, use reshard")
-    return reshard(dataset, out, data_file_size=data_file_size, video_file_size=video_file_size, progress=progress)
+    return _rewrite(dataset, out, data_file_size, video_file_size, progress, regular=dataset.clock == "frame_index")
+
+
+def _rewrite(
+    dataset: Dataset,
+    out: str | os.PathLike[str],
+    data_file_size: int | str,
+    video_file_size: int | str,
+    progress: Progress | None,
+    regular: bool,
+) -> Report:
+    sizes = byte_count(data_file_size, "data_file_size"), byte_count(video_file_size, "video_file_size")
+    check_outside(dataset, out)
+    job = Job(dataset, *sizes, progress, regular)
+    with contextlib.closing(Folder(out, STAGE, job.identity)) as job.folder:
+        report = job.report(verify(job, *job.write()))
+        job.folder.finish()
+    return report

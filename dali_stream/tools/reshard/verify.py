@@ -63,8 +63,9 @@ class _Check:
         ):
             if not same:
                 raise DaliStreamError(f"{out.store.address}: {what} differ from the source's; {AGAIN}")
-        check_same(source.store, out.store, copied_files(source))
-        for name, data in written_files(source).items():
+        written = written_files(source, job.layout.regular)
+        check_same(source.store, out.store, copied_files(source, written))
+        for name, data in written.items():
             if out.store.read_all(name) != data:
                 raise DaliStreamError(f"{out.store.where(name)}: has changed since it was written; {AGAIN}")
         if self._episode_table(source) != self._episode_table(out):
