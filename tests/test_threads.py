@@ -312,7 +312,7 @@ def test_an_open_file_is_not_copied(demo: Path) -> None:
     """Two objects with one descriptor would close it twice, the second time somebody else's file."""
     store = LocalStore(str(demo))
     store.read("meta/info.json", 0, 1)
-    handle, before = store._opened("meta/info.json"), handles()
+    handle, before = store._open_files.get("meta/info.json"), handles()
     for copied in COPIES.values():
         with pytest.raises(TypeError, match="an open file cannot be copied"):
             copied(handle)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
+from dali_stream.storage.open_files import OpenFiles
 from dali_stream.storage.store import Store, checked
 
 
 class LocalStore(Store):
-    """A local folder. Keeps up to `HANDLES` files open, least recently used first to close. A copy opens its own."""
-
-    HANDLES = 64
+    """A local folder. It keeps files open, see `OpenFiles`. A copy opens its own."""
 
     def __init__(self, folder: str) -> None:
         self._root = Path(folder).expanduser().absolute()
@@ -23,18 +20,14 @@ class LocalStore(Store):
         if not self._root.is_dir():
             found = "is a file" if self._root.exists() else "does not exist"
             raise DatasetError(f"no dataset at {folder}: the folder {self._root} {found}")
-        self._open_nothing()
-
-    def _open_nothing(self) -> None:
-        root = self._root  # without `self`, which would be in a cycle with its files
-        self._opened = lru_cache(self.HANDLES)(lambda path: _Handle(root / path))
+        self._open_files = OpenFiles(self._root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_opened"}
+        return {key: value for key, value in vars(self).items() if key != "_open_files"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._open_nothing()
+        self._open_files = OpenFiles(self._root)
 
     def size(self, path: str) -> int:
         try:
@@ -45,7 +38,7 @@ class LocalStore(Store):
     def read(self, path: str, start: int, stop: int) -> bytes:
         handle, parts = None, []
         try:
-            handle = self._opened(checked(path))
+            handle = self._open_files.get(checked(path))
             while start < stop and (part := os.pread(handle.number, stop - start, start)):
                 parts.append(part)
                 start += len(part)
@@ -65,26 +58,9 @@ class LocalStore(Store):
         )
 
     def close(self) -> None:
-        self._opened.cache_clear()
+        self._open_files.close()
 
     def _failed(self, path: str, error: OSError) -> DatasetError | StorageError:
         if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
             return DatasetError(f"{self.where(path)}: no such file, but the dataset's metadata refers to it")
         return StorageError(f"{self.where(path)}: cannot be read: {error}")
-
-
-class _Handle:
-    """An open file, closed after its last user: another thread may still read a file that is no longer kept."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __reduce__(self) -> NoReturn:
-        # A copy would close the original's file.
-        raise TypeError("an open file cannot be copied; copy its LocalStore, which opens the file again")
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules are empty at interpreter shutdown
-        if hasattr(self, "number"):
-            close(self.number)
