@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dali_stream.arguments import from_zero
+from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot import metadata
+from dali_stream.lerobot.address import opened, resolved
+from dali_stream.lerobot.dataset import CLOCKS, DatasetFiles
+from dali_stream.lerobot.file_names import guessed_files
+from dali_stream.lerobot.frame_ranges import Frames
 from dali_stream.lerobot.metadata import INFO, Stats
+from dali_stream.lerobot.selection import EpisodeFilter
+from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.order import windows
 from dali_stream.order.orders import DatasetOrders
 from dali_stream.order.rng import philox
+from dali_stream.storage import open_store
 
 
 class Dataset(DatasetFiles):
@@ -77,6 +87,52 @@ class Dataset(DatasetFiles):
         ValueError: an unknown camera or episode, a depth camera, a filter or frames that leave nothing, a revision of what has
             none, or another bad argument.
     """
+
+    @known_arguments
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        cameras: Sequence[str] | None = None,
+        episodes: Sequence[int] | None = None,
+        data_files_root: str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        give_up_after_s: float | None = None,
+        stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
+        filter: EpisodeFilter | None = None,
+        frames: Frames | str | os.PathLike[str] | None = None,
+        drop_first: int = 0,
+        drop_last: int = 0,
+        clock: str = "timestamp",
+        tolerance_s: float | None = None,
+    ) -> None:
+        one_of("clock", clock, CLOCKS)
+        self.clock = clock
+        self.uri, self.cache_dir = os.fspath(uri), cache_dir
+        self._own_stats = None if stats is None else _own_stats(stats)
+        limits: dict[str, Any] = {
+            "cache_dir": cache_dir,
+            "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),
+            "give_up_after_s": give_up_after_s,
+            "guess": guessed_files,
+        }
+        address, note = resolved(self.uri, revision)
+        self.store = opened(address, note, storage_options, revision=revision, **limits)
+        self.data_store = self.store
+        self.uri = self.store.address if "://" in self.uri else self.uri
+        try:
+            if data_files_root is not None:
+                self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
+            self.revision = self.store.revision
+            self._read(cameras, episodes, filter)
+            self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
+            self.tolerance_s = _tolerance(tolerance_s, self.fps)
+        except BaseException:
+            self.close()
+            raise
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
         """Parts of the selected episodes that have no episode in common, such as for training and validation.
@@ -164,3 +220,23 @@ def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarra
     order = np.argsort(key, kind="stable")
     ends = np.round(np.cumsum(list(shares.values())) * len(key)).astype(int).tolist()
     return {name: np.sort(order[a:b]) for name, a, b in zip(shares, [0, *ends], ends, strict=False)}
+
+
+def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Stats:
+    try:
+        return metadata.stats_of(stats)
+    except ValueError as error:
+        raise ValueError(f"stats is {str(stats)[:80]}; {error}") from error
+
+
+def _tolerance(tolerance_s: float | None, fps: float) -> float:
+    """How far a row's frame may be from its time, in seconds."""
+    if tolerance_s is None:
+        return TOLERANCE / fps
+    number = isinstance(tolerance_s, (int, float)) and not isinstance(tolerance_s, bool)
+    if not number or not 0 < tolerance_s <= 0.5 / fps:
+        raise ValueError(
+            f"tolerance_s is {tolerance_s!r}; it is above 0 and up to half a frame, {0.5 / fps:.6g} s at {fps:g} fps, since "
+            "farther away another frame is nearer"
+        )
+    return float(tolerance_s)

@@ -16,9 +16,9 @@ from dali_stream import mixture_file
 from dali_stream.arguments import known_arguments, one_of
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot.combined import MISSING, CombinedSource
 from dali_stream.lerobot.metadata import Stats
 from dali_stream.lerobot.stats import merged
-from dali_stream.lerobot.union import MISSING, Union
 from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares
@@ -26,7 +26,7 @@ from dali_stream.order.shares import shares
 _OPENED_AT_ONCE = 16  # datasets: opening one is a few round trips, one after the other
 
 
-class Mixture(Union[Dataset]):
+class Mixture(CombinedSource[Dataset]):
     """Several datasets, of which each batch has samples in given shares. A `Loader` takes it in place of a `Dataset`.
 
         mixture = dali_stream.Mixture({"pick": "owner/pick", "fold": "s3://bucket/fold"}, weights={"pick": 2, "fold": 1})

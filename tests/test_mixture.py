@@ -21,7 +21,7 @@ from support.servers import Server
 from support.slow import slow
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader, Mixture, ResumeError
-from dali_stream.lerobot.union import row_reader
+from dali_stream.lerobot.combined import row_reader
 
 WRIST = "observation.images.wrist"
 KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}

@@ -15,10 +15,10 @@ from dali_stream.cache.rows import RowCache, size_of
 from dali_stream.cache.video import BlockCache, InPlace, Video
 from dali_stream.counters import Counters
 from dali_stream.errors import DecodeError
+from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.rows import Found
 from dali_stream.lerobot.source import Source
-from dali_stream.lerobot.union import row_reader
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import find_packets
 from dali_stream.schedule.byte_cache import Drop

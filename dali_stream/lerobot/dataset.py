@@ -14,17 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dali_stream.arguments import byte_count, from_zero, known_arguments, one_of
 from dali_stream.errors import DatasetError, counted
 from dali_stream.lerobot import frame_ranges, metadata, selection, v2
-from dali_stream.lerobot.address import opened, resolved
 from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
-from dali_stream.lerobot.file_names import guessed_files
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
 from dali_stream.mp4.timing import TOLERANCE
-from dali_stream.storage import Store, open_store
+from dali_stream.storage import Store
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # that every dataset has
 CLOCKS = ("timestamp", "frame_index")
@@ -32,53 +29,26 @@ Self = TypeVar("Self", bound="DatasetFiles")
 
 
 class DatasetFiles:
-    """What `dali_stream.Dataset` is, without what it decodes: see there for arguments, attributes and errors."""
+    """The part of `dali_stream.Dataset` that reads no frame. See `Dataset` for the attributes, which its constructor sets."""
 
-    @known_arguments
-    def __init__(
-        self,
-        uri: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        cameras: Sequence[str] | None = None,
-        episodes: Sequence[int] | None = None,
-        data_files_root: str | os.PathLike[str] | None = None,
-        storage_options: dict[str, Any] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | str | None = None,
-        give_up_after_s: float | None = None,
-        stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
-        filter: EpisodeFilter | None = None,
-        frames: Frames | str | os.PathLike[str] | None = None,
-        drop_first: int = 0,
-        drop_last: int = 0,
-        clock: str = "timestamp",
-        tolerance_s: float | None = None,
-    ) -> None:
-        one_of("clock", clock, CLOCKS)
-        self.clock = clock
-        self.uri, self.cache_dir = os.fspath(uri), cache_dir
-        self._own_stats = None if stats is None else _own_stats(stats)
-        limits: dict[str, Any] = {
-            "cache_dir": cache_dir,
-            "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),
-            "give_up_after_s": give_up_after_s,
-            "guess": guessed_files,
-        }
-        address, note = resolved(self.uri, revision)
-        self.store = opened(address, note, storage_options, revision=revision, **limits)
-        self.data_store = self.store
-        self.uri = self.store.address if "://" in self.uri else self.uri
-        try:
-            if data_files_root is not None:
-                self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
-            self.revision = self.store.revision
-            self._read(cameras, episodes, filter)
-            self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
-            self.tolerance_s = _tolerance(tolerance_s, self.fps)
-        except BaseException:
-            self.close()
-            raise
+    uri: str
+    version: str
+    fps: float
+    cameras: tuple[str, ...]
+    videos: tuple[str, ...]
+    features: dict[str, Feature]
+    num_frames: int
+    num_episodes: int
+    episodes: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    skips_images: bool
+    revision: str | None
+    cache_dir: str | os.PathLike[str] | None
+    clock: str
+    tolerance_s: float
+    store: Store
+    data_store: Store
+    _own_stats: metadata.Stats | None
 
     def _read(self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, filter: EpisodeFilter | None) -> None:
         """Reads the metadata, all but tasks and statistics."""
@@ -341,26 +311,6 @@ def check_left_out(keys: Collection[str], features: Collection[str]) -> None:
         if key not in features or key in NEEDED:
             can = ", ".join(other for other in features if other not in NEEDED)
             raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
-
-
-def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Stats:
-    try:
-        return metadata.stats_of(stats)
-    except ValueError as error:
-        raise ValueError(f"stats is {str(stats)[:80]}; {error}") from error
-
-
-def _tolerance(tolerance_s: float | None, fps: float) -> float:
-    """How far a row's frame may be from its time, in seconds."""
-    if tolerance_s is None:
-        return TOLERANCE / fps
-    number = isinstance(tolerance_s, (int, float)) and not isinstance(tolerance_s, bool)
-    if not number or not 0 < tolerance_s <= 0.5 / fps:
-        raise ValueError(
-            f"tolerance_s is {tolerance_s!r}; it is above 0 and up to half a frame, {0.5 / fps:.6g} s at {fps:g} fps, since "
-            "farther away another frame is nearer"
-        )
-    return float(tolerance_s)
 
 
 def _without(feature: Mapping[str, Any], *keys: str) -> dict[str, Any]:

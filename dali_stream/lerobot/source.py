@@ -30,7 +30,7 @@ class Timing(NamedTuple):
 
 
 class Source(Protocol):
-    """Episodes, numbered from 0, with their features and files. `DatasetFiles` and `Union` are such.
+    """Episodes, numbered from 0, with their features and files. `DatasetFiles` and `CombinedSource` are such.
 
     Attributes:
         features: by key, without cameras that are not selected.

@@ -20,12 +20,12 @@ from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
 D = TypeVar("D", bound=DatasetFiles)
-Self = TypeVar("Self", bound="Union[Any]")
+Self = TypeVar("Self", bound="CombinedSource[Any]")
 MISSING = ("error", "pad")
 RESERVED = ("dataset", "dataset_index", "task", "subtask")  # keys of a mixture's batches that no feature can get
 
 
-class Union(Generic[D]):
+class CombinedSource(Generic[D]):
     """A `Source` of several datasets.
 
     `constants` has `dataset_index`, the number of the dataset. A feature that a dataset lacks is zeros there, or empty text,
@@ -199,7 +199,7 @@ class Union(Generic[D]):
             name: {own: key for key, own in own_keys.items() if key not in keys}
             for name, own_keys in zip(self.datasets, self._own, strict=True)
         }
-        Union.__init__(rest, left, renamed, self._missing)
+        CombinedSource.__init__(rest, left, renamed, self._missing)
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def row_reader(source: Source, store: Store, at_once: int) -> Rows:
         store: a session of its `data_store`.
         at_once: as of `ReadLimit`.
     """
-    if isinstance(source, Union):
+    if isinstance(source, CombinedSource):
         return UnionReader(source, store, at_once)
     assert isinstance(source, DatasetFiles)
     return RowReader(source, store, ReadLimit(at_once))
@@ -235,7 +235,7 @@ class UnionReader:
         at_once: bytes of row groups that are read at the same time, of all datasets together; as of `ReadLimit`.
     """
 
-    def __init__(self, union: Union[Any], store: Store, at_once: int) -> None:
+    def __init__(self, union: CombinedSource[Any], store: Store, at_once: int) -> None:
         assert isinstance(store, UnionStore)
         self._union = union
         limit = ReadLimit(at_once)
