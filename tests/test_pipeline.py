@@ -12,7 +12,7 @@ from nvidia.dali import fn, types
 from support.batches import check_identities
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths, read_rows
 
-from dali_stream import DaliStreamError, Dataset, DecodeError, Loader
+from dali_stream import DaliStreamError, Dataset, Loader
 
 Nodes = dict[str, Any]
 ACTION = "action"
@@ -227,7 +227,7 @@ def test_a_video_decoder_of_the_function_that_fails_is_an_error(dataset: Dataset
     def wrong(nodes: Nodes) -> Nodes:
         return nodes | {"video": fn.decoders.video(types.Constant(no_video, device="cpu"), device="cpu")}
 
-    with pytest.raises(DecodeError, match=r"DALI's video decoder failed: .*this is a video decoder of `pipeline`"):
+    with pytest.raises(DaliStreamError, match=r"an operator of the DALI pipeline failed: .*video"):
         first(dataset, wrong)
 
 

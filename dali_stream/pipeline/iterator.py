@@ -1,7 +1,11 @@
-"""DALIGenericIterator, changed in two private methods. Tested with DALI 2.4; `pyproject.toml` has the upper bound."""
+"""All uses of DALI's private attributes: two methods of DALIGenericIterator, and the pipeline that a fork inherits.
+
+They were checked with DALI 2.4, and `pyproject.toml` has the upper bound.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +48,13 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
             if not out.is_dense_tensor():
                 raise DaliStreamError(_ragged(name, out.shape()))
         return outputs
+
+
+def abandon(iterator: Iterator) -> None:
+    """Keep the pipelines of an iterator for ever: DALI crashes if a forked process frees one of its parent, even at exit."""
+    for pipeline in iterator._pipes:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
+        pipeline._pipe = None
 
 
 def _ragged(name: str, shapes: list[tuple[int, ...]]) -> str:

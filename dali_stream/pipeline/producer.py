@@ -75,7 +75,12 @@ class BatchProducer:
         routes: the decoder of each camera.
         epoch, position: where to begin.
         counters: what to add to.
+
+    Attributes:
+        failure: Error that `source` or `frames` raised, after which no more batches are made.
     """
+
+    failure: BaseException | None = None
 
     def __init__(self, config: Config, routes: dict[str, Route], epoch: int, position: int, counters: Counters) -> None:
         self._config, self._counters = config, counters
@@ -161,7 +166,11 @@ class BatchProducer:
         """The current batch of one of the two sources. Depending on the graph, DALI asks one of them or both."""
         self._given[which] += 1
         if self._given[which] > self._taken:
-            self._current = self._take()
+            try:
+                self._current = self._take()
+            except BaseException as error:
+                self.failure = error
+                raise
             self._taken += 1
         return self._current
 

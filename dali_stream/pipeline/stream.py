@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import weakref
@@ -17,7 +16,7 @@ from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, Stora
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.bottleneck import Setup
 from dali_stream.pipeline.config import Config
-from dali_stream.pipeline.iterator import Iterator
+from dali_stream.pipeline.iterator import Iterator, abandon
 from dali_stream.pipeline.producer import MEMORY, BatchProducer, closed
 
 Batch = dict[str, Any]
@@ -27,12 +26,11 @@ _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """In a forked process: DALI crashes where a pipeline of the parent is freed, at exit too, so it is never freed."""
+    """Leave threads and pipelines to the parent of a forked process."""
     for stream in list(_streams):
         stream._finalizer.detach()
-        for pipeline in () if stream._iterator is None else stream._iterator._pipes:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
-            pipeline._pipe = None
+        if stream._iterator is not None:
+            abandon(stream._iterator)
 
 
 if hasattr(os, "register_at_fork"):
@@ -45,7 +43,7 @@ class BatchStream:
     def __init__(
         self, config: Config, routes: dict[str, Route], user: graph.Graph | None, epoch: int, position: int, counters: Counters
     ) -> None:
-        self._routes, self._gpu, self._counters = routes, config.gpu, counters
+        self._routes, self._gpu, self._counters, self._user = routes, config.gpu, counters, user
         self.producer = BatchProducer(config, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.
         self._finalizer = weakref.finalize(self, self.producer.close)
@@ -68,10 +66,10 @@ class BatchStream:
             with self._counters.timed("graph_s"):  # less what the producer takes, which is asked for a batch inside
                 [batch] = next(iterator)
         except RuntimeError as error:
-            if "error in pipeline" not in str(error):  # of the producer, not of a DALI operator
+            if self.producer.failure is not None:
                 raise
-            if "fn.decoders.video" in str(error):
-                raise self._route_change(dali.explanation(error)) from error
+            if change := self._route_change(dali.explanation(error)):
+                raise change from error
             raise DaliStreamError(
                 f"an operator of the DALI pipeline failed: {dali.explanation(error)}; see the error it was raised from"
             ) from error
@@ -81,8 +79,12 @@ class BatchStream:
         text, frames = self.producer.delivered.popleft()
         return text | batch | frames
 
-    def _route_change(self, said: str) -> RouteChange:
-        """Which cameras leave DALI. Its error names none, so each one's clips of the last batches are tried by themselves."""
+    def _route_change(self, explanation: str) -> RouteChange | None:
+        """Return the cameras that DALI cannot decode; None if another operator failed.
+
+        DALI's error names neither, so each camera's clips of the last batches are tried by themselves. If all of them decode
+        now, the decoder is still the cause, unless an operator of the user's graph can be.
+        """
         failed = {}
         for camera, clips in self.producer.clips().items():
             try:
@@ -91,7 +93,9 @@ class BatchStream:
             except DecodeError as error:
                 failed[camera] = str(error)
         on_dali = [camera for camera, route in self._routes.items() if route.decoder == "dali"]
-        return RouteChange(list(failed) or on_dali, next(iter(failed.values()), f"DALI's video decoder failed: {said}"))
+        if not failed and (self._user is not None or not on_dali):
+            return None
+        return RouteChange(list(failed) or on_dali, next(iter(failed.values()), f"DALI's video decoder failed: {explanation}"))
 
     def close(self) -> None:
         self._finalizer()
@@ -134,11 +138,6 @@ class BatchSource:
                     raise DecodeError(f'decode="dali": {change}; decode="auto" continues with torchcodec') from change
                 # The pipeline is rebuilt at this very position. Where the data is at fault, torchcodec names the sample.
                 self.stop()
-                if all(self.routes[key].decoder == "torchcodec" for key in change.cameras):
-                    raise DecodeError(
-                        f"{change.reason}. torchcodec decodes all cameras already, so this is a video decoder of `pipeline`; "
-                        "check what it is given"
-                    ) from change
                 self._counters.add(route_changes=1)
                 self.routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("Falling back to torchcodec: %s", change)

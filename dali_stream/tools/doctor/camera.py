@@ -135,7 +135,7 @@ class Camera:
         store = self._dataset.data_store
         said, remedy = look(store, path) if path else ("", "")
         where = store.where(path)
-        text = f"{'' if str(error).startswith(where) else f'{where}: '}{error}{'; ' if said else ''}{said}"
+        text = f"{where}: {str(error).removeprefix(f'{where}: ')}{'; ' if said else ''}{said}"
         return PROBLEM, text, remedy or "copy or fetch the dataset again"
 
     def _describe(self, report: CameraReport, video: VideoFormat, table: VideoIndex) -> None:

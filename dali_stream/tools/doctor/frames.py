@@ -145,7 +145,7 @@ class Deep:
                     pass
             except DecodeError as error:
                 where = store.where(table.path)
-                return str(error) if str(error).startswith(where) else f"{where}: {error}"
+                return f"{where}: {str(error).removeprefix(f'{where}: ')}"
             return ""
 
         def check(part: _Part) -> None:
