@@ -28,64 +28,61 @@ from dali_stream.storage import open_store
 
 
 class Dataset(DatasetFiles):
-    """A dataset, or a part of it. `len` is its number of frames.
+    """A LeRobot dataset, or a part of one. `len` returns its number of frames.
 
-    A copy (`copy`, `pickle`) is the same part of the same revision, with its own file handles and connections. A pickle
-    holds `storage_options`, credentials included.
+    A copy (`copy`, `pickle`) reads the same part of the same revision, with file handles and connections of its own. A pickle
+    contains `storage_options` with their credentials.
 
     Args:
-        uri: a local folder, the id of a Hub repository ("lerobot/droid_1.0.1"), or an address: `hf://datasets/...`,
-            `hf://buckets/...`, `s3://`, `gs://`, `az://`, `http(s)://`, `file://`, `memory://` or another that fsspec
-            knows. A repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from there, unless a revision is given.
-        revision: branch, tag or commit of a Hub repository. It is resolved to a commit once, which is then read to the end.
-        cameras: video and image keys to use; the others are never read. None: all.
-        episodes: episode indices to use. None: all.
-        data_files_root: where `data/` and `videos/` lie, if not beside `meta/`.
-        storage_options: credentials, endpoints, a timeout; the documentation's page on remote data lists them.
-        cache_dir: a folder for fetched bytes, shared by the ranks of a host and by later runs; None: memory only. Local
-            files are read in place and never copied there.
-        cache_bytes: that the cache may take on disk, as an int or such as "200GiB"; what was used longest ago goes first.
-            None: no bound.
-        give_up_after_s: seconds for which a read that fails is tried again, all attempts together. None: 60, and 5 as long as
-            no connection has been made at all (refused, or no DNS).
-        stats: statistics for `normalize`, as `compute_stats` gives them, instead of the dataset's own, which are of all
-            episodes. They are no part of the fingerprint, since no order depends on them.
-        filter: takes episodes by the columns of the episode table, `meta/episodes` or `meta/episodes.jsonl`: a function of one
-            episode's columns (`lambda episode: episode["length"] > 50 and "fold the shirt" in episode["tasks"]`), or a
-            `pyarrow.compute` expression (`pc.field("length") > 50`). With `episodes`, both have to hold. None: all.
-        frames: the frames that are sampled: {episode index: [(start, stop), ...]}, or a JSON file of that. Ranges are in
-            frames of the episode, without `stop`; an episode that is not in it gives no sample. Windows still show the frames
-            around them, up to the ends of the episode. None: all.
-        drop_first, drop_last: frames at the beginning and the end of each episode that are not sampled.
-        clock: which frame of a video a row has: "timestamp", the nearest to the row's `timestamp`, as LeRobot does; or
-            "frame_index", the nearest to `frame_index` / fps, for datasets whose timestamps are those of a wall clock. Rows are
-            delivered as they are.
-        tolerance_s: how far that frame may be from that time, in seconds: up to half a frame. None: a quarter of a frame.
-            LeRobot's default is 1e-4.
+        uri: Local folder, id of a Hub repository ("lerobot/droid_1.0.1"), or address: `hf://datasets/...`,
+            `hf://buckets/...`, `s3://`, `gs://`, `az://`, `http(s)://`, `file://`, `memory://` or another that fsspec knows. A
+            repository that LeRobot has downloaded (`HF_LEROBOT_HOME`) is read from its folder if `revision` is None.
+        revision: Branch, tag or commit of a Hub repository. It is resolved to a commit once, and that commit is read.
+        cameras: Keys of the videos and images to use. No byte of the others is read. Default: all.
+        episodes: Indices of the episodes to use. Default: all.
+        data_files_root: Address of the folder that contains `data/` and `videos/`, if it is not the one with `meta/`.
+        storage_options: Credentials, endpoints and timeouts. The page on remote data lists them.
+        cache_dir: Folder for fetched bytes, which the ranks of a machine and later runs share. Local files are never copied
+            there. Default: fetched bytes are kept in memory only.
+        cache_bytes: Maximum size of the cache on disk, in bytes or such as "200GiB". Least recently used bytes are evicted
+            first. Default: no limit.
+        give_up_after_s: Number of seconds after which a failing read is no longer retried. Default: 60, and 5 until the first
+            connection succeeds.
+        stats: Statistics for `normalize` in the form that `compute_stats` returns. They do not change the fingerprint. Default:
+            those of the dataset, which cover all of its episodes.
+        episode_filter: Function of one episode's columns in `meta/episodes` or `meta/episodes.jsonl` that returns whether to
+            use the episode (`lambda episode: episode["length"] > 50 and "fold the shirt" in episode["tasks"]`), or a
+            `pyarrow.compute` expression (`pc.field("length") > 50`). It applies to the episodes in `episodes`. Default: all.
+        frames: Frames to sample, {episode index: [(start, stop), ...]}, or the path of a JSON file with that content. Ranges
+            exclude `stop`, and episodes without ranges yield no samples. Windows still extend to the ends of the episode.
+            Default: all.
+        drop_first, drop_last: Number of frames at the beginning and at the end of each episode that are not sampled.
+        clock: What locates the frame of a row in a video: "timestamp", as in LeRobot, or "frame_index", which uses
+            frame_index / fps, for datasets whose timestamps come from a wall clock. Rows are delivered unchanged.
+        tolerance_s: Maximum distance between that time and the frame, in seconds, up to half a frame. LeRobot's default is
+            1e-4. Default: a quarter of a frame.
 
     Attributes:
-        uri: as given, but for credentials in it.
-        version: of the format: "v2.0", "v2.1" or "v3.0".
-        num_frames: that an epoch shows: of the selected episodes, or those of `frames`, `drop_first` and `drop_last`.
-        num_episodes: selected.
-        fps: frames per second.
-        features: the features of `info.json`, without the cameras that are not selected.
-        cameras: the selected camera keys.
-        episodes: (E,) int64, the selected episode indices, rising.
-        lengths: (E,) int64, their frames, sampled or not.
-        fingerprint: a hash of what is read, equal wherever, in whatever version and files and however encoded the same
-            dataset lies; of a Hub repository also of its commit. Another `clock` or `tolerance_s` has another one.
-        skips_images: whether the rows have images that are not selected.
-        revision: the commit that is read, of a Hub repository; else None.
-        cache_dir: as given.
-        clock: as given.
-        tolerance_s: in seconds.
+        uri: Address as given, without credentials.
+        version: Version of the format: "v2.0", "v2.1" or "v3.0".
+        num_frames: Number of frames sampled per epoch.
+        num_episodes: Number of selected episodes.
+        fps: Frames per second.
+        features: Features of `meta/info.json`, without the cameras that are not selected.
+        cameras: Keys of the selected cameras.
+        episodes: Indices of the selected episodes in rising order, int64 of shape (E,).
+        lengths: Number of frames of each selected episode, sampled or not, int64 of shape (E,).
+        fingerprint: Hash of what is read. It is the same for every copy of the dataset, whatever its location, version, files
+            and encoding. It contains the commit of a Hub repository, and any `clock` and `tolerance_s` except the defaults.
+        skips_images: Whether the rows contain images that are not selected.
+        revision: Commit of the Hub repository, otherwise None.
+        cache_dir, clock: As given.
+        tolerance_s: Tolerance in seconds.
 
     Raises:
-        DatasetError: it does not exist, has another format, or its metadata is broken.
-        StorageError: it cannot be reached.
-        ValueError: an unknown camera or episode, a depth camera, a filter or frames that leave nothing, a revision of what has
-            none, or another bad argument.
+        DatasetError: If the dataset does not exist, has another format, or its metadata is broken.
+        StorageError: If the dataset cannot be reached.
+        ValueError: If an argument is invalid, or the selection is empty.
     """
 
     @known_arguments
@@ -102,7 +99,7 @@ class Dataset(DatasetFiles):
         cache_bytes: int | str | None = None,
         give_up_after_s: float | None = None,
         stats: Mapping[str, Mapping[str, npt.ArrayLike]] | None = None,
-        filter: EpisodeFilter | None = None,
+        episode_filter: EpisodeFilter | None = None,
         frames: Frames | str | os.PathLike[str] | None = None,
         drop_first: int = 0,
         drop_last: int = 0,
@@ -127,7 +124,7 @@ class Dataset(DatasetFiles):
             if data_files_root is not None:
                 self.data_store = open_store(os.fspath(data_files_root), storage_options, **limits)
             self.revision = self.store.revision
-            self._read(cameras, episodes, filter)
+            self._read(cameras, episodes, episode_filter)
             self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
             self.tolerance_s = _tolerance(tolerance_s, self.fps)
         except BaseException:
@@ -135,21 +132,21 @@ class Dataset(DatasetFiles):
             raise
 
     def split(self, shares: Mapping[str, float] | None = None, *, seed: int = 0) -> dict[str, Dataset]:
-        """Parts of the selected episodes that have no episode in common, such as for training and validation.
+        """Divide the selected episodes, for example into those for training and for validation.
 
             parts = dataset.split({"train": 0.9, "val": 0.1})
 
         Args:
-            shares: of the episodes, per name; together at most 1. Which episodes are whose depends on `seed` and on the number
-                of episodes. None: the `splits` of `meta/info.json`, such as {"train": "0:40", "test": "40:50"}.
-            seed: of the shuffle.
+            shares: Share of the episodes of each part, with a sum of at most 1. Default: the `splits` of `meta/info.json`, such
+                as {"train": "0:40", "test": "40:50"}.
+            seed: Seed of the shuffle that assigns episodes to parts.
 
         Returns:
-            {name: dataset}, over the same open files. Each has a fingerprint of its own.
+            {name: dataset}. The parts share open files, and each has its own fingerprint.
 
         Raises:
-            DatasetError: there are no `splits`, or they are no ranges of episodes.
-            ValueError: shares out of range, or one that is less than an episode.
+            DatasetError: If `splits` is missing from the metadata or does not contain ranges of episodes.
+            ValueError: If a share is out of range or smaller than one episode.
         """
         if shares is None:
             chosen = self._stored_splits()
@@ -158,29 +155,28 @@ class Dataset(DatasetFiles):
         for name, places in chosen.items():
             if not len(places):
                 raise ValueError(
-                    f"split {name!r} has none of the {self.num_episodes} selected episodes; give it a larger share"
+                    f"split {name!r} contains none of the {self.num_episodes} selected episodes. Give it a larger share"
                 )
         return {name: self.part(self.rows[places]) for name, places in chosen.items()}
 
     def orders(self) -> DatasetOrders:
-        """The orders of its epochs, as a Loader reads them."""
+        """Return the orders of the epochs for a Loader."""
         return DatasetOrders(self.lengths, self.frame_ranges)
 
     def window_offsets(self, deltas: Mapping[str, Sequence[float]], keys: Sequence[str]) -> dict[str, np.ndarray]:
-        """{key: (1, T) int64 frame offsets} of `delta_timestamps`, on this dataset's clock. `keys` are those that may have a
-        window. Raises ValueError."""
+        """Return {key: frame offsets of shape (1, T)} for `delta_timestamps`, whose keys must be among `keys`."""
         return {key: offsets[None] for key, offsets in windows.offsets(deltas, self.fps, keys).items()}
 
     def _stored_splits(self) -> dict[str, np.ndarray]:
-        """Per split of `meta/info.json`, the selected episodes in it."""
+        """Return the positions of the selected episodes in each split of `meta/info.json`."""
         where, splits = self.store.where(INFO), self.stored_splits
         if not splits:
-            raise DatasetError(f"{where}: has no splits; give shares, such as dataset.split({{'train': 0.9, 'val': 0.1}})")
+            raise DatasetError(f"{where}: has no splits. Pass shares, such as dataset.split({{'train': 0.9, 'val': 0.1}})")
         chosen = {}
         for name, span in splits.items():
             match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", span) if isinstance(span, str) else None
             if match is None:
-                raise DatasetError(f"{where}: split {name!r} is {str(span)[:40]!r}; it is a range of episodes, such as '0:40'")
+                raise DatasetError(f"{where}: split {name!r} must be a range such as '0:40', got {str(span)[:40]!r}")
             start, stop = map(int, match.groups())
             chosen[name] = np.flatnonzero((self.episodes >= start) & (self.episodes < stop))
         return chosen
@@ -188,24 +184,25 @@ class Dataset(DatasetFiles):
     def compute_stats(
         self, keys: Iterable[str] | None = None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> Stats:
-        """Statistics of the selected episodes, by LeRobot's definitions: for `Dataset(stats=...)`, where validation episodes
-        must have no part in them.
+        """Compute statistics of the selected episodes as LeRobot defines them.
+
+        Pass them to `Dataset(stats=...)` to exclude validation episodes from normalization. Memory does not grow with the
+        dataset, because rows are read one episode at a time.
 
         Args:
-            keys: the features to compute; None: the selected cameras, and all that is not text.
-            progress: called as (episodes done, episodes in all), in the caller's thread. Rows and each camera count on
-                their own.
+            keys: Features to compute. Default: the selected cameras and all features except text.
+            progress: Function called as (episodes done, number of episodes) in the caller's thread. Rows and each camera are
+                counted separately.
 
         Returns:
-            {key: {"min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99": array, "count": (1,) int}}. Of rows they
-            are exact, in the shape of a row, (1,) for scalars; quantiles of a feature of more than 4 million numbers are
-            those of evenly spread rows of that many. Of a camera they are (3, 1, 1), of values in [0, 1], from about 100
-            frames an episode and at most 10 000 in all, evenly spread and made smaller as LeRobot does. `count` is of rows,
-            or of these frames. Rows are read an episode at a time, so memory does not grow with the dataset.
+            {key: {"min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99": array, "count": (1,) int}}. Statistics of
+            rows are exact and have the shape of a row, (1,) for scalars; quantiles of more than 4 million numbers come from
+            evenly spaced rows. Statistics of a camera have shape (3, 1, 1) and values in [0, 1], and come from about 100
+            evenly spaced frames per episode, at most 10 000, reduced in size as in LeRobot. `count` counts rows or frames.
 
         Raises:
-            DatasetError, StorageError, DecodeError: rows or frames cannot be read.
-            ValueError: an unknown key.
+            DatasetError, StorageError, DecodeError: If rows or frames cannot be read.
+            ValueError: If a key is unknown.
         """
         from dali_stream.decode.statistics import compute_stats  # loads torch, which datasets alone do without
 
@@ -213,10 +210,10 @@ class Dataset(DatasetFiles):
 
 
 def _shared(shares: Mapping[str, float], key: np.ndarray) -> dict[str, np.ndarray]:
-    """Per name, its share of the places of `key`, rising; they go by rising key."""
+    """Return each name's share of the positions in `key`. Positions are assigned in the order of their keys."""
     wrong = [share for share in shares.values() if isinstance(share, bool) or not 0 < share <= 1]
     if not shares or wrong or math.fsum(shares.values()) > 1 + 1e-9:
-        raise ValueError(f"shares is {dict(shares)}; it has a number above 0 for each name, together at most 1")
+        raise ValueError(f"shares must be positive numbers with a sum of at most 1, got {dict(shares)}")
     order = np.argsort(key, kind="stable")
     ends = np.round(np.cumsum(list(shares.values())) * len(key)).astype(int).tolist()
     return {name: np.sort(order[a:b]) for name, a, b in zip(shares, [0, *ends], ends, strict=False)}
@@ -230,13 +227,12 @@ def _own_stats(stats: Mapping[str, Mapping[str, npt.ArrayLike]]) -> metadata.Sta
 
 
 def _tolerance(tolerance_s: float | None, fps: float) -> float:
-    """How far a row's frame may be from its time, in seconds."""
+    """Return the maximum distance of a frame from its row's time, in seconds."""
     if tolerance_s is None:
         return TOLERANCE / fps
     number = isinstance(tolerance_s, (int, float)) and not isinstance(tolerance_s, bool)
     if not number or not 0 < tolerance_s <= 0.5 / fps:
         raise ValueError(
-            f"tolerance_s is {tolerance_s!r}; it is above 0 and up to half a frame, {0.5 / fps:.6g} s at {fps:g} fps, since "
-            "farther away another frame is nearer"
+            f"tolerance_s must be positive and at most half a frame, {0.5 / fps:.6g} s at {fps:g} fps, got {tolerance_s!r}"
         )
     return float(tolerance_s)

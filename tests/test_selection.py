@@ -1,4 +1,4 @@
-"""Which episodes and frames are sampled: filter, frames, drop_first, drop_last and split."""
+"""Which episodes and frames are sampled: episode_filter, frames, drop_first, drop_last and split."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_without_ranges_the_order_is_that_of_the_lengths(demo: Path) -> None:
     expected = Order(lengths - np.minimum(lengths, 3), True, 1, 0, 4, 2).read(0, 100)
     episode, frame = SelectedOrder(whole(lengths).dropping(lengths, 2, 1), True, 1, 0, 4, 2).read(0, 100)
     assert (episode.tolist(), (frame - 2).tolist()) == (expected[0].tolist(), expected[1].tolist())
-    assert Dataset(demo).fingerprint == Dataset(demo, drop_first=0, filter=lambda episode: True).fingerprint
+    assert Dataset(demo).fingerprint == Dataset(demo, drop_first=0, episode_filter=lambda episode: True).fingerprint
 
 
 def _shown(batches: list[Any]) -> list[tuple[int, int]]:
@@ -152,11 +152,11 @@ def _shown(batches: list[Any]) -> list[tuple[int, int]]:
     return sorted(pair for batch in batches for pair in zip(*(batch[key].tolist() for key in keys), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------- filter
+# ----------------------------------------------------------------------------------------------------- episode_filter
 
 
 @pytest.mark.parametrize(
-    "filter",
+    "episode_filter",
     [
         lambda episode: episode["length"] > 60,
         pc.field("length") > 60,
@@ -164,14 +164,14 @@ def _shown(batches: list[Any]) -> list[tuple[int, int]]:
     ],
 )
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_filter_takes_what_listing_the_episodes_would(demo: Path, filter: Any, remote: bool) -> None:
+def test_a_filter_takes_what_listing_the_episodes_would(demo: Path, episode_filter: Any, remote: bool) -> None:
     expected = [episode for episode, length in read_lengths(demo).items() if length > 60]
     assert 0 < len(expected) < 6
     with Server(demo) as server:
-        dataset = Dataset(server.url if remote else demo, filter=filter)
+        dataset = Dataset(server.url if remote else demo, episode_filter=episode_filter)
         assert dataset.episodes.tolist() == expected
         assert dataset.fingerprint == Dataset(demo, episodes=expected).fingerprint
-    both = Dataset(demo, filter=filter, episodes=[0, 1, 2, 3])
+    both = Dataset(demo, episode_filter=episode_filter, episodes=[0, 1, 2, 3])
     assert both.episodes.tolist() == [episode for episode in expected if episode < 4]
 
 
@@ -179,9 +179,9 @@ def test_a_filter_sees_tasks_and_statistics(demo: Path) -> None:
     columns = Dataset(demo).episode_columns(stats=True)
     task = columns["tasks"].to_pylist()[2][0]
     expected = [row["episode_index"] for row in columns.to_pylist() if task in row["tasks"]]
-    assert Dataset(demo, filter=lambda episode: task in episode["tasks"]).episodes.tolist() == expected
+    assert Dataset(demo, episode_filter=lambda episode: task in episode["tasks"]).episodes.tolist() == expected
     frames = pc.list_element(pc.field("stats/action/count"), 0) > 60
-    assert Dataset(demo, filter=frames).episodes.tolist() == [e for e, n in read_lengths(demo).items() if n > 60]
+    assert Dataset(demo, episode_filter=frames).episodes.tolist() == [e for e, n in read_lengths(demo).items() if n > 60]
 
 
 # -------------------------------------------------------------------------------------------------------------- split
@@ -214,8 +214,8 @@ def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
     assert {name: part.episodes.tolist() for name, part in parts.items()} == {"train": [1, 2], "test": [5]}
     for splits, message in (
         ({}, "has no splits"),
-        ({"train": "all"}, "split 'train' is 'all'; it is a range of episodes"),
-        ({"train": [0, 4]}, "it is a range of episodes"),
+        ({"train": "all"}, "split 'train' must be a range such as '0:40', got 'all'"),
+        ({"train": [0, 4]}, "must be a range such as '0:40', got"),
     ):
         change_info(demo_copy, splits=splits)
         with pytest.raises(DatasetError, match=message):
@@ -245,9 +245,9 @@ def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
         ({"frames": {}}, "leave none of the"),
         ({"drop_first": 10_000}, "leave none of the"),
         ({"drop_last": -1}, "drop_last is -1; it is an integer of 0 or more"),
-        ({"filter": lambda episode: False}, "filter leaves none of 6 episodes"),
-        ({"filter": "length > 5"}, "it is a function of an episode's columns, or a pyarrow.compute expression"),
-        ({"filter": pc.field("size") > 5}, "its columns are episode_index, "),
+        ({"episode_filter": lambda episode: False}, "episode_filter accepts none of 6 episodes"),
+        ({"episode_filter": "length > 5"}, "episode_filter must be a function of an episode's columns"),
+        ({"episode_filter": pc.field("size") > 5}, "its columns are episode_index, "),
     ],
 )
 def test_a_selection_that_makes_no_sense_is_refused(demo: Path, arguments: dict[str, Any], message: str) -> None:
@@ -270,7 +270,7 @@ def test_shares_that_make_no_sense_are_refused(demo: Path, split: Callable[[Data
         split(Dataset(demo, cameras=[]))
 
 
-@pytest.mark.parametrize("arguments", [{"drop_first": 1}, {"episodes": [0]}, {"filter": pc.field("length") > 60}])
+@pytest.mark.parametrize("arguments", [{"drop_first": 1}, {"episodes": [0]}, {"episode_filter": pc.field("length") > 60}])
 def test_a_part_is_not_rewritten(demo: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="only a part of the dataset is selected"):
         dali_stream.reshard(Dataset(demo, **arguments), tmp_path / "out")

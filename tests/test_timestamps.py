@@ -138,7 +138,7 @@ def test_the_fingerprint_has_what_is_not_the_default(exact: Path) -> None:
 
 @pytest.mark.parametrize("tolerance_s", [0, -1.0, float("nan"), 0.5001 / FPS, 1.0, True, "1e-4"])
 def test_a_tolerance_beyond_half_a_frame_is_refused(exact: Path, tolerance_s: object) -> None:
-    with pytest.raises(ValueError, match=r"tolerance_s is .*; it is above 0 and up to half a frame, 0.0166667 s at 30 fps"):
+    with pytest.raises(ValueError, match=r"tolerance_s must be positive and at most half a frame, 0.0166667 s at 30 fps, got"):
         Dataset(exact, tolerance_s=tolerance_s)  # type: ignore[arg-type]
 
 

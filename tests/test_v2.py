@@ -499,7 +499,7 @@ def test_a_part_is_not_converted(root: Path, tmp_path: Path) -> None:
 
 def test_episodes_are_selected_by_what_only_some_have(root: Path) -> None:
     line(root, EPISODES, 2, json.dumps({"episode_index": 2, "length": LENGTHS[2], "tasks": ["push"], "good": True}))
-    assert Dataset(root, filter=lambda episode: episode["good"]).episodes.tolist() == [2]
+    assert Dataset(root, episode_filter=lambda episode: episode["good"]).episodes.tolist() == [2]
 
 
 def test_a_dataset_without_cameras_and_tasks(tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ class DatasetFiles:
     data_store: Store
     _own_stats: metadata.Stats | None
 
-    def _read(self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, filter: EpisodeFilter | None) -> None:
+    def _read(
+        self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None
+    ) -> None:
         """Reads the metadata, all but tasks and statistics."""
         self._info = info = metadata.read_info(self.store)
         self.version, self.fps = info.version, info.fps
@@ -69,7 +71,7 @@ class DatasetFiles:
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
-        self._take(selection.rows(self.table.index, episodes, filter, self.episode_columns), None)
+        self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Selects the episodes in these rows of the table, and these frames of them."""

@@ -1,4 +1,4 @@
-"""Which cameras and episodes of a dataset are read, as `cameras=`, `episodes=` and `filter=` say."""
+"""Selection of cameras and episodes by the arguments `cameras`, `episodes` and `episode_filter`."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def cameras(info: metadata.Info, given: Sequence[str] | None) -> tuple[str, ...]
     return tuple(key for key in there if key in given)
 
 
-def rows(index: Int64, episodes: Sequence[int] | None, filter: EpisodeFilter | None, read: ReadColumns) -> Int64:
+def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None, read: ReadColumns) -> Int64:
     """Rows of the episode table, by rising episode index. Raises ValueError.
 
     Args:
         index: (E,) the dataset's episode indices, rising.
         episodes: indices of the ones to take. None: all.
-        filter: of these, which to take. None: all.
-        read: for the filter.
+        episode_filter: of these, which to take. None: all.
+        read: for `episode_filter`.
     """
     taken = np.arange(len(index)) if episodes is None else _named(index, episodes)
-    if filter is None:
+    if episode_filter is None:
         return taken
-    matching = np.intersect1d(taken, np.searchsorted(index, _matching(filter, read)))
+    matching = np.intersect1d(taken, np.searchsorted(index, _matching(episode_filter, read)))
     if not len(matching):
-        raise ValueError(f"filter leaves none of {len(taken)} episodes; `dali-stream info` lists what there is")
+        raise ValueError(f"episode_filter accepts none of {len(taken)} episodes. `dali-stream info` describes them")
     return matching
 
 
@@ -70,22 +70,24 @@ def _named(index: Int64, episodes: Sequence[int]) -> Int64:
     return rows
 
 
-def _matching(filter: EpisodeFilter, read: ReadColumns) -> Int64:
-    """Indices of the episodes that a filter takes."""
+def _matching(episode_filter: EpisodeFilter, read: ReadColumns) -> Int64:
+    """Return the indices of the episodes that a filter accepts."""
     table = read()
-    if isinstance(filter, pc.Expression):
+    if isinstance(episode_filter, pc.Expression):
         try:
-            kept = table.filter(filter)
+            kept = table.filter(episode_filter)
         except pa.ArrowInvalid:  # perhaps a column of statistics
             table = read(stats=True)
             try:
-                kept = table.filter(filter)
+                kept = table.filter(episode_filter)
             except (pa.ArrowException, TypeError) as error:
                 raise ValueError(
-                    f"filter is {filter}, which does not fit the episode table: {error}; its columns are "
+                    f"episode_filter is {episode_filter}, which does not fit the episode table: {error}; its columns are "
                     f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
                 ) from error
         return kept["episode_index"].to_numpy()
-    if not callable(filter):
-        raise ValueError(f"filter is {filter!r}; it is a function of an episode's columns, or a pyarrow.compute expression")
-    return np.array([row["episode_index"] for row in table.to_pylist() if filter(row)], np.int64)
+    if not callable(episode_filter):
+        raise ValueError(
+            f"episode_filter must be a function of an episode's columns or a pyarrow.compute expression, got {episode_filter!r}"
+        )
+    return np.array([row["episode_index"] for row in table.to_pylist() if episode_filter(row)], np.int64)

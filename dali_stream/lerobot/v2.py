@@ -59,7 +59,7 @@ def read_episode_columns(store: Store) -> pa.Table:
         return pa.table({name: pa.array([entry.get(name) for entry in entries]) for name in names}).sort_by("episode_index")
     except pa.ArrowException as error:
         raise DatasetError(
-            f"{store.where(EPISODES)}: is no table: {error}; filter= needs values of one type in a column"
+            f"{store.where(EPISODES)}: is no table: {error}; episode_filter= needs values of one type in a column"
         ) from error
 
 
