@@ -221,7 +221,7 @@ def test_a_split_of_the_datasets_own(demo_copy: Path) -> None:
         with pytest.raises(DatasetError, match=message):
             Dataset(demo_copy).split()
     change_info(demo_copy, splits={"train": "6:9"})
-    with pytest.raises(ValueError, match="split 'train' has none of the 6 selected episodes"):
+    with pytest.raises(ValueError, match="split 'train' contains none of the 6 selected episodes"):
         Dataset(demo_copy).split()
 
 
@@ -258,10 +258,10 @@ def test_a_selection_that_makes_no_sense_is_refused(demo: Path, arguments: dict[
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (lambda dataset: dataset.split({"train": 0.9, "val": 0.2}), "together at most 1"),
-        (lambda dataset: dataset.split({"train": 0}), "above 0"),
-        (lambda dataset: dataset.split({}), "a number above 0 for each name"),
-        (lambda dataset: dataset.split({"train": 0.99, "val": 0.01}), "split 'val' has none of the 6 selected episodes"),
+        (lambda dataset: dataset.split({"train": 0.9, "val": 0.2}), "sum of at most 1, got"),
+        (lambda dataset: dataset.split({"train": 0}), "must be positive numbers"),
+        (lambda dataset: dataset.split({}), "shares must be positive numbers with a sum of at most 1"),
+        (lambda dataset: dataset.split({"train": 0.99, "val": 0.01}), "split 'val' contains none of the 6 selected episodes"),
         (lambda dataset: dataset.split({"train": 0.5}, seed=-1), "seed is -1"),
     ],
 )
