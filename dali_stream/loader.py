@@ -61,7 +61,7 @@ class Loader:
         image_dtype: "float32", in [0, 1], or "uint8".
         normalize: {key: "mean_std", "min_max", "quantiles" or None}, or one of them for the action and observations, see
             `Normalizer`; done last, behind `pipeline`. `normalizer.inverse` takes it back. Of a mixture also
-            ("min_max", "own"), by each sample's own dataset.
+            "min_max_per_dataset" and the like, by each sample's own dataset.
         shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
             that is local; False, recorded order.
         seed: of the order, and of augmentation.

@@ -1,10 +1,11 @@
-"""Features brought to a common scale by `Dataset.stats`, and back.
+"""Normalization of features by `Dataset.stats`, and its inverse.
 
     mean_std    (x - mean) / std
-    min_max     minimum to -1, maximum to 1
-    quantiles   the 1 % quantile to -1, the 99 % quantile to 1
+    min_max     maps the minimum to -1 and the maximum to 1
+    quantiles   maps the 1 % quantile to -1 and the 99 % quantile to 1
 
-As LeRobot's NormalizerProcessorStep has it, but for dimensions that never change: those are moved to 0 and not divided.
+The formulas are those of LeRobot's NormalizerProcessorStep, except that dimensions which never change are shifted to 0 and not
+divided.
 """
 
 from __future__ import annotations
@@ -30,50 +31,50 @@ _COMPUTE = (
     "Dataset(uri, stats=dataset.compute_stats()), or `dali-stream stats URI --out stats.json` once and "
     'Dataset(uri, stats=json.load(open("stats.json")))'
 )
-WHOSE = ("merged", "own")
-INDEX = "dataset_index"  # the key of the number of each sample's dataset
-Mode = str | tuple[str, str] | None
-Modes = Mode | Mapping[str, Mode]
+PER_DATASET = "_per_dataset"  # ends a mode that uses the statistics of each sample's own dataset
+INDEX = "dataset_index"  # key of the number of each sample's dataset
+Modes = str | Mapping[str, str | None] | None
 Affine = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 _log = logging.getLogger("dali_stream")
 
 
 class Normalizer:
-    """Normalises the keys of batches, of `Loader` or of others, and takes it back.
+    """Normalize the keys of batches, and undo it.
 
     Args:
-        dataset: whose features, and whose `stats`: those of `meta/stats.json`, which are of all episodes, or those that were
-            given as `Dataset(stats=...)`. Or a `Mixture`.
-        normalize: {key: "mean_std", "min_max", "quantiles" or None}; or one of them for the action and all of
-            `observation.*` that is floats and no camera. A camera's statistics are of frames in [0, 1], per channel.
-            Of a mixture also ("min_max", "own"), by the statistics of each sample's own dataset; "min_max" alone is
-            ("min_max", "merged"), by those of all together, see `Mixture.stats`. What a dataset lacks stays 0.
+        dataset: `Dataset` or `Mixture` with the features and statistics. Statistics are those of `meta/stats.json`, which cover
+            all episodes, unless they were passed as `Dataset(stats=...)`.
+        normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for the action and all float
+            features `observation.*` except cameras. Statistics of a camera are those of frames in [0, 1], per channel. For a
+            mixture these modes use the merged statistics of all datasets, see `Mixture.stats`. "mean_std_per_dataset",
+            "min_max_per_dataset" and "quantiles_per_dataset" use those of each sample's own dataset. Values that a dataset
+            lacks stay 0.
 
     Attributes:
-        modes: {key: mode} of what is normalised.
+        modes: {key: mode} of the keys that are normalized.
 
     Raises:
-        ValueError: an unknown mode or key, a feature that is no floats, or statistics that the dataset lacks.
-        DatasetError: its statistics are of another shape, or not finite; where they were given, a ValueError.
+        ValueError: If a mode or key is unknown, a feature does not contain floats, or the dataset lacks statistics.
+        DatasetError: If statistics of the dataset have another shape or are not finite. For `Dataset(stats=...)`, this is a
+            ValueError.
     """
 
     @known_arguments
     def __init__(self, dataset: Dataset | Mixture, normalize: Modes) -> None:
-        chosen = _modes(dataset, normalize)
-        self.modes = {key: mode for key, (mode, _) in chosen.items()}
-        # (shift, scale) of each key; where the datasets of a mixture differ, one after the other.
-        self._affine = {key: _affine(dataset, key, *mode) for key, mode in chosen.items()}
-        self._shape = {key: dataset.features[key].statistic_shape for key in chosen}
+        self.modes = _modes(dataset, normalize)
+        # (shift, scale) of each key, stacked if the datasets of a mixture differ.
+        self._affine = {key: _affine(dataset, key, mode) for key, mode in self.modes.items()}
+        self._shape = {key: dataset.features[key].statistic_shape for key in self.modes}
         self._on: dict[tuple[str, Any], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with its keys normalised. Tensors are (B, ...) or (B, T, ...) float, as the Loader delivers them."""
+        """Return the batch with its keys normalized. Tensors are float of shape (B, ...) or (B, T, ...)."""
         return self._mapped(batch, lambda value, shift, scale: (value - shift) / scale)
 
     def inverse(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes it back, for example of {"action": what a policy predicts}. Keys that are not normalised stay as they are.
+        """Undo the normalization, for example of {"action": predicted actions}. Other keys are returned unchanged.
 
-        Of a mixture whose datasets are normalised differently, the batch also needs `dataset_index`, int64 (B,).
+        If the datasets of a mixture are normalized differently, the batch must contain `dataset_index`, int64 of shape (B,).
         """
         return self._mapped(batch, lambda value, shift, scale: value * scale + shift)
 
@@ -85,7 +86,7 @@ class Normalizer:
         }
 
     def _tensors(self, key: str, like: torch.Tensor, index: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shift and scale in a shape that broadcasts to a tensor."""
+        """Return shift and scale in a shape that broadcasts to a tensor."""
         import torch
 
         if (key, like.device) not in self._on:
@@ -93,57 +94,54 @@ class Normalizer:
             self._on[key, like.device] = (torch.tensor(first, device=like.device), torch.tensor(second, device=like.device))
         shift, scale = self._on[key, like.device]
         of = self._shape[key]
-        # What is not of that shape would be broadcast to something else without a word.
+        # A tensor of another shape would be broadcast without an error.
         if like.shape[like.ndim - len(of) :][: 1 if len(of) == 3 else None] != of[: 1 if len(of) == 3 else None]:
-            raise ValueError(f"{key} has shape {tuple(like.shape)}, and what is normalised of it ends in {of}; see `normalize`")
+            raise ValueError(f"{key} must have a shape that ends in {of} to be normalized, got {tuple(like.shape)}")
         if shift.ndim == len(of):
             return shift, scale
         if index is None:
             raise ValueError(
-                f"{key} is normalised differently from dataset to dataset, by its own statistics or since one lacks some of "
-                f"it, and the batch has no {INDEX!r}: int64 (B,), as the Loader delivers it. Keep it beside what is normalised"
+                f"The batch must contain {INDEX!r}, int64 of shape (B,), because {key} is normalized differently for each "
+                "dataset, or is missing from some. The Loader delivers it"
             )
         index = index.to(like.device)
         shape = len(index), *(1,) * (like.ndim - 1 - len(of)), *of
         return shift[index].reshape(shape), scale[index].reshape(shape)
 
 
-def _modes(dataset: Dataset | Mixture, normalize: Modes) -> dict[str, tuple[str, str]]:
-    """{key: (mode, whose)} of what is normalised."""
+def _modes(dataset: Dataset | Mixture, normalize: Modes) -> dict[str, str]:
+    """Return {key: mode} of the keys to normalize."""
     if normalize is None:
         return {}
-    if not isinstance(normalize, (str, tuple, Mapping)):
+    allowed = ", ".join(map(repr, MODES))
+    if not isinstance(normalize, (str, Mapping)):
         raise ValueError(
-            f"normalize is {normalize!r}; it is one of {', '.join(map(repr, MODES))}, or a dict with one of them or None per "
-            "key, or None"
+            f"normalize must be one of {allowed}, a dict with one of them or None per key, or None, got {normalize!r}"
         )
     if not isinstance(normalize, Mapping):
         normalize = {key: normalize for key in dataset.features if _is_floats(dataset, key) and key not in dataset.cameras
                      and (key == "action" or key.startswith("observation."))}  # fmt: skip
-    found = {}
-    for key, given in normalize.items():
-        mode = (given, WHOSE[0]) if given is None or isinstance(given, str) else given
-        if not (isinstance(mode, tuple) and len(mode) == 2 and mode[0] in (*MODES, None) and mode[1] in WHOSE):
+    for key, mode in normalize.items():
+        if mode is not None and (not isinstance(mode, str) or mode.removesuffix(PER_DATASET) not in MODES):
             raise ValueError(
-                f"normalize has {given!r} for {key}; allowed are {', '.join(map(repr, MODES))} and None, and of a mixture "
-                f'one of them with {" or ".join(map(repr, WHOSE))}, such as ("min_max", "own")'
+                f"normalize[{key!r}] must be one of {allowed} or None, or for a mixture also one of them with {PER_DATASET!r} "
+                f"added, got {mode!r}"
             )
-        if isinstance(given, tuple) and not dataset.dataset_names:
-            raise ValueError(f"normalize has {given!r} for {key}, and only a mixture has statistics of several datasets")
+        if mode is not None and mode.endswith(PER_DATASET) and not dataset.dataset_names:
+            raise ValueError(f"normalize[{key!r}] must be one of {allowed} for a single dataset, got {mode!r}")
         if key not in dataset.features or not _is_floats(dataset, key):
-            can = [other for other in dataset.features if _is_floats(dataset, other)]
-            raise ValueError(f"normalize names {key!r}, which is no feature of floats or frames; those are {', '.join(can)}")
-        if mode[0] is not None:
-            found[key] = (mode[0], mode[1])
-    return found
+            float_keys = [other for other in dataset.features if _is_floats(dataset, other)]
+            raise ValueError(f"normalize has {key!r}, which is not a float feature. Available: {', '.join(float_keys)}")
+    return {key: mode for key, mode in normalize.items() if mode is not None}
 
 
 def _is_floats(dataset: Dataset | Mixture, key: str) -> bool:
     return key in dataset.cameras or dataset.features[key].is_float
 
 
-def _affine(dataset: Dataset | Mixture, key: str, mode: str, whose: str) -> Affine:
-    """(shift, scale): a value is normalised as (value - shift) / scale. (M, ...) where M datasets have different ones."""
+def _affine(dataset: Dataset | Mixture, key: str, mode: str) -> Affine:
+    """Return (shift, scale), which normalize as (value - shift) / scale. They are (M, ...) if they differ among M datasets."""
+    mode, per_dataset = mode.removesuffix(PER_DATASET), mode.endswith(PER_DATASET)
     if not isinstance(dataset, Mixture):
         return _of_statistics({name: _statistic(dataset, key, name) for name in _names(dataset, key, mode)}, dataset, key, mode)
     having, shape = dataset.having(key), dataset.features[key].statistic_shape
@@ -153,11 +151,11 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str, whose: str) -> Affi
             statistics = {name: _statistic(part, own, name) for name in _names(part, own, mode)}
         except (ValueError, DatasetError) as error:
             raise type(error)(f"dataset {dataset.dataset_names[number]!r}: {error}") from error
-        if whose == "own":
+        if per_dataset:
             there = dataset.dimensions(key, number)
             found = _of_statistics(statistics, part, own, mode)
             shift[number, ...][there], scale[number, ...][there] = (values.reshape(-1) for values in found)
-    if whose == "merged":
+    if not per_dataset:
         found = _of_statistics(dataset.merged_stats(key), dataset, key, mode)
         for number in having:
             there = dataset.dimensions(key, number)
@@ -167,7 +165,7 @@ def _affine(dataset: Dataset | Mixture, key: str, mode: str, whose: str) -> Affi
 
 
 def _names(dataset: Dataset, key: str, mode: str) -> list[str]:
-    """The statistics that a mode needs, and the extremes where there are any."""
+    """Return the statistics that a mode needs, and the extremes if the dataset has them."""
     extremes = ("min", "max") if {"min", "max"} <= dataset.stats.get(key, {}).keys() else ()
     return [*dict.fromkeys((*MODES[mode], *extremes))]
 

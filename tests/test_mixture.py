@@ -224,21 +224,21 @@ def test_a_dataset_without_a_table_of_subtasks_has_empty_ones(tmp_path: Path) ->
                 assert subtask == ("" if name == "b" else f"subtask {number}")
 
 
-@pytest.mark.parametrize("whose", ["own", "merged"])
+@pytest.mark.parametrize("per_dataset", [True, False])
 @pytest.mark.parametrize("mode", ["mean_std", *map(slow, ("min_max", "quantiles"))])
-def test_normalises_by_own_or_by_merged_statistics(datasets: Mapping[str, Dataset], mode: str, whose: str) -> None:
+def test_normalizes_by_own_or_by_merged_statistics(datasets: Mapping[str, Dataset], mode: str, per_dataset: bool) -> None:
     weights = {"demo": 3, "h264": 1, "rows": 2}
     mixed = mixture(datasets, weights=weights, epoch_samples=48)
     plain = {"batch_size": 8, **LOADER}
-    chosen = {"action": (mode, whose), "observation.state": (mode, whose)}
+    chosen = dict.fromkeys(("action", "observation.state"), f"{mode}_per_dataset" if per_dataset else mode)
     with Loader(mixed, **plain) as raw, Loader(mixed, normalize=chosen, **plain) as loader:
         for before, after in zip(raw, loader, strict=True):
             for row, name in enumerate(before["dataset"]):
                 for key in chosen:
                     padded = before[f"{key}_dim_is_pad"][row]
-                    stats = _statistics(datasets, name, key) if whose == "own" else mixed.stats[key]
+                    stats = _statistics(datasets, name, key) if per_dataset else mixed.stats[key]
                     first, second = (
-                        np.resize(np.ravel(stats[which]), len(padded)) if whose == "own" else stats[which]
+                        np.resize(np.ravel(stats[which]), len(padded)) if per_dataset else stats[which]
                         for which in {"mean_std": ("mean", "std"), "min_max": ("min", "max"), "quantiles": ("q01", "q99")}[mode]
                     )
                     shift, scale = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
@@ -247,8 +247,8 @@ def test_normalises_by_own_or_by_merged_statistics(datasets: Mapping[str, Datase
             back = loader.normalizer.inverse(after)
             for key in chosen:
                 torch.testing.assert_close(back[key], before[key], rtol=1e-4, atol=1e-3)
-        if whose == "own":
-            with pytest.raises(ValueError, match="has no 'dataset_index'"):
+        if per_dataset:
+            with pytest.raises(ValueError, match="must contain 'dataset_index'"):
                 loader.normalizer.inverse({"action": after["action"]})
 
 
@@ -288,7 +288,7 @@ def test_merged_scales_need_the_dataset_where_one_lacks_some(tmp_path: Path) -> 
         for width in (2, 3)
     }
     with Loader(Mixture(roots, missing="pad"), batch_size=4, consumers=2, normalize="min_max") as loader:
-        with pytest.raises(ValueError, match="or since one lacks some of it, and the batch has no 'dataset_index'"):
+        with pytest.raises(ValueError, match=r"or since one lacks some of it, and the batch must contain 'dataset_index'"):
             loader.normalizer.inverse({"action": torch.zeros(1, 3)})
         back = loader.normalizer.inverse({"action": torch.zeros(2, 3), "dataset_index": torch.tensor([0, 1])})
     assert back["action"].tolist() == [[1, 1, 0], [1, 1, 1]]
