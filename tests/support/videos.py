@@ -208,6 +208,11 @@ def identities(frames: torch.Tensor) -> list[tuple[int, int]]:
     return [(e, f) for e, f, _ in read_identities(frames.movedim(1, -1).numpy()).tolist()]
 
 
+def identity(number: int) -> tuple[int, int]:
+    """(episode, frame) of a frame of a file that `draw` filled, by its number in the file."""
+    return (0, number) if number < EPISODES[0] else (1, number - EPISODES[0])
+
+
 def difference(first: Path, second: Path) -> float:
     """The largest of the mean differences between frames of two files, of 255, over RGB as torchcodec has it."""
     a, b = (whole_file(path).numpy().astype(np.int16) for path in (first, second))
