@@ -262,9 +262,9 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> Fr
         DecodeError: If a frame has another size or time.
     """
     frames: Frames = batch.data.numpy()
-    # No real stream fails this check with torchcodec 0.13: it allocates a batch at the size in its metadata, which `_decode_clip`
-    # has compared, and raises an error for a decoded frame of another size. Tried: another size in the middle of H.264, HEVC and
-    # AV1, and every changed bit in the first 12 bytes of each packet of a GOP, in five codecs. Other versions may resize a frame.
+    # No real stream fails this check with torchcodec 0.13. It allocates a batch at the size in its metadata, which was compared
+    # in `_decode_clip`, and raises an error for a decoded frame of another size. Tried: another size in the middle of a stream,
+    # and each bit of the first 12 bytes of each packet of a GOP, in five codecs. Other versions may resize such a frame.
     if frames.shape[1:] != (expected.height, expected.width, 3):
         size = "×".join(map(str, frames.shape[1:3]))
         raise DecodeError(
