@@ -97,6 +97,20 @@ def test_a_missing_file(broken: Callable[..., Path]) -> None:
     assert re.search(rf"{FILE}: no such file, but the dataset's metadata refers to it", error_of(root))
 
 
+def test_episodes_leaves_out_a_missing_file_as_its_error_says(videos: Callable[[str], Path], tmp_path: Path) -> None:
+    root = data.write_dataset(tmp_path / "set", [videos("h264")] * 2, [data.EPISODES] * 2)
+    (root / data.VIDEO.format(data.CAMERA, 1)).unlink()
+    message = error_of(root)
+    assert re.search(
+        rf"^{data.CAMERA}: episode [23], frame \d+: .*no such file.* Copy or fetch it again, or leave its", message
+    )
+    assert "its episodes out with episodes= (`dali-stream doctor URI` shows the missing files)" in message
+    findings = {finding.name: finding for finding in dali_stream.doctor(root).findings}
+    assert data.VIDEO.format(data.CAMERA, 1) in findings["files"].text
+    with data.loader(dali_stream.Dataset(root, episodes=[0, 1])) as loader:
+        assert len(list(data.samples(loader))) == data.FRAMES
+
+
 def test_a_truncated_file_with_its_index_in_front(videos: Callable[[str], Path], tmp_path: Path) -> None:
     video = tmp_path / "video.mp4"
     data.ffmpeg("-i", videos("h264"), "-c", "copy", "-movflags", "+faststart", video)

@@ -19,12 +19,17 @@ def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, in
     """(kind, start, end) of the bodies of the boxes in `data[start:end]`.
 
     Raises:
-        DecodeError: a box does not fit into its parent, or there are too many.
+        DecodeError: If a box does not fit into its parent, or there are more than `MOST_CHILDREN`.
     """
     for _ in range(MOST_CHILDREN):
         if start == end:
             return
-        kind, head, size = _header(data[start : start + 16], start, end)
+        try:
+            kind, head, size = _header(data[start : start + 16], start, end)
+        except DecodeError as error:
+            raise DecodeError(
+                f"{error}: the file's index is broken. Copy or fetch the file again, or record it again"
+            ) from None
         yield kind, start + head, start + size
         start += size
     raise DecodeError(f"a box contains more than {MOST_CHILDREN} boxes: the file's index is broken; fetch or record it again")
@@ -53,13 +58,14 @@ def read_moov(store: Store, path: str) -> bytes:
     size = store.size(path)  # after the read, which brings the size of a remote file
     for _ in range(MOST_CHILDREN):
         if at == size:
-            raise DecodeError(f"no moov box (the index of an MP4){_looks_like(store.read(path, 0, lfs.ENOUGH))}")
+            state = _looks_like(store.read(path, 0, lfs.ENOUGH)) or _UNFINISHED
+            raise DecodeError(f"no moov box (the index of an MP4){state}")
         if not base <= at <= base + len(window) - 16:
             base, window = at, store.read(path, at, min(at + TAIL, size))
         try:
             kind, head, length = _header(window[at - base : at - base + 16], at, size)
         except DecodeError as error:
-            raise DecodeError(f"{error}{_looks_like(store.read(path, 0, lfs.ENOUGH))}") from None
+            raise DecodeError(f"{error}{_looks_like(store.read(path, 0, lfs.ENOUGH)) or _TRUNCATED}") from None
         if kind == b"moov":
             if length > LARGEST_MOOV:
                 raise DecodeError(f"its moov box claims {length} bytes; more than {LARGEST_MOOV} is not read")
@@ -85,26 +91,32 @@ def full_box(kind: bytes, version: int, flags: int, *parts: bytes) -> bytes:
 def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
     """(kind, bytes of the header, bytes of the box) of the box at `start` of a parent that ends at `end`."""
     if len(head) < 8:
-        raise DecodeError(f"it ends in the middle of a box header at byte {start}: truncated")
+        raise DecodeError(f"it ends in the middle of a box header at byte {start}")
     size, kind = struct.unpack_from(">I4s", head)
-    length = 8
+    name, length = repr(kind.decode("latin-1")), 8
     if size == 1 and len(head) >= 16:
         size, length = struct.unpack_from(">Q", head, 8)[0], 16
     elif size == 0:
         size = end - start  # to the end of the file
     if size < length:
-        raise DecodeError(f"the box {kind!r} at byte {start} claims {size} bytes, which is less than its header")
+        raise DecodeError(f"its box {name} at byte {start} must have at least {length} bytes for its header, got {size}")
     if size > end - start:
-        raise DecodeError(f"the box {kind!r} at byte {start} claims {size} bytes and {end - start} are there: truncated")
+        raise DecodeError(f"its box {name} at byte {start} must have {size} bytes, got {end - start}")
     return kind, length, size
 
 
+_TRUNCATED = ": the file is truncated or damaged. Copy or fetch it again"
+_UNFINISHED = ": the file is truncated, or its recording was not finished. Copy or fetch it again, or record it again"
+
+
 def _looks_like(first: bytes) -> str:
-    """A hint for the message on what a file without `moov` is."""
+    """Return what a file that is no MP4 is instead, and the remedy. Empty for an MP4."""
     if pointer := lfs.pointer(first):
         return f"; {pointer}"
     if first.lstrip()[:5].lower() in (b"<!doc", b"<html"):
-        return "; it is an HTML page: the download failed"
+        return ": the file is an HTML page, because its download failed. Fetch it again"
     if not first:
-        return "; it is empty"
-    return "" if first[4:8] == b"ftyp" else f"; it begins with {first[:16]!r}, so it is not an MP4"
+        return ": the file is empty. Copy or fetch it again"
+    return (
+        "" if first[4:8] == b"ftyp" else f": the file begins with {first[:16]!r}, so it is not an MP4. Copy or fetch it again"
+    )

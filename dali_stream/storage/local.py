@@ -8,7 +8,7 @@ from typing import Any
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.open_files import OpenFiles
-from dali_stream.storage.store import Store, checked
+from dali_stream.storage.store import Store, checked, missing_file
 
 
 class LocalStore(Store):
@@ -62,5 +62,5 @@ class LocalStore(Store):
 
     def _failed(self, path: str, error: OSError) -> DatasetError | StorageError:
         if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
-            return DatasetError(f"{self.where(path)}: no such file, but the dataset's metadata refers to it")
+            return missing_file(self.where(path), path)
         return StorageError(f"{self.where(path)}: cannot be read: {error}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage.cache import BLOCK, DiskCache
 from dali_stream.storage.retry import AGAIN, Deadline, Patience, TransientError, bounded, end_idle, given_up, pause_s, slot
-from dali_stream.storage.store import Store, Traffic, checked
+from dali_stream.storage.store import Store, Traffic, checked, missing_file
 
 _T = TypeVar("_T")
 Guess = Callable[[str, Callable[[str], bool]], list[str]]
@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
 
 class RemoteStore(Store):
-    """Files behind a network. Each file is read in the version seen first; a change is an error.
+    """Files on a network. Each file is read in the version seen first; a change is an error.
 
     A subclass reads over one protocol: `_get`, `_head` and `_list` are one attempt of one request. They may block, run in
     several threads at a time, and raise a `TransientError` for a retryable failure, a `DatasetError` for a missing file and a
@@ -237,7 +237,7 @@ class RemoteStore(Store):
         """The exception for an HTTP status, which `words` says in messages. The server asks for a pause of `after_s` s."""
         where, words = self.where(path), words or f"HTTP {status}"
         if status in (404, 410):
-            return DatasetError(f"{where}: no such file, but the dataset's metadata refers to it ({words})")
+            return missing_file(where, path, words)
         if status in (401, 403):
             return StorageError(f"{where}: access denied ({words}); {self.hint}")
         if status in AGAIN or status < 300:

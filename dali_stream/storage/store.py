@@ -148,3 +148,18 @@ class Ranges(io.RawIOBase):
         self._at += len(data)
         self.bytes_read += len(data)
         return data
+
+
+def missing_file(where: str, path: str, words: str = "") -> DatasetError:
+    """Return the error for a file that the metadata refers to and the storage does not have.
+
+    Args:
+        where: Address of the file.
+        path: Path of the file in the dataset. Without the files in `meta/`, no episode can be read.
+        words: Answer of the server.
+    """
+    remedy = "Copy or fetch it again"
+    if not path.startswith("meta/"):
+        remedy += ", or leave its episodes out with episodes= (`dali-stream doctor URI` shows the missing files)"
+    answer = f" ({words})" if words else ""
+    return DatasetError(f"{where}: no such file, but the dataset's metadata refers to it{answer}. {remedy}")

@@ -173,16 +173,21 @@ def cut_in_media(video: bytes) -> bytes:
     return video[: video.index(b"mdat") + 2000]
 
 
+AGAIN = "Copy or fetch it again"
 WHOLE_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda _: b"", "no moov box.*it is empty"),
+    "empty": (lambda _: b"", f"no moov box.*the file is empty. {AGAIN}"),
     "Git LFS pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
-    "HTML page": (lambda _: b"\n<!DOCTYPE html><html>Sign in</html>" + b" " * 500, "HTML page"),
-    "something else": (lambda _: b"PK\3\4" + bytes(1000), r"begins with b'PK.*not an MP4"),
-    "cut in the media": (cut_in_media, "'mdat'.*truncated"),
-    "cut in the index": (lambda video: video[:-300], "'moov'.*truncated"),
-    "index at the end is gone": (lambda video: video[: video.index(b"moov") - 4], "no moov box"),
-    "cut in a box header": (lambda video: video[: video.index(b"moov") + 1], "truncated"),
-}
+    "HTML page": (lambda _: b"\n<!DOCTYPE html><html>Sign in</html>" + b" " * 500, "HTML page.*Fetch it again"),
+    "something else": (lambda _: b"PK\3\4" + bytes(1000), rf"begins with b'PK.*not an MP4. {AGAIN}"),
+    "cut in the media": (
+        cut_in_media, rf"its box 'mdat' at byte \d+ must have \d+ bytes, got 2004: the file is truncated or damaged. {AGAIN}"
+    ),
+    "cut in the index": (lambda video: video[:-300], f"'moov'.*truncated.*{AGAIN}"),
+    "index at the end is gone": (
+        lambda video: video[: video.index(b"moov") - 4], f"no moov box.*truncated, or its recording was not finished. {AGAIN}"
+    ),
+    "cut in a box header": (lambda video: video[: video.index(b"moov") + 1], f"a box header at byte.*truncated.*{AGAIN}"),
+}  # fmt: skip
 
 
 def other_size(video: bytes) -> bytes:
