@@ -84,7 +84,10 @@ class Loader:
             a run that is resumed with the same ranks and batch size has the same.
         max_substitutes: share of a batch that may be replaced, above 0 and up to 1. Where more samples cannot be decoded, the
             first of their errors is raised.
-        rank, world_size: None: from Accelerate or torch.distributed if initialised, else RANK and WORLD_SIZE, else 0 of 1.
+        rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
+            initialized, else of the environment variables `RANK` and `WORLD_SIZE`, else 0 of 1. Iterating raises an error if
+            torch.distributed has been initialized with other values since. Explicit values are not compared with it, so
+            several processes may share a rank, as in tensor parallelism.
 
     Raises:
         ValueError: a bad argument.
@@ -126,7 +129,8 @@ class Loader:
         one_of("on_error", on_error, ("raise", "substitute"))
         max_substitutes = share("max_substitutes", max_substitutes)
         batch_size = positive("batch_size", batch_size)
-        rank, world_size = process.rank_and_world(rank, world_size)
+        self._ranks = process.ranks(rank, world_size)
+        rank, world_size = self._ranks.rank, self._ranks.world_size
         check_world(rank, world_size, None)
         self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
         pools = default_pools(batch_size, world_size, consumers, episode_pool_size)
@@ -213,8 +217,12 @@ class Loader:
         """Iterates over one epoch: the first, the rest of the one in a loaded state, or the one after the last one begun.
 
         Leaving the loop early stops all work; the next iteration is the next epoch, and warns once of what was left out.
+
+        Raises:
+            DaliStreamError: If the loader is closed, or torch.distributed has another rank or world size than the loader.
         """
         self._check_usable()
+        self._ranks.check("Loader")
         return self._iterate()
 
     @property

@@ -1,4 +1,4 @@
-"""What this process is in a run: its rank, its cores, its GPU."""
+"""Rank, cores and GPU of this process."""
 
 from __future__ import annotations
 
@@ -9,37 +9,112 @@ import os
 import platform
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from dali_stream.errors import DaliStreamError
 
 
-def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """The arguments where given; else Accelerate's, torch.distributed's, RANK and WORLD_SIZE, or 0 of 1.
+@dataclass(frozen=True)
+class Ranks:
+    """Rank of this process and number of ranks.
+
+    Attributes:
+        rank: Rank of this process, from 0.
+        world_size: Number of ranks.
+        source: Origin of both numbers.
+    """
+
+    rank: int
+    world_size: int
+    source: Literal["arguments", "process group", "environment"]
+
+    def check(self, owner: str) -> None:
+        """Compare with the process group as it is now.
+
+        A constructor must not do this: frameworks such as Lightning create the process group later, and an error in one
+        process before that would leave the others waiting. Explicit arguments may differ from the process group, since
+        processes that share a model, as in tensor parallelism, need the same samples.
+
+        Args:
+            owner: Class of the object that uses these ranks, for the message.
+
+        Raises:
+            DaliStreamError: If the process group has another rank or world size, or if without one the environment has only
+                one of `RANK` and `WORLD_SIZE`.
+        """
+        if self.source == "arguments":
+            return
+        group = _process_group()
+        if group is None and self.source == "environment":
+            _check_environment(owner)
+        if group is not None and (group.rank, group.world_size) != (self.rank, self.world_size):
+            raise DaliStreamError(
+                f"This {owner} was made as rank {self.rank} of {self.world_size}, but {group.name} has rank {group.rank} of "
+                f"{group.world_size}. Make the {owner} after the process group is initialized (with Lightning in "
+                "train_dataloader() or setup()), or pass rank= and world_size="
+            )
+
+
+class _ProcessGroup(NamedTuple):
+    name: str
+    rank: int
+    world_size: int
+
+
+def ranks(rank: int | None, world_size: int | None) -> Ranks:
+    """Return the arguments, or those of torch.distributed or Accelerate if initialized, or `RANK` and `WORLD_SIZE`, or 0 of 1.
+
+    `RANK` and `WORLD_SIZE` count only together, see `Ranks.check`.
 
     Raises:
-        ValueError: only one of the two is given, or the environment holds no integers.
+        ValueError: If only one argument is None, or the environment variables are not integers.
     """
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank is {rank} and world_size is {world_size}; give both or neither")
     if rank is not None and world_size is not None:
         try:
-            return operator.index(rank), operator.index(world_size)
+            return Ranks(operator.index(rank), operator.index(world_size), "arguments")
         except TypeError:
             raise ValueError(f"rank is {rank!r} and world_size is {world_size!r}; both are integers") from None
-    accelerate = sys.modules.get("accelerate.state")  # not imported here: a program that uses Accelerate has imported it
-    if accelerate is not None and accelerate.PartialState._shared_state:
-        state = accelerate.PartialState()
-        return state.process_index, state.num_processes
+    if group := _process_group():
+        return Ranks(group.rank, group.world_size, "process group")
+    found = _environment()
+    return Ranks(*(found["RANK"], found["WORLD_SIZE"]) if len(found) == 2 else (0, 1), "environment")
+
+
+def _process_group() -> _ProcessGroup | None:
     import torch.distributed
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        return _ProcessGroup("torch.distributed", torch.distributed.get_rank(), torch.distributed.get_world_size())
+    accelerate = sys.modules.get("accelerate.state")  # not imported here: a program that uses Accelerate has imported it
+    if accelerate is not None and accelerate.PartialState._shared_state:
+        state = accelerate.PartialState()
+        return _ProcessGroup("Accelerate", state.process_index, state.num_processes)
+    return None
+
+
+def _environment() -> dict[str, int]:
+    """Return those of `RANK` and `WORLD_SIZE` that are set."""
+    values = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     try:
-        return int(found[0]), int(found[1])
+        return {name: int(value) for name, value in values.items()}
     except ValueError:
-        raise ValueError(f"RANK is {found[0]!r} and WORLD_SIZE is {found[1]!r} in the environment; both are integers") from None
+        text = " and ".join(f"{name} is {value!r}" for name, value in values.items())
+        raise ValueError(f"{text} in the environment; both must be integers") from None
+
+
+def _check_environment(owner: str) -> None:
+    values = _environment()
+    if len(values) == 1 and values not in ({"RANK": 0}, {"WORLD_SIZE": 1}):
+        [(name, value)] = values.items()
+        missing = "WORLD_SIZE" if name == "RANK" else "RANK"
+        raise DaliStreamError(
+            f"{name} is {value} in the environment, but {missing} is not set. Set both, or make the {owner} after the process "
+            "group is initialized (with Lightning in train_dataloader() or setup()), or pass rank= and world_size="
+        )
 
 
 def refuse_workers() -> None:
@@ -50,8 +125,8 @@ def refuse_workers() -> None:
     if worker is not None:
         raise DaliStreamError(
             f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
-            "would deliver the same batches. Make it in the process that trains and iterate it there, without a DataLoader: it "
-            "decodes in its own threads, see threads="
+            "would deliver the same batches. Make and iterate it in the training process, without a DataLoader: it decodes in "
+            "its own threads, see threads="
         )
 
 
@@ -68,7 +143,7 @@ def reading_threads(remote: bool) -> int:
 
 
 def same_python(script: str | os.PathLike[str]) -> list[str]:
-    """The command that runs a script in another process, with the same modules as here, wherever they come from.
+    """Return the command that runs a script in another process with the same module search path as this one.
 
     `python -m`, and a script's own folder, would put other folders in front of them.
     """
@@ -108,12 +183,12 @@ def gpu(device: str) -> int | None:
     default = int(local) if own else torch.cuda.current_device()
     index = int(found[2]) if found[2] else default
     if index >= torch.cuda.device_count():
-        raise ValueError(f"device is {device!r}, which is GPU {index}, and there are {torch.cuda.device_count()}")
+        raise ValueError(f"device is {device!r}, which is GPU {index}, but torch finds only {torch.cuda.device_count()}")
     return index
 
 
 def _has_driver() -> bool:
-    """Whether there is a CUDA driver: spares loading torch, which is slow, to learn that there is no GPU."""
+    """Return whether a CUDA driver is installed. Without one, torch need not be imported, which is slow."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -86,7 +86,8 @@ class FrameSampler(Sampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._rank, self._world = process.rank_and_world(rank, world_size)
+        self._ranks = process.ranks(rank, world_size)
+        self._rank, self._world = self._ranks.rank, self._ranks.world_size
         check_world(self._rank, self._world, None)
         self._batch_size = None if batch_size is None else positive("batch_size", batch_size)
         if shuffle is None and (consumers is not None or episode_pool_size is not None):
@@ -139,7 +140,11 @@ class FrameSampler(Sampler[int]):
         """Iterates over one epoch: the first, the one that was set or loaded, or the one after the last one begun.
 
         So a loop that forgets `set_epoch` does not see the same order again and again.
+
+        Raises:
+            DaliStreamError: If torch.distributed has another rank or world size than the sampler.
         """
+        self._ranks.check("FrameSampler")
         if self._now.begun:
             self._now = _Passage(self._now.epoch + 1)
         now = self._now
