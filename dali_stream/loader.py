@@ -28,6 +28,7 @@ from dali_stream.pipeline.config import Config, delivered
 from dali_stream.pipeline.graph import Graph
 from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.schedule.budget import divide
+from dali_stream.state_file import load_state, write_state
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
@@ -263,9 +264,7 @@ class Loader:
                 `consumers`.
             MemoryBudgetError: memory_budget does not hold one batch of the state's order.
         """
-        self._check_usable()
-        if self._began:
-            raise ResumeError("load_state_dict was called after iteration began; call it on a new Loader, before iterating")
+        self._check_not_begun("load_state_dict")
         if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
             raise ResumeError(f"this is no state of a Loader (version {_STATE_VERSION}): {str(state)[:200]}")
         if not self.dataset.has_fingerprint(state.get("dataset")):
@@ -284,6 +283,37 @@ class Loader:
             self._warn_if_uneven()
         if not config.batches.count(position):
             self._end_epoch()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict()` to a JSON file, which `restore` reads.
+
+        The file is replaced atomically, so a run that is killed at any moment leaves a complete state. Each rank may call this
+        method, but only rank 0 writes, since the state is the same on each rank.
+
+        Args:
+            path: Path to the file. All ranks must be able to read it when they resume.
+
+        Raises:
+            OSError: If the file cannot be written. The previous state is unchanged.
+        """
+        state = self.state_dict()
+        if self._ranks.rank == 0:
+            write_state(path, state)
+
+    def restore(self, path: str | os.PathLike[str]) -> bool:
+        """Continue from a file that `save` has written. Call it before the first iteration, on each rank.
+
+        Args:
+            path: Path to the file.
+
+        Returns:
+            Whether the file exists. If not, the loader begins with the first epoch.
+
+        Raises:
+            ResumeError: If the file is empty or damaged, or `load_state_dict` refuses its state.
+        """
+        self._check_not_begun("restore")
+        return load_state(path, self.load_state_dict)
 
     @property
     def routes(self) -> dict[str, Route]:
@@ -409,6 +439,11 @@ class Loader:
             )
         if self._closed:
             raise DaliStreamError("this loader is closed; make a new one")
+
+    def _check_not_begun(self, method: str) -> None:
+        self._check_usable()
+        if self._began:
+            raise ResumeError(f"{method} was called after iteration began; call it on a new Loader, before iterating")
 
     def _check_current(self, iteration: int) -> None:
         self._check_usable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from dali_stream.mixture import Mixture
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.orders import DatasetOrders, Orders
 from dali_stream.order.state import OrderArguments, check_state, noted
+from dali_stream.state_file import load_state, write_state
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
@@ -240,6 +242,17 @@ class FrameSampler(Sampler[int]):
         self._arguments, self._now = arguments, _Passage(*place)
         if "consumers" in taken:
             self._warn_if_uneven()
+
+    def save(self, path: str | os.PathLike[str], *, step: int | None = None, batch_size: int | None = None) -> None:
+        """Write `state_dict(step=step, batch_size=batch_size)` to a file. See `Loader.save`."""
+        state = self.state_dict(step=step, batch_size=batch_size)
+        if self._rank == 0:
+            write_state(path, state)
+
+    def restore(self, path: str | os.PathLike[str]) -> bool:
+        """Continue from a file that `save` has written. Return False if it does not exist. See `Loader.restore`."""
+        self._check_not_begun("restore")
+        return load_state(path, self.load_state_dict)
 
     def resume(self, *, epoch: int, step: int, batch_size: int, world_size: int) -> None:
         """Resumes where a checkpoint that holds only these numbers was taken; see `load_state_dict`, which also checks.

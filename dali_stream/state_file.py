@@ -1,0 +1,70 @@
+"""Files that hold the state of a Loader or a FrameSampler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dali_stream.errors import ResumeError
+
+PathName = str | os.PathLike[str]
+
+
+def write_state(path: PathName, state: Mapping[str, Any]) -> None:
+    """Replace `path` by a file with this state, atomically.
+
+    A process that is killed at any moment leaves either the previous file or the new one. The temporary file has a unique name,
+    so several processes may write to the same path.
+
+    Raises:
+        OSError: If the file cannot be written. The previous one is unchanged.
+    """
+    target = Path(os.path.realpath(path))  # a symbolic link stays a link
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with partial.open("x") as file:
+            json.dump(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def load_state(path: PathName, load_state_dict: Callable[[Mapping[str, Any]], None]) -> bool:
+    """Load the state in a file. Return False if the file does not exist.
+
+    Raises:
+        ResumeError: If the file is damaged, or `load_state_dict` refuses its state. The message names the file.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return False
+    try:
+        state = json.loads(data)
+    except ValueError as error:
+        content = "is empty" if not data else f"is not JSON ({error})"
+        raise ResumeError(f"{os.fspath(path)} {content}. Remove it to start from the beginning, or restore a copy") from error
+    try:
+        load_state_dict(state)
+    except ResumeError as error:
+        raise ResumeError(f"{os.fspath(path)}: {error}") from error
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the folder's entries to disk, on systems that can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,221 @@
+"""`save` and `restore`: the file always holds a complete state, whatever happens to the process that writes it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.batches import samples
+
+from dali_stream import Dataset, FrameSampler, Loader, ResumeError
+
+KILLS = 10
+LENGTHS = [5, 8, 7]
+
+
+@pytest.fixture(scope="module")
+def rows(demo: Path) -> Dataset:
+    """The demo without cameras."""
+    return Dataset(demo, cameras=[])
+
+
+def make(dataset: Dataset, **arguments: Any) -> Loader:
+    return Loader(dataset, **({"batch_size": 8, "threads": 1, "device": "cpu"} | arguments))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+
+
+def test_a_loader_continues_from_its_file(rows: Dataset, tmp_path: Path) -> None:
+    with make(rows) as whole:
+        expected = samples(whole)
+    file, delivered = tmp_path / "loader.json", []
+    for _ in range(4):  # processes that are interrupted after 3 batches each
+        with make(rows) as loader:
+            assert loader.restore(file) == bool(delivered)
+            batches = iter(loader)
+            for _ in range(3):
+                delivered += next(batches)["index"].tolist()
+                loader.save(str(file))
+    assert delivered == expected[: len(delivered)]
+    assert len(delivered) == 4 * 3 * 8
+    assert names(tmp_path) == ["loader.json"]
+
+
+def test_a_sampler_continues_from_its_file(tmp_path: Path) -> None:
+    expected = list(FrameSampler(LENGTHS))
+    first, file = FrameSampler(LENGTHS), tmp_path / "sampler.json"
+    assert first.restore(file) is False
+    indices = iter(first)
+    for _ in range(10):
+        next(indices)
+    first.save(file, step=2, batch_size=4)  # a DataLoader's workers are 2 indices ahead of it
+    second = FrameSampler(LENGTHS)
+    assert second.restore(file) is True
+    assert list(second) == expected[8:]
+
+
+def test_only_rank_0_writes_and_all_ranks_read(rows: Dataset, tmp_path: Path) -> None:
+    file = tmp_path / "loader.json"
+    with make(rows, rank=0, world_size=2) as first, make(rows, rank=1, world_size=2) as second:
+        next(iter(second))
+        second.save(file)
+        assert names(tmp_path) == []
+        next(iter(first))
+        first.save(file)
+        assert json.loads(file.read_text()) == second.state_dict()
+    with make(rows, rank=1, world_size=2) as resumed:
+        assert resumed.restore(file)
+        assert resumed.batch_index == 1
+    other = FrameSampler(LENGTHS, rank=1, world_size=2)
+    other.save(tmp_path / "sampler.json")
+    assert names(tmp_path) == ["loader.json"]
+
+
+# ---------------------------------------------------------------------------------------------------------- bad files
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"state\.json is empty\. Remove it"),
+        (b'{"version": 1, "epo', r"state\.json is not JSON .* Remove it"),
+        (b"\xff\xfe\x00", r"state\.json is not JSON"),
+        (b"[]", r"state\.json: this is no state of a "),
+        (b'{"version": 1}', r"state\.json: "),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_it(rows: Dataset, tmp_path: Path, content: bytes, message: str) -> None:
+    (file := tmp_path / "state.json").write_bytes(content)
+    with make(rows) as loader:
+        with pytest.raises(ResumeError, match=message):
+            loader.restore(file)
+        assert len(samples(loader)) == len(loader) * 8  # the failed attempt has changed nothing
+    with pytest.raises(ResumeError, match=message):
+        FrameSampler(LENGTHS).restore(file)
+
+
+def test_restore_comes_before_the_first_iteration(rows: Dataset, tmp_path: Path) -> None:
+    """Also if there is no file yet: otherwise the mistake shows when the run is resumed."""
+    sampler = FrameSampler(LENGTHS)
+    next(iter(sampler))
+    with make(rows) as loader:
+        next(iter(loader))
+        for each in (loader, sampler):
+            with pytest.raises(ResumeError, match="restore was called after iteration began"):
+                each.restore(tmp_path / "none.json")
+
+
+def test_a_symbolic_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    FrameSampler(LENGTHS).save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert FrameSampler(LENGTHS).restore(tmp_path / "target.json")
+
+
+# ------------------------------------------------------------------------------------- failures and kills while it is written
+
+
+def test_several_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """As processes of a tensor-parallel group, which share rank 0."""
+    file, errors = tmp_path / "sampler.json", []
+
+    def write() -> None:
+        try:
+            for _ in range(50):
+                FrameSampler(LENGTHS).save(file)
+                assert FrameSampler(LENGTHS).restore(file)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert names(tmp_path) == ["sampler.json"]
+
+
+def save_until_killed(root: Path, file: Path, pipe: Connection) -> None:
+    """Save the state after each batch, epoch after epoch. Send the position of the first state."""
+    with make(Dataset(root, cameras=[])) as loader:
+        loader.restore(file)
+        for epoch in range(1000):
+            for i, _ in enumerate(loader):
+                loader.save(file)
+                if epoch == i == 0:
+                    pipe.send(place(file))
+
+
+def place(file: Path) -> tuple[int, int]:
+    """Epoch and position of the state in a file."""
+    state = json.loads(file.read_text())
+    return state["epoch"], state["position"]
+
+
+def save_without_space(root: Path, file: Path, pipe: Connection) -> None:
+    with make(Dataset(root, cameras=[])) as loader:
+        loader.save(file)
+        next(iter(loader))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+        try:
+            loader.save(file)
+        except OSError as error:
+            pipe.send(str(error))
+
+
+@pytest.fixture(scope="module")
+def start() -> Callable[..., tuple[Any, Connection]]:
+    """Starts a function in a process of its own, forked from one that has imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dali_stream.loader", __name__])
+
+    def begin(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    return begin
+
+
+def test_the_file_is_complete_at_every_moment_and_after_a_kill(
+    start: Callable[..., tuple[Any, Connection]], demo: Path, tmp_path: Path
+) -> None:
+    moments, file = random.Random(3), tmp_path / "loader.json"
+    for _ in range(KILLS):
+        process, pipe = start(save_until_killed, demo, file)
+        places = [pipe.recv()]
+        for _ in range(moments.randrange(1, 200)):
+            places.append(place(file))  # while it is being replaced
+        process.kill()
+        process.join()
+        places.append(place(file))
+        assert places == sorted(places)
+        with make(Dataset(demo, cameras=[])) as loader:
+            assert loader.restore(file)
+
+
+def test_a_full_disk_leaves_the_previous_state(
+    start: Callable[..., tuple[Any, Connection]], demo: Path, tmp_path: Path
+) -> None:
+    process, pipe = start(save_without_space, demo, tmp_path / "loader.json")
+    assert os.strerror(27) in pipe.recv()
+    process.join()
+    assert names(tmp_path) == ["loader.json"]
+    assert json.loads((tmp_path / "loader.json").read_text())["position"] == 0
