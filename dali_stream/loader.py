@@ -386,7 +386,7 @@ class Loader:
                 self._stop()
                 self._tell_left_out(left)
             self._epoch, self._position = self._epoch + 1, 0
-        self._abandoned = True
+        self._abandoned, ended = True, False
         try:
             while batches.count(self._position):
                 started = time.perf_counter()
@@ -400,15 +400,21 @@ class Loader:
                 if self._counters.batches == _SAID_AFTER:
                     self._log_bottleneck()
                 given = time.perf_counter()
-                yield batch
+                try:
+                    yield batch
+                except GeneratorExit:
+                    # After `close`, or at the exit of the interpreter, nothing is in progress. At the exit, when an iterator in
+                    # a module's namespace is freed, the modules that `_stop` uses may be gone.
+                    ended = self._closed or self._source.ended
+                    raise
                 self._check_current(iteration)  # before a lock is taken: after a fork, a thread of the parent may hold it
                 self._counters.add(consumer_s=time.perf_counter() - given)
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
-            # An epoch that was left early, or that failed: its batches in progress are dropped. A loop that takes len(loader)
-            # batches and does not ask for one more has not left early.
-            if self._abandoned and iteration == self._iteration and batches.count(self._position):
+            # Drop the batches in progress of an epoch that was left early or failed. A loop that takes len(loader) batches and
+            # does not ask for another one has not left early.
+            if not ended and self._abandoned and iteration == self._iteration and batches.count(self._position):
                 self._stop()
 
     def _log_bottleneck(self) -> None:

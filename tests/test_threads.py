@@ -105,6 +105,27 @@ def test_after_close_in_the_middle_of_an_epoch(demo: Path) -> None:
             next(iterator)
 
 
+EXIT = """
+import json, sys
+import dali_stream
+
+json.program = sys.modules["__main__"]  # as a library that has imported it: it outlives the modules of dali_stream
+loader = dali_stream.Loader(sys.argv[1], batch_size=8, device="cpu", pipeline=eval(sys.argv[2]))
+batches = iter(loader)
+next(batches)
+if sys.argv[3] == "close":
+    loader.close()
+"""
+
+
+@pytest.mark.parametrize("last", ["close", "leave open"])
+@pytest.mark.parametrize("pipeline", ["None", "lambda nodes: nodes"])
+def test_an_iterator_that_lives_until_the_interpreter_exits(small: Path, last: str, pipeline: str) -> None:
+    command = [sys.executable, "-c", EXIT, str(small), pipeline, last]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_after_a_loop_that_was_left_early(demo: Path) -> None:
     """The loader is neither closed nor dropped; all work stops with the loop."""
     with nothing_left() as before:

@@ -97,6 +97,11 @@ class BatchStream:
             return None
         return RouteChange(list(failed) or on_dali, next(iter(failed.values()), f"DALI's video decoder failed: {explanation}"))
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, by `close` or by the exit of the interpreter."""
+        return not self._finalizer.alive
+
     def close(self) -> None:
         self._finalizer()
         self._iterator = None
@@ -165,6 +170,11 @@ class BatchSource:
     def memory(self) -> dict[str, int]:
         """Bytes of what is kept in memory, as `BatchProducer.memory`."""
         return self._stream.producer.memory() if self._stream else dict.fromkeys(MEMORY, 0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the exit of the interpreter has ended the batches in progress."""
+        return self._stream is not None and self._stream.closed
 
     def stop(self) -> None:
         """Drops the batches in progress."""
