@@ -15,7 +15,7 @@ class DatasetError(DaliStreamError):
 
 
 class StorageError(DaliStreamError):
-    """Bytes could not be had from where the dataset lies."""
+    """The storage backend failed."""
 
 
 class DecodeError(DaliStreamError):
@@ -27,7 +27,7 @@ class ResumeError(DaliStreamError):
 
 
 class MemoryBudgetError(DaliStreamError, ValueError):
-    """`memory_budget` does not hold one batch."""
+    """A batch does not fit in `memory_budget`, or in the memory of the machine."""
 
 
 def counted(number: int, noun: str) -> str:

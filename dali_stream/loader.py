@@ -17,6 +17,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
 from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import DaliStreamError, ResumeError, counted
+from dali_stream.memory_limit import memory_limit
 from dali_stream.mixture import Mixture
 from dali_stream.mixture_file import is_mixture_file
 from dali_stream.normalize import Modes, Normalizer
@@ -26,6 +27,7 @@ from dali_stream.order.state import OrderArguments, check_state, noted
 from dali_stream.pipeline import bottleneck
 from dali_stream.pipeline.config import Config, delivered
 from dali_stream.pipeline.graph import Graph
+from dali_stream.pipeline.required_memory import check_memory
 from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.schedule.budget import divide
 from dali_stream.state_file import load_state, write_state
@@ -93,7 +95,8 @@ class Loader:
     Raises:
         ValueError: a bad argument.
         DatasetError: as `Dataset`.
-        MemoryBudgetError: memory_budget does not hold one batch.
+        MemoryBudgetError: If `memory_budget` does not hold one batch, or the frames of the batches in progress need more memory
+            than this machine or the cgroup of this process has.
         DaliStreamError: it is made in a worker of a DataLoader, where each worker would deliver the same batches.
     """
 
@@ -186,6 +189,7 @@ class Loader:
             self.dataset.close()
         self._source = BatchSource(routes, pipeline, decode, self._counters)
         divide(self._config.memory_budget, self._config.sizes(()))
+        check_memory(self._config, [key for key, route in routes.items() if route.decoder != "dali"], memory_limit())
         self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,56 @@
+"""Memory that the frames of batches need, and whether this process may use as much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dali_stream.errors import MemoryBudgetError
+from dali_stream.memory_limit import MemoryLimit
+from dali_stream.pipeline.config import Config
+
+
+class RequiredMemory(NamedTuple):
+    """Lower bounds, so that no batch size is refused that works.
+
+    Attributes:
+        batch: Bytes of the frames of one batch, as delivered, or as DALI gets them.
+        decoded: Bytes of the decoded frames of all batches in progress.
+    """
+
+    batch: int
+    decoded: int
+
+
+def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
+    """Return the memory that the frames of `cameras`, which the CPU decodes, need at least.
+
+    At least the current frame of each sample in progress is decoded, if the window contains it. Samples may share the other
+    frames of their windows, and a mixture may repeat samples.
+    """
+    batches, share = config.batches, config.batches.frames // config.batches.world_size
+    rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
+    pixels = sum(config.windows.steps(camera) * config.frame_bytes(camera) for camera in cameras)
+    value_bytes = np.dtype(config.image_dtype if config.past_dali else np.uint8).itemsize
+    samples = 0 if config.dataset.dataset_names else min(config.depth * batches.batch_size, share)
+    with_current_frame = (camera for camera in cameras if (config.windows.of(camera) == 0).any())
+    return RequiredMemory(rows * pixels * value_bytes, samples * sum(map(config.frame_bytes, with_current_frame)))
+
+
+def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit | None) -> None:
+    """Raise MemoryBudgetError if the frames of batches cannot fit in memory."""
+    required = required_memory(config, cameras)
+    if limit is None or sum(required) <= limit.size:
+        return
+    raise MemoryBudgetError(
+        f"batch_size={config.batches.batch_size} needs at least {_gibibytes(sum(required))} of memory: "
+        f"{_gibibytes(required.batch)} for the frames of one batch and {_gibibytes(required.decoded)} for the decoded frames "
+        f"of the batches in progress. The limit of {limit.owner} is {_gibibytes(limit.size)}. Use a smaller batch_size or "
+        "image_size, or shorter windows" + (', or image_dtype="uint8"' if config.image_dtype == "float32" else "")
+    )
+
+
+def _gibibytes(count: int) -> str:
+    return f"{count / (1 << 30):.2f} GiB"
