@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec
 
 import numpy as np
@@ -15,20 +15,54 @@ import numpy as np
 _P = ParamSpec("_P")
 
 
+# What a Loader has in place of the arguments of PyTorch's DataLoader.
+INSTEAD_OF_DATALOADER = {
+    "num_workers": "Use threads=, the number of decode threads.",
+    "prefetch_factor": "Use prefetch=, the number of batches in progress.",
+    "drop_last": 'Use last_batch="drop", which is the default, or last_batch="partial".',
+    "generator": "Use seed=.",
+    "sampler": "Use shuffle= and seed= for the order, and Dataset(episodes=..., frames=...) for the selection.",
+    "collate_fn": "Change the batches in the training loop. A batch equals that of default_collate.",
+    "pin_memory": "Use device=. Batches are delivered on that device.",
+    "persistent_workers": "Leave it out, since the threads continue from epoch to epoch.",
+    "worker_init_fn": "Leave it out, since a Loader starts no worker processes.",
+    "in_order": "Leave it out, since batches are always in order.",
+    "timeout": "Use Dataset(give_up_after_s=...).",
+}
+INSTEAD_OF_DATALOADER["batch_sampler"] = INSTEAD_OF_DATALOADER["sampler"]
+INSTEAD_OF_DATALOADER["pin_memory_device"] = INSTEAD_OF_DATALOADER["pin_memory"]
+INSTEAD_OF_DATALOADER["multiprocessing_context"] = INSTEAD_OF_DATALOADER["worker_init_fn"]
+
+
 def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
-    """An `__init__` that says which keyword arguments there are when it is given another one."""
-    allowed = [name for name in inspect.signature(init).parameters if name != "self"]
+    """Decorate an `__init__` so that the error for an unknown keyword argument lists the known ones."""
+    return known_arguments_or({})(init)
 
-    @functools.wraps(init)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for name in kwargs:
-            if name not in allowed:
-                near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.8)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise TypeError(f"{type(args[0]).__name__} has no argument {name!r}.{hint} Its arguments: {', '.join(allowed)}")
-        init(*args, **kwargs)
 
-    return checked
+def known_arguments_or(hints: Mapping[str, str]) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
+    """Return the decorator `known_arguments`, with hints for some unknown arguments."""
+
+    def decorate(init: Callable[_P, None]) -> Callable[_P, None]:
+        allowed = [name for name in inspect.signature(init).parameters if name != "self"]
+
+        @functools.wraps(init)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            for name in kwargs:
+                if name not in allowed:
+                    owner, known = type(args[0]).__name__, ", ".join(allowed)
+                    raise TypeError(f"{owner} has no argument {name!r}.{_hint(name, allowed, hints)} Its arguments: {known}")
+            init(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _hint(name: str, allowed: Sequence[str], hints: Mapping[str, str]) -> str:
+    if name in hints:
+        return f" {hints[name]}"
+    similar = difflib.get_close_matches(name, allowed, n=1, cutoff=0.8)
+    return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

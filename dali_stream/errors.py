@@ -1,4 +1,4 @@
-"""What can go wrong, as classes, and how messages count.
+"""Exceptions, and how messages count.
 
 A bad argument is a plain `ValueError`; everything else is below `DaliStreamError`.
 """

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn, SupportsIndex
 
 from dali_stream import process
-from dali_stream.arguments import byte_count, known_arguments, one_of, picture_size, positive, share
+from dali_stream.arguments import INSTEAD_OF_DATALOADER, byte_count, known_arguments_or, one_of, picture_size, positive, share
 from dali_stream.cache.indices import IndexCache
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
@@ -100,7 +100,7 @@ class Loader:
         DaliStreamError: it is made in a worker of a DataLoader, where each worker would deliver the same batches.
     """
 
-    @known_arguments
+    @known_arguments_or(INSTEAD_OF_DATALOADER)
     def __init__(
         self,
         dataset: Dataset | Mixture | str | os.PathLike[str],
@@ -140,6 +140,11 @@ class Loader:
         pools = default_pools(batch_size, world_size, consumers, episode_pool_size)
         arguments = OrderArguments(shuffle, seed, *pools).checked(rank, world_size)
         threads = process.cores() if threads is None else positive("threads", threads)
+        if isinstance(dataset, (list, tuple)):
+            raise ValueError(
+                f"dataset must be one dataset or a Mixture, got a {type(dataset).__name__}. Give several datasets as "
+                'Loader(dali_stream.Mixture({"first": uri, "second": uri}), ...)'
+            )
         if isinstance(dataset, Mapping) or (isinstance(dataset, (str, os.PathLike)) and is_mixture_file(dataset)):
             how = "Mixture(datasets)" if isinstance(dataset, Mapping) else "Mixture.from_file(path)"
             raise ValueError(f"dataset is {str(dataset)[:80]!r}; make a mixture of it: Loader(dali_stream.{how}, ...)")
@@ -148,6 +153,7 @@ class Loader:
         batches = Batches(orders.positions, batch_size, world_size, last_batch).checked()
         keys = [key for key, feature in self.dataset.features.items() if not feature.is_text]
         offsets = self.dataset.window_offsets(delta_timestamps or {}, keys)
+        self._warn_of_frames_as_seconds(delta_timestamps or {}, offsets, rank)
         streamed = delivered(self.dataset, offsets, pipeline is not None, on_error == "substitute")
         if image_size is None:
             for camera in streamed.cameras:
@@ -213,6 +219,16 @@ class Loader:
             "a Loader has no items to pick: iterate it, `for batch in loader`. It takes the place of a torch DataLoader and is "
             "not given to one; threads= and prefetch= set what num_workers= and prefetch_factor= set there"
         )
+
+    def __repr__(self) -> str:
+        cameras: dict[str, list[str]] = {}
+        for camera, route in self._source.routes.items():
+            cameras.setdefault(route.decoder, []).append(camera)
+        routes = "".join(f"{', '.join(keys)} on {decoder}; " for decoder, keys in cameras.items())
+        uri = self.dataset.uri if len(self.dataset.uri) <= 100 else f"{self.dataset.uri[:97]}..."  # of many datasets
+        batches = f"{len(self)} batch{'' if len(self) == 1 else 'es'} of {self._config.batches.batch_size}"
+        rank = f"rank {self._ranks.rank} of {self._ranks.world_size}"
+        return f"{type(self).__name__}({uri!r}: {batches}; {routes}{rank}{'; closed' if self._closed else ''})"
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
@@ -478,6 +494,18 @@ class Loader:
                 *(batches, len(self), self._epoch, self._epoch + 1),
             )
         self._left_out_told = True
+
+    def _warn_of_frames_as_seconds(
+        self, deltas: Mapping[str, Sequence[float]], offsets: Mapping[str, windows.Int64], rank: int
+    ) -> None:
+        for key, frames in offsets.items():
+            beyond = windows.beyond_every_episode(frames, self.dataset.lengths, self.dataset.dataset_of)
+            if rank == 0 and windows.looks_like_frames(deltas[key], frames, beyond):
+                _log.warning(
+                    "delta_timestamps[%r] is in seconds, and %d of its %d steps lie beyond the end or the beginning of every "
+                    "episode, so they deliver padding only. If you meant frames, divide them by dataset.fps",
+                    *(key, beyond.sum(), len(beyond)),
+                )
 
     def _warn_if_uneven(self) -> None:
         config = self._config

@@ -311,8 +311,93 @@ def test_unknown_arguments_are_named_with_those_that_there_are(cls: type) -> Non
         cls(**{wrong: 1})
     start = f"{cls.__name__} has no argument {wrong!r}. Did you mean {own[-1]!r}?"
     assert str(refused.value) == f"{start} Its arguments: {', '.join(own)}"
-    with pytest.raises(TypeError, match=f"{cls.__name__} has no argument 'num_workers'. Its arguments"):
-        cls(num_workers=4)
+    with pytest.raises(TypeError, match=f"{cls.__name__} has no argument 'unheard_of'. Its arguments"):
+        cls(unheard_of=4)
+
+
+def test_arguments_of_a_dataloader_are_answered_with_those_of_a_loader(rows_only: Dataset) -> None:
+    """All arguments that PyTorch's DataLoader has and a Loader has not."""
+    own, theirs = (list(inspect.signature(cls).parameters) for cls in (Loader, torch.utils.data.DataLoader))
+    foreign = set(theirs) - set(own)
+    assert {"num_workers", "drop_last", "prefetch_factor", "pin_memory", "sampler", "collate_fn"} <= foreign
+    for name in foreign:
+        with pytest.raises(TypeError, match=rf"Loader has no argument '{name}'\. (Use|Leave|Change) .*\. Its arguments: "):
+            Loader(rows_only, **{name: 1})
+    for name, hint in (
+        ("num_workers", "Use threads=,"),
+        ("drop_last", 'Use last_batch="drop"'),
+        ("prefetch_factor", "prefetch="),
+    ):
+        with pytest.raises(TypeError, match=hint):
+            Loader(rows_only, **{name: 1})
+
+
+@pytest.mark.parametrize("several", [list, tuple])
+def test_several_datasets_in_a_list_are_answered_with_a_mixture(rows_only: Dataset, several: type) -> None:
+    for datasets in (several([rows_only, rows_only]), several(["a", "b"]), several()):
+        with pytest.raises(
+            ValueError, match=rf"must be one dataset or a Mixture, got a {several.__name__}\. .*Loader\(dali_stream.Mix"
+        ):
+            Loader(datasets)
+
+
+# ------------------------------------------------------------------------------------- windows that are meant in frames
+
+
+def warnings_of(
+    caplog: pytest.LogCaptureFixture, dataset: Dataset | dali_stream.Mixture, window: Any, **arguments: Any
+) -> list[str]:
+    caplog.clear()
+    Loader(dataset, batch_size=4, delta_timestamps={"action": window}, **arguments).close()
+    return [record.getMessage() for record in caplog.records if "delta_timestamps" in record.getMessage()]
+
+
+def test_a_window_of_frame_numbers_causes_a_warning(rows_only: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    longest = int(rows_only.lengths.max() / rows_only.fps)  # seconds
+    assert 3 <= longest <= 6
+    beyond = sum(step * rows_only.fps >= rows_only.lengths.max() for step in range(16))
+    [message] = warnings_of(caplog, rows_only, range(16))
+    assert message.startswith(
+        f"delta_timestamps['action'] is in seconds, and {beyond} of its 16 steps lie beyond the end or the beginning of every "
+        "episode"
+    )
+    assert "divide them by dataset.fps" in message
+    assert warnings_of(caplog, rows_only, [-3 * longest, -2 * longest, 0])
+    assert warnings_of(caplog, dali_stream.Mixture({"a": rows_only}), range(16))
+    assert not warnings_of(caplog, rows_only, range(16), rank=1, world_size=2)  # rank 0 logs it
+
+
+def test_a_window_of_seconds_causes_no_warning(rows_only: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    fps, longest = rows_only.fps, int(rows_only.lengths.max() / rows_only.fps)
+    for window in (
+        [i / fps for i in range(16)],
+        [i / fps for i in range(1000)],  # longer than every episode, but not in whole seconds
+        range(longest + 1),  # whole seconds within the longest episode
+        range(-longest - 2, 1),  # mostly within it: a past a second apart, as of a reward model
+        [-1_000_000],  # the first frame of the episode
+        [-1_000_000, 0],
+        [-1_000_000, -2, -1, 0],
+        [0.0],
+    ):
+        assert warnings_of(caplog, rows_only, window) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- repr
+
+
+def test_a_loader_is_shown_in_one_line(demo: Path, rows_only: Dataset) -> None:
+    with Loader(demo, batch_size=50, rank=1, world_size=2, device="cpu") as loader:
+        expected = f"Loader('{demo}': 5 batches of 50; {TOP}, {SIDE} on torchcodec; rank 1 of 2)"
+        assert repr(loader) == str(loader) == expected
+        next(iter(loader))
+        assert repr(loader) == expected
+    assert repr(loader) == expected[:-1] + "; closed)"
+    with Loader(rows_only, batch_size=523) as loader:
+        assert repr(loader) == f"Loader('{demo}': 1 batch of 523; rank 0 of 1)"
+    mixture = dali_stream.Mixture({f"dataset {i}": rows_only for i in range(50)})
+    with Loader(mixture) as loader:
+        assert len(repr(loader)) < 200
+        assert "\n" not in repr(loader)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +423,7 @@ def test_bad_selections_are_refused(demo: Path, arguments: dict[str, Any], messa
     [
         ({"rank": "0", "world_size": 1}, "rank is '0'"),
         ({"rank": 0.0, "world_size": 1}, "rank is 0.0"),
-        ({"delta_timestamps": [1]}, "delta_timestamps is"),
+        ({"delta_timestamps": [1]}, r"delta_timestamps must be a dict .*, got \[1\]"),
         ({"pipeline": 3}, "pipeline is 3"),
     ],
 )

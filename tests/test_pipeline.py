@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,26 @@ def test_wrong_values_are_refused(dataset: Dataset, returned: Any, message: str)
 
 
 def test_an_error_of_the_function_comes_through(dataset: Dataset) -> None:
-    with pytest.raises(KeyError, match="wrist"):
-        first(dataset, lambda nodes: {"wrist": nodes["wrist"]})
+    own: dict[str, float] = {}
+    with pytest.raises(ZeroDivisionError):
+        first(dataset, lambda nodes: nodes | {ACTION: nodes[ACTION] * (1 / 0)})
+    with pytest.raises(KeyError, match=ACTION):  # of another dict
+        first(dataset, lambda nodes: nodes | {ACTION: nodes[ACTION] * own[ACTION]})
+
+
+def test_a_key_that_the_function_does_not_get_is_an_error_that_names_the_others(dataset: Dataset) -> None:
+    def wrong(nodes: Nodes) -> Nodes:
+        return {"wrist": nodes["observation.images.wrist"]}
+
+    with pytest.raises(
+        ValueError, match=r"pipeline raised KeyError: 'observation\.images\.wrist'\. Keys of its argument: "
+    ) as raised:
+        first(dataset, wrong)
+    named = str(raised.value).partition("argument: ")[2].split(", ")
+    assert {TOP, SIDE, ACTION, "index", "sample"} < set(named)
+    cause = raised.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)][-1] == "wrong"  # the user's line
 
 
 def test_an_operator_that_fails_is_named(dataset: Dataset) -> None:

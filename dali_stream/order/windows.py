@@ -53,17 +53,18 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
         ValueError: an unknown key, an empty window, or a delta that is no multiple of 1/fps within 0.1 ms.
     """
     if not isinstance(deltas, Mapping):
-        raise ValueError(f"delta_timestamps is {deltas!r}; it is a dict of lists of seconds by key")
+        raise ValueError(f"delta_timestamps must be a dict of lists of seconds by key, got {deltas!r}")
     found = {}
     for key, values in deltas.items():
         if key not in keys:
             raise ValueError(f"Unknown key {key!r} in delta_timestamps. Available: {', '.join(keys)}")
         try:
-            seconds = np.asarray(values, np.float64)
+            texts = any(isinstance(value, (str, bytes)) for value in values)  # NumPy would convert them
+            seconds = np.empty(0) if texts else np.asarray(values, np.float64)
         except (TypeError, ValueError):
             seconds = np.empty(0)
         if seconds.ndim != 1 or not len(seconds) or not np.isfinite(seconds).all():
-            raise ValueError(f"delta_timestamps[{key!r}] is {values!r}; it is a list of one or more numbers, in seconds")
+            raise ValueError(f"delta_timestamps[{key!r}] must be a list of one or more numbers of seconds, got {values!r}")
         frames = np.round(seconds * fps)
         wrong = np.abs(seconds * fps - frames) / fps > TOLERANCE_S
         if wrong.any() and not nearest:
@@ -73,6 +74,39 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
             )
         found[key] = frames.astype(np.int64)
     return found
+
+
+def beyond_every_episode(frames: Int64, lengths: Int64, dataset_of: Int64) -> npt.NDArray[np.bool_]:
+    """Return which steps of a window lie outside the episode for every sample.
+
+    Args:
+        frames: Frame offsets for each dataset, shape (M, T).
+        lengths: Number of frames of each episode, shape (E,).
+        dataset_of: Dataset of each episode, shape (E,).
+
+    Returns:
+        Shape (T,).
+    """
+    longest = np.zeros(len(frames), np.int64)
+    np.maximum.at(longest, dataset_of, lengths)
+    beyond: npt.NDArray[np.bool_] = np.all(np.abs(frames) >= longest[:, None], axis=0)
+    return beyond
+
+
+def looks_like_frames(seconds: Sequence[float], frames: Int64, beyond: npt.NDArray[np.bool_]) -> bool:
+    """Return whether a window in seconds was probably meant in frames, such as `range(16)`.
+
+    All its steps must be whole seconds, and most of them, but at least two, must lie beyond every episode. A single step far
+    away is a way to ask for the first or the last frame.
+
+    Args:
+        seconds: Steps of the window, shape (T,).
+        frames: The same as frame offsets for each dataset, shape (M, T).
+        beyond: Which of them lie outside every episode, shape (T,).
+    """
+    steps = np.asarray(seconds, np.float64)
+    whole = (steps == np.round(steps)).all() and (frames != steps).any()  # at 1 fps, both are the same
+    return bool(whole and beyond.sum() >= 2 and 2 * beyond.sum() > len(beyond))
 
 
 def window(

@@ -172,7 +172,12 @@ def _scaled(node: DataNode, image_size: tuple[int, int] | None, image_dtype: str
 def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
     from nvidia.dali.data_node import DataNode
 
-    found = user(dict(nodes))
+    try:
+        found = user(dict(nodes))
+    except KeyError as error:
+        if (key := error.args[0] if error.args else None) in nodes:
+            raise
+        raise ValueError(f"pipeline raised KeyError: {key!r}. Keys of its argument: {', '.join(nodes)}") from error
     if isinstance(found, dict) and found.get(SAMPLE) is nodes[SAMPLE]:
         found = {key: node for key, node in found.items() if key != SAMPLE}
     if not isinstance(found, dict) or not found:
