@@ -88,7 +88,7 @@ def test_as_many_batches_are_made_ahead_as_asked_for(small: Path) -> None:
         with Loader(small, batch_size=4, prefetch=ahead, image_dtype="uint8") as loader:
             batches, planned = iter(loader), 0
             got = [next(batches)]
-            while planned < 1 + ahead:  # one is taken; that many more come without being asked for
+            while planned < 1 + ahead:  # one is delivered, and `ahead` more are made without being asked for
                 planned = _planned(loader)
             for batch in batches:
                 got.append(batch)
@@ -341,7 +341,7 @@ def test_several_datasets_in_a_list_are_answered_with_a_mixture(rows_only: Datas
             Loader(datasets)
 
 
-# ------------------------------------------------------------------------------------- windows that are meant in frames
+# ------------------------------------------------------------------------------------- windows in frames---------------
 
 
 def warnings_of(

@@ -109,7 +109,7 @@ def test_a_damaged_file_is_an_error_that_names_it(rows: Dataset, tmp_path: Path,
 
 
 def test_restore_comes_before_the_first_iteration(rows: Dataset, tmp_path: Path) -> None:
-    """Also if there is no file yet: otherwise the mistake shows when the run is resumed."""
+    """Also without a file, since otherwise the mistake shows when the run is resumed."""
     sampler = FrameSampler(LENGTHS)
     next(iter(sampler))
     with make(rows) as loader:
