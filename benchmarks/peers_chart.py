@@ -3,7 +3,7 @@
     python benchmarks/peers_chart.py REPORT.json ... --out CHART.svg
 
 A panel per report, a bar per loader that ran: the median of the rounds, with a line from the slowest to the fastest. A loader
-whose second epoch was measured apart has a bar for each. Below stand the loaders that failed, and machine, dataset, versions
+whose second epoch was measured apart has a bar for each. The footer names the loaders that failed, machine, dataset, versions
 and date. `make figures` draws docs/figures/peers.svg.
 """
 
@@ -37,6 +37,10 @@ NAMES = {
 }
 KINDS = {"lerobot": "LeRobotDataset", "lerobot-uint8": "LeRobotDataset, uint8"}  # before the number of workers
 NOT_RUN = ("no GPU", "no LeRobot")  # how the error of a side begins that could not be tried
+SECOND_EPOCH = (
+    "Second epoch: all frames of this recording fit in memory_budget. "
+    "A larger dataset runs every epoch at the first epoch's rate."
+)
 Report = dict[str, Any]
 
 
@@ -162,6 +166,8 @@ def footer(reports: list[Report]) -> list[str]:
     lines.append(
         "Bar: median of the rounds. Line: slowest to fastest round. Frames of every loader were compared with FFmpeg's."
     )
+    if any(len(epochs(side)) > 1 for report in reports for side in ran(report)):
+        lines.append(SECOND_EPOCH)
     return [*lines, *dict.fromkeys(circumstances(report) for report in reports)]
 
 

@@ -34,6 +34,8 @@ _COMPUTE = (
 PER_DATASET = "_per_dataset"  # ends a mode that uses the statistics of each sample's own dataset
 INDEX = "dataset_index"  # key of the number of each sample's dataset
 Modes = str | Mapping[str, str | None] | None
+"""Mode of each key, such as {"action": "min_max"}. A single mode applies to the action and to all float features
+`observation.*` except cameras. None: no normalization."""
 Affine = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 _log = logging.getLogger("dali_stream")
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import html
 import importlib
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +147,9 @@ def test_every_public_name_has_a_page() -> None:
     """Of the API reference, with a complete example."""
     pages = {path: path.read_text() for path in PAGES if path.parent.name == "api"}
     assert all("```python" in text for text in pages.values())
-    documented = {name for text in pages.values() for name in re.findall(r"^::: dali_stream\.(\w+)", text, re.MULTILINE)}
+    documented = {name for text in pages.values() for name in re.findall(r"^::: dali_stream\.(\w+)$", text, re.MULTILINE)}
     errors = {name for name in dali_stream.__all__ if name.endswith("Error")}
-    assert documented | errors | {"Route"} == {*dali_stream.__all__, "errors"}
+    assert documented | errors == {*dali_stream.__all__, "errors"}
 
 
 def test_the_site_has_every_page_once() -> None:
@@ -155,6 +160,89 @@ def test_the_site_has_every_page_once() -> None:
 
     named = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
+
+
+# ----------------------------------------------------------------------- the built site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Resources(HTMLParser):
+    """What a browser loads for a page: scripts, style sheets, pictures."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.others: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        source = values.get("href") if tag == "link" and values.get("rel") not in ("canonical", "prev", "next") else None
+        source = values.get("src") or source
+        if source and not source.startswith("data:"):
+            (self.scripts if tag == "script" else self.others).append(source)
+
+
+def pages_of(site: Path) -> list[Path]:
+    """The pages that open from the disk: 404.html is for servers."""
+    return [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]
+
+
+def test_pages_load_files_of_the_site_only(site: Path) -> None:
+    assert len(pages_of(site)) == len(PAGES)
+    for page in pages_of(site):
+        resources = Resources(page)
+        missing = [name for name in resources.scripts + resources.others if not (page.parent / name).is_file()]
+        assert missing == [], page
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//[^)]*", styles) == []
+
+
+def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
+    """Browsers read no JSON and start no worker from file://. The index is a script, and a polyfill runs the worker."""
+    name, _, index = (site / "search/search_index.js").read_text().partition(" = ")
+    assert name == "var __index"
+    assert "episode_pool_size" in json.dumps(json.loads(index)["docs"])
+    for page in pages_of(site):
+        workers = [page.parent / name for name in Resources(page).scripts if name.endswith("iframe-worker.js")]
+        assert workers, page
+        assert 'location.protocol==="file:"&&(window.Worker=' in workers[0].read_text(), page
+
+
+def text_of(page: Path) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
+
+
+def test_signatures_have_a_line_for_each_argument(site: Path) -> None:
+    signature = re.search(r"^Loader\(\n(.*?)^\)", text_of(site / "api/loader.html"), re.MULTILINE | re.DOTALL)
+    assert signature
+    names = re.findall(r"^    (\w+):", signature[1], re.MULTILINE)
+    assert names == list(inspect.signature(dali_stream.Loader).parameters)
+
+
+def test_types_of_signatures_are_documented(site: Path) -> None:
+    """A name in a signature links to its entry; without one it is a span."""
+    text = "".join(page.read_text() for page in site.glob("api/*.html"))
+    for name in ("Route", "Graph", "Modes"):
+        assert re.search(rf'<a [^>]*href="[^"]*#dali_stream[\w.]*\.{name}"[^>]*>{name}</a>', text), name
+        assert not re.search(rf'<span title="dali_stream[\w.]*\.{name}">', text), name
+    assert "LIMIT_S" not in text
+
+
+def test_code_fits_the_page() -> None:
+    """In a window of 1400 pixels, and that of the quickstart in a narrower one."""
+    widest = {"README.md": 100, "index.md": 100}
+    long = [(name, line) for name, text in code() for line in text.splitlines() if len(line) > widest.get(name, 128)]
+    assert long == []
 
 
 def test_folders_import_what_the_table_allows() -> None:
@@ -300,6 +388,15 @@ def test_the_chart_is_that_of_the_committed_reports(monkeypatch: pytest.MonkeyPa
     reports = [ROOT / name for name in re.findall(r"benchmarks/results/peers\w+\.json", (ROOT / "Makefile").read_text())]
     assert reports
     assert (ROOT / "docs/figures/peers.svg").read_text() == chart.chart([chart.read(path) for path in reports])
+
+
+def test_the_chart_says_when_its_second_epoch_holds() -> None:
+    """In the chart itself, and below it in the README and on the home page."""
+    for page in (README, ROOT / "docs/index.md"):
+        below = page.read_text().partition("figures/peers.svg)")[2].split("\n\n")[1]
+        assert "all frames of this recording fit in `memory_budget`" in " ".join(below.split()), page
+        assert "A larger dataset runs every epoch at the first epoch's rate" in " ".join(below.split()), page
+    assert "fit in memory_budget. A larger dataset" in (ROOT / "docs/figures/peers.svg").read_text()
 
 
 def test_the_diagrams_are_what_the_program_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,19 @@ _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
 
 @dataclass(frozen=True)
 class Route:
-    """Attributes: `decoder`, "dali" (NVDEC on a GPU) or "torchcodec" (FFmpeg on the CPU); `reason`, one sentence."""
+    """Decoder of a camera, and why it was chosen.
+
+    Attributes:
+        decoder: "dali" (NVDEC on a GPU) or "torchcodec" (FFmpeg on the CPU).
+        reason: Reason for this decoder, in one sentence.
+    """
 
     decoder: str
     reason: str
 
 
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
-    """The route of a camera.
+    """Return the route of a camera.
 
     Args:
         decode: "auto", "dali" or "torchcodec".

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dali_stream.pipeline.producer import BatchProducer
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
+"""Function from a dict of DALI nodes to another. The dict has a node for each key of a batch, and the function may change, add
+and drop some. The node "sample" holds the random numbers for `dali_stream.augment`, and is not part of a batch."""
 Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
 _log = logging.getLogger("dali_stream")
 _HINT = (

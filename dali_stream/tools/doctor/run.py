@@ -12,14 +12,12 @@ from dali_stream.tools.doctor.frames import Decoders, Deep, Progress
 from dali_stream.tools.doctor.report import Finding, Report
 from dali_stream.tools.isolated import Answer, Call, call, calling
 
-LIMIT_S = 120.0  # per process; a first import of torch from a network file system takes a minute
-
 
 def doctor(
     uri: str | os.PathLike[str] | None = None,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-    limit_s: float = LIMIT_S,
+    limit_s: float = 120.0,
     deep: bool = False,
     progress: Progress = lambda done, total: None,
     **options: Any,
@@ -29,7 +27,8 @@ def doctor(
     Args:
         uri: a dataset, as for `Dataset`; None: the machine only.
         cache_dir: as for `Dataset`; checks its disk.
-        limit_s: seconds for a library to load, or for a decoder to decode, before it counts as hanging.
+        limit_s: Seconds that a library may take to load, or a decoder to decode, before it counts as hanging. A first import
+            of torch from a network file system takes a minute.
         deep: check all files and rows, and decode every frame of the selected cameras and episodes. Otherwise one frame of
             each camera is decoded, and up to 1000 episodes and files are checked, or 32 of remote data.
         progress: called as (frames decoded, frames in all), from several threads, if `deep`.
