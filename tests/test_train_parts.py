@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from filelock import FileLock
-from support.datasets import CAMERAS
+from support.datasets import CAMERAS, SIDE, TOP
 from support.train import ROOT, SMALL, journal
 
 from dali_stream import Dataset, Loader
@@ -231,6 +231,62 @@ def test_charts_show_recorded_and_predicted_actions_in_the_recordings_unit(
             assert predicted[real] == pytest.approx(recorded[real], abs=1e-6)
             checked += 1
     assert checked == 16
+
+
+def another_robot(root: Path) -> Path:
+    """The demo with one camera, and an action of two joints in hundredths."""
+    info_file, stats_file = root / "meta/info.json", root / "meta/stats.json"
+    info, stats = json.loads(info_file.read_text()), json.loads(stats_file.read_text())
+    info["features"]["action"] |= {"shape": [2], "names": ["shoulder", "elbow"]}
+    stats["action"] = {name: np.multiply(values[:2], 100).tolist() for name, values in stats["action"].items()}
+    del info["features"][TOP]
+    for file in root.glob("data/*/*.parquet"):
+        table = pq.read_table(file)
+        values = pa.array([[100 * value for value in row[:2]] for row in table["action"].to_pylist()], pa.list_(pa.float32()))
+        table = table.set_column(table.column_names.index("action"), "action", values)
+        pq.write_table(table.replace_schema_metadata(None), file)
+    info_file.write_text(json.dumps(info))
+    stats_file.write_text(json.dumps(stats))
+    return root
+
+
+def test_chunks_of_a_mixture_are_drawn_as_each_robot_has_them(
+    program: Any, parts: Any, demo: Path, demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A camera that it has, the names of its own joints, and scales that only its own rows share."""
+    charts, drawn = parts("charts"), []
+    monkeypatch.setattr(charts.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    mixture = {"datasets": {"pusher": str(demo), "arm": str(another_robot(demo_copy))}, "missing": "pad"}
+    (path := tmp_path / "mixture.json").write_text(json.dumps(mixture))
+    run(program, path, tmp_path / "run", "--max-steps", 1)
+    figure = drawn[-1]
+    rows = [figure.axes[5 * row : 5 * row + 5] for row in range(4)]
+    whose = [row[0].get_title().split(", ")[0] for row in rows]
+    assert set(whose) == {"pusher", "arm"}
+    for name, (first, *rest) in zip(whose, rows, strict=True):
+        assert first.get_title().endswith({"pusher": TOP, "arm": SIDE}[name])
+        assert np.asarray(first.images[0].get_array()).std() > 0.01
+        joints = ["shoulder", "elbow"] if name == "arm" else Dataset(demo).features["action"]["names"]
+        assert [axes.get_title() for axes in rest if axes.axison] == joints
+        assert all(np.isfinite(axes.lines[1].get_ydata()[0]) for axes in rest if axes.axison)
+    for one, first in zip(whose, rows, strict=True):
+        for other, second in zip(whose, rows, strict=True):
+            assert (first[1].get_ylim() == second[1].get_ylim()) == (one == other)
+
+
+def test_the_error_of_predicting_the_mean_is_a_line_with_a_single_validation(
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charts, drawn = parts("charts"), []
+    save = charts.Figure.savefig
+    monkeypatch.setattr(
+        charts.Figure, "savefig", lambda self, path, **options: drawn.append(self) or save(self, path, **options)
+    )
+    charts.loss_curves(tmp_path / "loss.png", [{"step": 1, "loss": 1.0}, {"step": 4, "val_error": 0.5, "mean_error": 0.75}])
+    validation = drawn[0].axes[1]
+    [line] = [line for line in validation.lines if line.get_label() == "predicting the mean"]
+    assert set(line.get_ydata()) == {0.75}
+    assert line.get_window_extent().width > 0.5 * validation.get_window_extent().width > 100
 
 
 def test_lerobots_act_trains_and_validates(program: Any, demo: Path, tmp_path: Path) -> None:

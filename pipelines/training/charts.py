@@ -1,4 +1,4 @@
-"""Frames of a training run: the loss curves, and predicted beside recorded action chunks."""
+"""Pictures of a training run: the loss curves, and predicted beside recorded action chunks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
 import dali_stream
 from training.data import Data
 from training.policy import ACTION, actions, recorded
 
+MOST_ACTIONS = 6  # columns of action_chunks
+
 
 def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Draws the journal's entries: the training loss; beside it validation error, and the error of predicting the mean.
+    """Draw the training loss of the journal's entries, and beside it the validation error with that of predicting the mean.
 
-    Each has an axis of its own: the loss may hold more than an error, and counts what is padded.
+    Loss and error have an axis each, since the loss may hold more than an error, and counts padding. All validations have the
+    same error of predicting the mean.
     """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     training, validation = figure.subplots(1, 2)
@@ -26,38 +31,73 @@ def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
     training.plot(steps, losses, color="0.8", linewidth=1)
     training.plot(steps, _smooth(losses))
     training.set(title="training", xlabel="step", ylabel="loss of the policy")
-    validation.plot(*_curve(entries, "val_error"), "o-", label="policy")
-    validation.plot(*_curve(entries, "mean_error"), "k--", label="predicting the mean")
-    validation.set(title="validation", xlabel="step", ylabel="mean absolute error / standard deviation", ylim=(0, None))
+    steps, errors = _curve(entries, "val_error")
+    mean_error = _curve(entries, "mean_error")[1][-1:]
+    validation.plot(steps, errors, "o-", label="policy")
+    for error in mean_error:
+        validation.axhline(error, color="k", linestyle="--", label="predicting the mean")
+    validation.set(title="validation", xlabel="step", ylabel="mean absolute error / standard deviation")
+    validation.set_ylim(0, 1.1 * max(errors + mean_error, default=1))
     validation.legend()
     figure.savefig(path, dpi=120)
 
 
 @torch.no_grad()
 def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
-    """Draws a row per frame of `data.shown`: what the policy saw, and per action what was recorded and what it predicts."""
+    """Draw a row per frame of `data.shown`: a camera, and for each action the recorded and the predicted chunk.
+
+    The rows of one dataset of a mixture share the y-axes of its actions. Other datasets may record other units.
+    """
     with dali_stream.Loader(**data.shown) as loader:
         batch = data.train.normalizer(next(iter(loader)))
     both = (batch[ACTION], policy.eval().predict(batch).reshape(batch[ACTION].shape))
     both = [actions(data.train.normalizer.inverse(batch | {ACTION: each})) for each in both]
     right, predicted = (each.masked_fill(~recorded(batch), math.nan).cpu() for each in both)
-    names = data.action_names[:6]
-    figure = Figure(figsize=(3 * (len(names) + 1), 2.4 * len(right)), layout="constrained")
-    rows = figure.subplots(len(right), len(names) + 1, squeeze=False, sharey="col")  # one scale for an action
-    seconds = data.shown["delta_timestamps"][ACTION]
+    datasets = batch.get("dataset", [""] * len(right))
+    columns = min(len(data.action_names), MOST_ACTIONS)
+    figure = Figure(figsize=(3 * (columns + 1), 2.4 * len(right)), layout="constrained")
+    rows = figure.subplots(len(right), columns + 1, squeeze=False)
+    _share_scales(rows[:, 1:], datasets)
     for number, (first, *rest) in enumerate(rows):
-        first.imshow(batch[data.cameras[0]][number].permute(1, 2, 0).cpu().numpy())
-        whose = f"{batch['dataset'][number]}, " if "dataset" in batch else ""
-        first.set_title(f"{whose}episode {batch['episode_index'][number]}, frame {batch['frame_index'][number]}", fontsize=9)
-        first.set_axis_off()
-        for action, (axes, name) in enumerate(zip(rest, names, strict=True)):
-            axes.plot(seconds, right[number, :, action], "k", label="recorded")
-            axes.plot(seconds, predicted[number, :, action], "C1--", label="predicted")
-            axes.set_title(name, fontsize=9)
-    rows[0, 1].legend(fontsize=8)
-    for axes in rows[-1, 1:]:
-        axes.set_xlabel("s from now")
+        _show_frame(first, batch, number, data.cameras)
+        names = data.joint_names.get(datasets[number], data.action_names)
+        _plot_actions(rest, names, data.shown["delta_timestamps"][ACTION], right[number], predicted[number])
+    drawn = [[axes for axes in column if axes.axison] for column in rows[:, 1:].T]
+    for column in filter(None, drawn):
+        column[-1].set_xlabel("s from now")
+    for axes in drawn[0][:1]:
+        axes.legend(fontsize=8)
     figure.savefig(path, dpi=100)
+
+
+def _plot_actions(row: list[Axes], names: list[str], seconds: list[float], right: Tensor, predicted: Tensor) -> None:
+    """Plot the recorded and the predicted chunk (chunk, D) of each named action. Axes without a name stay empty."""
+    for axes in row[len(names) :]:
+        axes.set_axis_off()
+    for action, (axes, name) in enumerate(zip(row, names, strict=False)):
+        axes.plot(seconds, right[:, action], "k", label="recorded")
+        axes.plot(seconds, predicted[:, action], "C1--", label="predicted")
+        axes.set_title(name, fontsize=9)
+
+
+def _share_scales(rows: np.ndarray, datasets: list[str]) -> None:
+    """Give the rows of one dataset the same y-axis in each column."""
+    for number, name in enumerate(datasets):
+        for axes, same in zip(rows[number], rows[datasets.index(name)], strict=True):
+            if axes is not same:
+                axes.sharey(same)
+
+
+def _show_frame(axes: Axes, batch: dict[str, Any], number: int, cameras: list[str]) -> None:
+    """Show a sample's frame of the first camera that its dataset has, captioned with dataset, episode, frame and camera."""
+    missing = {camera: batch.get(f"{camera}_is_missing") for camera in cameras}
+    own = [camera for camera, lacks in missing.items() if lacks is None or not lacks[number]]
+    for camera in own[:1]:
+        axes.imshow(batch[camera][number].permute(1, 2, 0).cpu().numpy())
+    name = f"{batch['dataset'][number]}, " if "dataset" in batch else ""
+    caption = f"{name}episode {batch['episode_index'][number]}, frame {batch['frame_index'][number]}"
+    axes.set_title("\n".join([caption, *own[:1]]), fontsize=9)
+    axes.set_axis_off()
 
 
 def _curve(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -1,4 +1,4 @@
-"""What is trained on and what is validated on: two loaders of one dataset, or of one mixture, each episode in one of them."""
+"""Training and validation data: two loaders of one dataset, or of one mixture, with each episode in one of them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class Data:
     state: int
     """Width of the state, 0 where there is none."""
     action_names: list[str]
+    """Name of each action; of a mixture, those of its widest dataset."""
+    joint_names: dict[str, list[str]]
+    """Names of the actions of each dataset of a mixture, by the dataset's name; empty without one."""
     tasks: int
     datasets: int
     """Of the mixture; 1 without one."""
@@ -86,6 +89,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         cameras=list(train.cameras),
         state=math.prod(train.features[STATE]["shape"]) if STATE in train.features else 0,
         action_names=_names(train.features[ACTION]),
+        joint_names=_joint_names(arguments.uri, train.datasets) if mixed else {},
         tasks=max(max(part.tasks, default=0) for part in parts) + 1,
         datasets=len(parts),
     )
@@ -140,8 +144,18 @@ def held_out(episodes: Sequence[int], count: int) -> tuple[list[int], list[int]]
     return [e for n, e in enumerate(episodes) if n not in out], [e for n, e in enumerate(episodes) if n in out]
 
 
+def _joint_names(uri: str, datasets: dict[str, dali_stream.Dataset]) -> dict[str, list[str]]:
+    """Return the names of each dataset's actions, under its own key for them. A dataset without actions has none."""
+    keys = dali_stream.Mixture.file_arguments(uri).get("keys", {})
+    features = {
+        name: [feature for key, feature in dataset.features.items() if keys.get(name, {}).get(key, key) == ACTION]
+        for name, dataset in datasets.items()
+    }
+    return {name: _names(own[0]) if own else [] for name, own in features.items()}
+
+
 def _names(feature: dict[str, Any]) -> list[str]:
-    """A name per action. LeRobot's datasets have them as a list, as a list in a dict, or not at all."""
+    """Return a name per action. LeRobot's datasets have them as a list, as a list in a dict, or not at all."""
     names = feature.get("names")
     if isinstance(names, dict):
         names = next(iter(names.values()), None)
