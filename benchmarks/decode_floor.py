@@ -43,6 +43,7 @@ from argument_types import count
 import dali_stream
 from dali_stream import process
 from dali_stream.cache.indices import IndexCache
+from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import pack
 from dali_stream.mp4.index import VideoIndex
@@ -63,11 +64,11 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="of the loader: cpu, cuda or cuda:N")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--batches", type=count, default=30, help="batches that a round times")
-    parser.add_argument("--image-size", type=count, nargs=2, default=[224, 224], metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--rounds", type=count, default=5, help="rounds of each side, whose ratios have a median")
     parser.add_argument("--threads", type=count, default=cores(), help="FFmpeg processes, and decode threads of the loader")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(join_sizes())
     if arguments.decode == "torchcodec" and not shutil.which("ffmpeg"):
         print("decode_floor: needs the program ffmpeg; install it (Debian, Ubuntu: apt-get install ffmpeg)", file=sys.stderr)
         return 1
@@ -121,7 +122,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
     """The loader beside both floors."""
-    threads, size = arguments.threads, tuple(arguments.image_size)
+    threads, size = arguments.threads, arguments.image_size
     batches = min(arguments.batches, dataset.num_frames // arguments.batch_size)
     deltas = windows(arguments.mode, dataset)
     per_batch = arguments.batch_size * sum(len(deltas.get(camera, [0])) for camera in dataset.videos)

@@ -24,6 +24,7 @@ import numpy as np
 from argument_types import count
 
 import dali_stream
+from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 
 MAIN = "observation.images.main"
@@ -33,12 +34,12 @@ TOUCHED = 2 << 30  # bytes, more than the decoded frames of the datasets in the 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("roots", nargs="+", type=Path, help="local LeRobot datasets")
-    parser.add_argument("--image-size", nargs=2, type=count, default=(224, 224))
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--rounds", type=count, default=5, help="rounds; the medians are compared")
     parser.add_argument("--memory-budget", default="4GiB")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(join_sizes())
     try:
         result = measure(arguments)
     except (dali_stream.DaliStreamError, ValueError) as error:
@@ -86,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def epoch(dataset: dali_stream.Dataset | dali_stream.Mixture, arguments: argparse.Namespace) -> tuple[float, float]:
     """Samples/s, and seconds of CPU time, of one epoch with a new loader."""
     np.empty(TOUCHED, np.uint8).fill(1)
-    options = {"image_dtype": "uint8", "image_size": tuple(arguments.image_size), "memory_budget": arguments.memory_budget}
+    options = {"image_dtype": "uint8", "image_size": arguments.image_size, "memory_budget": arguments.memory_budget}
     with dali_stream.Loader(
         dataset, batch_size=arguments.batch_size, last_batch="partial", device="cpu", decode="torchcodec", **options
     ) as loader:

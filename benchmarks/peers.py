@@ -1,7 +1,7 @@
 """Compares this loader with others in one run, in turns, on the same dataset and the same order of (episode, frame).
 
     python benchmarks/peers.py ROOT [--lerobot-python VENV/bin/python] [--mode single|sarm|action_chunk]
-                                    [--image-size HEIGHT WIDTH] [--json] [--out FILE]
+                                    [--image-size HxW] [--json] [--out FILE]
 
 dali_stream          this package's Loader
 torchcodec           a plain loop around torchcodec, a thread per core, each with a decoder per file
@@ -47,6 +47,7 @@ from peer_programs.recorded import Recorded
 
 import dali_stream
 from dali_stream import process
+from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import MODES, windows
 
@@ -151,7 +152,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="single")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--batches", type=count, default=10, help="timed batches per turn; more than a side prefetches")
-    parser.add_argument("--image-size", type=count, nargs=2, metavar=("HEIGHT", "WIDTH"), help="default: the recorded size")
+    parser.add_argument("--image-size", type=frame_size, metavar="HxW", help="default: the recorded size")
     parser.add_argument("--rounds", type=count, default=5, help="turns of each side; the medians are compared")
     parser.add_argument("--warmup", type=count_or_none, default=4, help="untimed batches after the first")
     parser.add_argument("--workers", type=count_or_none, nargs="+", default=[0, 2], help="of LeRobot's DataLoader, a side each")
@@ -164,7 +165,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--answer-s", type=positive, default=600, help="time limit in seconds for an answer of a side")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--out", type=new_file, help="write the JSON to this file")
-    return parser.parse_args()
+    return parser.parse_args(join_sizes())
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def named(side: Report) -> str:
 def title(report: Report) -> str:
     """What was asked for."""
     given = report["arguments"]
-    height, _, width = given.get("image_size", "None").strip("[]").partition(", ")
+    height, _, width = given.get("image_size", "None").strip("[]()").partition(", ")
     resized = f" of {height}×{width}" if width else ""
     return f"{MODES.get(given['mode'], given['mode'])}: float32 frames/s{resized}, batch {given['batch_size']}"
 

@@ -26,6 +26,7 @@ from queue_model import MOST_EPISODES, Outcome, Recording, Training, simulate
 
 import dali_stream
 from dali_stream.arguments import byte_count
+from dali_stream.frame_size import frame_size, join_sizes
 from dali_stream.order import default_pools
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import MODES
@@ -37,7 +38,7 @@ MOST_FRAMES, MOST_TB = 1_000_000, 1_000_000
 
 def main(given: list[str] | None = None) -> int:
     """The program; `given` are its arguments, those of the command line by default."""
-    arguments = _parser().parse_args(given)
+    arguments = _parser().parse_args(join_sizes(given))
     try:
         report = plan(arguments)
     except (dali_stream.DaliStreamError, ValueError) as error:
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--latency-ms", type=not_negative, default=50.0, help="of a request")
     add("--step-ms", type=positive, default=200.0, help="a training step, the loader left out")
     add("--decode-fps", type=positive, help="frames that a rank decodes in a second; not given: decoding takes no time")
-    add("--image-size", type=count, nargs=2, default=(480, 640), help="height and width of a decoded frame")
+    add("--image-size", type=frame_size, default=(480, 640), metavar="HxW", help="height and width of a decoded frame")
     add("--batch-size", type=count, default=64, help="of a rank")
     add("--mode", choices=MODES, default="single")
     add("--memory-budget", default="4GiB", help="of a rank")

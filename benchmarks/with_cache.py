@@ -16,18 +16,19 @@ from argument_types import count
 from decode_floor import mean_wait
 
 import dali_stream
-from dali_stream import environment
+from dali_stream.frame_size import frame_size, join_sizes
+from dali_stream.tools import environment
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("uri", nargs="+", help="LeRobot v3 datasets")
     parser.add_argument("--batch-size", type=count, default=64)
-    parser.add_argument("--image-size", type=count, nargs=2, default=[224, 224], metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--without", default="8MiB", help="the memory_budget that stands for no cache")
     parser.add_argument("--rounds", type=count, default=3, help="rounds; the medians are compared")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(join_sizes())
     try:
         datasets = [measure(uri, arguments) for uri in arguments.uri]
     except (dali_stream.DaliStreamError, ValueError) as error:
@@ -55,7 +56,7 @@ def measure(uri: str, arguments: argparse.Namespace) -> dict[str, Any]:
     for _ in range(arguments.rounds):
         for name, budget in (("with", "4GiB"), ("without", arguments.without)):
             with dali_stream.Loader(
-                dataset, batch_size=arguments.batch_size, image_size=tuple(arguments.image_size), memory_budget=budget,
+                dataset, batch_size=arguments.batch_size, image_size=arguments.image_size, memory_budget=budget,
                 decode="torchcodec", device="cpu",
             ) as loader:  # fmt: skip
                 seconds = mean_wait(iter(loader), max(len(loader) - 1, 1), [])

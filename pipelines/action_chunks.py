@@ -17,6 +17,7 @@ from show import show
 
 import dali_stream
 from dali_stream import augment
+from dali_stream.frame_size import frame_size, join_sizes
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
@@ -41,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--batches", type=int, default=50)
-    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--seed", type=int, default=0, help="of order and augmentation")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(join_sizes(argv))
 
     dataset = dali_stream.Dataset(arguments.uri)
     scales = {"action": "min_max", "observation.state": "mean_std"}
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dataset,
         batch_size=arguments.batch_size,
         delta_timestamps={"action": [step / dataset.fps for step in range(arguments.chunk)]},
-        pipeline=augmented(dataset.cameras, tuple(arguments.image_size)),
+        pipeline=augmented(dataset.cameras, arguments.image_size),
         normalize={key: scale for key, scale in scales.items() if key in dataset.features},
         seed=arguments.seed,
     )

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from training.policy import ACTION, STATE, ChunkPolicy
 
 import dali_stream
+from dali_stream.frame_size import frame_size, join_sizes
 
 
 class Epochs(dali_stream.Loader):
@@ -78,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
-    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--devices", default="auto", help="how many GPUs; with --device cpu, how many processes")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(join_sizes(argv))
     if (file := arguments.out / "last.ckpt").exists() and not arguments.resume:
         parser.error(f"{file} is there already; continue from it with --resume, or name another --out")
     saves = [ModelCheckpoint(arguments.out, "last", every_n_train_steps=n, enable_version_counter=False) for n in (500, None)]

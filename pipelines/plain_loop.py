@@ -24,6 +24,7 @@ from torch import distributed, nn
 
 import dali_stream
 from dali_stream import augment
+from dali_stream.frame_size import frame_size, join_sizes
 
 STATE, ACTION = "observation.state", "action"
 LOG_EVERY, SAVE_EVERY = 10, 500  # steps
@@ -111,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
-    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(join_sizes(argv))
     arguments.out.mkdir(parents=True, exist_ok=True)
     if (file := arguments.out / "checkpoint.pt").exists() and not arguments.resume:
         parser.error(f"{file} is there already; continue from it with --resume, or name another --out")
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dataset,
         batch_size=arguments.batch_size // RANKS,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},
-        pipeline=augmented(dataset.cameras, tuple(arguments.image_size)),
+        pipeline=augmented(dataset.cameras, arguments.image_size),
         normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
         device=device,
     ) as loader:

@@ -16,6 +16,7 @@ from nvidia.dali import fn, types
 from show import show
 
 import dali_stream
+from dali_stream.frame_size import frame_size, join_sizes
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # openai/CLIP, clip.py
 
@@ -44,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--spacing", type=float, default=1.0, help="seconds between steps")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--image-size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
+    arguments = parser.parse_args(join_sizes(argv))
 
     dataset = dali_stream.Dataset(arguments.uri)
     window = past(arguments.steps, arguments.spacing, dataset.fps)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dataset,
         batch_size=arguments.batch_size,
         delta_timestamps={key: window for key in (*dataset.cameras, "observation.state") if key in dataset.features},
-        image_size=tuple(arguments.image_size),
+        image_size=arguments.image_size,
         pipeline=for_clip(dataset.cameras),
     )
     show(loader, arguments.batches)

@@ -13,6 +13,7 @@ from nvidia.dali import fn
 from show import show
 
 import dali_stream
+from dali_stream.frame_size import frame_size, join_sizes
 
 
 def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
@@ -32,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--batches", type=int, default=50)
-    parser.add_argument("--image-size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"))
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--image-size", type=frame_size, metavar="HxW")
+    arguments = parser.parse_args(join_sizes(argv))
 
     dataset = dali_stream.Dataset(arguments.uri)
     loader = dali_stream.Loader(
         dataset,
         batch_size=arguments.batch_size,
-        image_size=tuple(arguments.image_size) if arguments.image_size else None,
+        image_size=arguments.image_size,
         pipeline=center_crop(dataset.cameras),
     )
     show(loader, arguments.batches)

@@ -76,7 +76,7 @@ def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
     torch.manual_seed(arguments.seed)
     if arguments.policy == "compact":
         return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks, data.datasets)
-    size, pretrained = tuple(arguments.image_size), not arguments.from_scratch
+    size, pretrained = arguments.image_size, not arguments.from_scratch
     return LeRobotAct(data.cameras, size, data.state, len(data.action_names), arguments.chunk, pretrained)
 
 

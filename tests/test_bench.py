@@ -134,7 +134,7 @@ def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_cop
     [
         (["--mode", "double"], "Unknown mode 'double'. Allowed: single, sarm, action_chunk"),
         (["--threads", "0"], "'0'"),
-        (["--image-size", "224"], "--image-size is '224'"),
+        (["--image-size", "224"], "--image-size must be HEIGHTxWIDTH or HEIGHT WIDTH"),
         (["--source", "../a"], "--source is '../a'; give up to 64 letters"),
     ],
 )

@@ -262,7 +262,7 @@ def test_help_says_what_the_defaults_are(program: Any, capsys: pytest.CaptureFix
     assert {name for name, option in options.items() if "(default: " not in option} == {
         "-h,", "--help", "--out", "--resume", "--from-scratch", "--dummy", "--data-files-root", "--cache-dir"
     }  # fmt: skip
-    for name, default in {"--max-steps": 20000, "--val-episodes": 0, "--seed": 0, "--image-size": [224, 224]}.items():
+    for name, default in {"--max-steps": 20000, "--val-episodes": 0, "--seed": 0, "--image-size": "224x224"}.items():
         assert options[name].endswith(f"(default: {default})")
 
 

@@ -25,6 +25,7 @@ from dali_stream.cli.reshard import convert, reshard
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
 from dali_stream.cli.transcode import transcode
+from dali_stream.frame_size import join_sizes
 
 __all__ = ["main"]
 
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # "×" may be missing in a terminal's encoding
     try:
-        _run([argument for argument in given if argument != "--debug"])
+        _run(join_sizes([argument for argument in given if argument != "--debug"], ("--image-size", "--size")))
         sys.stdout.flush()
         return 0
     except typer.Exit as done:

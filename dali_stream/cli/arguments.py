@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dali_stream import Dataset, Mixture
+from dali_stream.frame_size import frame_size
 from dali_stream.mixture_file import is_mixture_file
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset.")]
@@ -125,12 +127,10 @@ def _whole(text: str | int, least: int) -> int:
 
 def size(option: str, text: str | None) -> tuple[int, int] | None:
     """ "240x320" as (height, width)."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*(\d{1,5})\s*[x×X]\s*(\d{1,5})\s*", text)
-    if not found:
-        raise ValueError(f"{option} is {text!r}; give HEIGHTxWIDTH in pixels, such as 240x320")
-    return int(found[1]), int(found[2])
+    try:
+        return None if text is None else frame_size(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{option} {error}") from None
 
 
 def numbers(option: str, text: str | None) -> list[int] | None:

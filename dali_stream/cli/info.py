@@ -25,8 +25,8 @@ _TASKS, _MISSING = 20, 20  # shown in the text
 def info(
     uris: arguments.Uris,
     image_size: Annotated[
-        tuple[int, int] | None,
-        typer.Option(metavar="HEIGHT WIDTH", help="Estimate what memory_budget brings at this size; decodes a few frames."),
+        str | None,
+        typer.Option(metavar="HxW", help="Estimate what memory_budget brings at this size; decodes a few frames."),
     ] = None,
     episodes: arguments.Episodes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -44,19 +44,20 @@ def info(
 
     Of several datasets, or a mixture file: the share of each, how often an epoch repeats it, and in what they differ.
     """
+    size = arguments.size("--image-size", image_size)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= arguments.located_by(clock, tolerance_s)
     place |= {"episodes": arguments.numbers("--episodes", episodes)}
     if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
-        if image_size:
+        if size:
             raise ValueError("--image-size is of one dataset; give one URI")
         _mixture(mixed, as_json)
         return
     with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
         report = dali_stream.describe(dataset)
-        forecasts = _forecasts(dataset, image_size) if image_size else []
+        forecasts = _forecasts(dataset, size) if size else []
     if as_json:
-        memory = {"memory": [dataclasses.asdict(forecast) for forecast in forecasts]} if image_size else {}
+        memory = {"memory": [dataclasses.asdict(forecast) for forecast in forecasts]} if size else {}
         console.print_json(report.as_dict() | memory)
     else:
         _say(report, forecasts)

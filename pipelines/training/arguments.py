@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from dali_stream.frame_size import frame_size, join_sizes
+
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults, where there are some, and the description as it is."""
@@ -25,8 +27,8 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
     add("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     add("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
-    size = "of the frames that the policy gets, in pixels"
-    add("--image-size", type=int, nargs=2, default=[224, 224], metavar=("HEIGHT", "WIDTH"), help=size)
+    size = "of the frames that the policy gets, in pixels; HEIGHT WIDTH also works"
+    add("--image-size", type=frame_size, default="224x224", metavar="HxW", help=size)
     add("--policy", choices=("compact", "lerobot-act"), default="compact", help="that of training/policy.py, or LeRobot's ACT")
     add("--from-scratch", action="store_true", help="lerobot-act without ImageNet's weights, which it downloads")
     add("--dummy", action="store_true", help="no model: how fast batches come")
@@ -49,12 +51,13 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
         "from a wall clock (default: timestamp)")  # fmt: skip
     add("--tolerance-s", type=float, help="largest distance of a frame from its row's time in seconds (default: a quarter of a "
         "frame)")  # fmt: skip
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(join_sizes(argv))
     for name in ("max_steps", "batch_size", "chunk", "val_every", "save_every", "log_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; give 1 or more")
     if min(arguments.image_size) < 32:
-        parser.error(f"--image-size is {arguments.image_size}; give 32 or more, what a policy makes one token of")
+        size = "x".join(map(str, arguments.image_size))
+        parser.error(f"--image-size must be 32x32 or more, since a policy makes one token of 32x32 pixels, got {size}")
     if arguments.clip <= 0:
         parser.error(f"--clip is {arguments.clip}; give more than 0, the largest norm that a gradient keeps")
     return arguments

@@ -56,7 +56,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         ValueError: arguments and dataset do not go together.
         DaliStreamError: the dataset cannot be read.
     """
-    ranks, size = accelerator.num_processes, tuple(arguments.image_size)
+    ranks, size = accelerator.num_processes, arguments.image_size
     if arguments.batch_size % ranks:
         raise ValueError(
             f"--batch-size is {arguments.batch_size}, for all {ranks} processes together; give a multiple of {ranks}"
