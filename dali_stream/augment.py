@@ -22,7 +22,7 @@ largest change to either side.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dali_stream.decode import dali  # noqa: F401  # before DALI itself: it says what to do where that is missing
 from dali_stream.order.uniforms import COUNT
@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 
 Range = tuple[float, float]
 
+# DALI's color_twist would do all steps at once, and clamp none.
+_COLOR_STEPS: dict[str, Any] = {
+    "contrast": fn.brightness_contrast,
+    "brightness": fn.brightness_contrast,
+    "saturation": fn.color_twist,
+    "hue": fn.color_twist,
+}
+_NO_EFFECT = {"contrast": 1.0, "brightness": 1.0, "saturation": 1.0, "hue": 0.0}
 _NO_BLUR = 0.01  # a sigma whose kernel is 1 in the middle and, in float32, 0 beside it
 
 
@@ -94,7 +102,7 @@ def random_resized_crop(
 
 
 def random_shift(frame: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> DataNode:
-    """Moves the frame by whole pixels, up to (down, right) `pixels` to either side; the edge is repeated. Draws 2 numbers."""
+    """Move the frame by whole pixels, up to (down, right) `pixels` to either side. The edge is repeated. Draws 2 numbers."""
     down, right = (dali_math.floor(draw.uniform() * (2 * count + 1)) - count for count in pixels)
     one, zero = right * 0 + 1, right * 0
     moved = fn.stack(fn.stack(one, zero, right), fn.stack(zero, one, down))
@@ -102,7 +110,7 @@ def random_shift(frame: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> Dat
 
 
 def random_rotation(frame: DataNode, draw: Draw, *, degrees: float | Range) -> DataNode:
-    """Turns the frame about its middle and keeps its size; the edge is repeated. Draws 1 number."""
+    """Turn the frame about its middle and keep its size. The edge is repeated. Draws 1 number."""
     return fn.rotate(frame, angle=draw.uniform(*_around("degrees", degrees, 0.0)), keep_size=True)
 
 
@@ -115,16 +123,29 @@ def color_jitter(
     saturation: float | Range = 0.0,
     hue: float | Range = 0.0,
 ) -> DataNode:
-    """Changes the light. Draws 4 numbers.
+    """Change contrast, brightness, saturation and hue, in this order. Draws 4 numbers.
+
+    Each step clamps values to [0, 1], or to 0 and 255 for uint8, as in torchvision's ColorJitter. Contrast is relative to the
+    middle of that range, where torchvision takes the mean of the frame. A step whose range is a single value without effect is
+    left out.
 
     Args:
-        frame, draw: see the module. Values of uint8 are cut off at 0 and 255, those of float32 are not at 0 and 1.
-        brightness, contrast, saturation: factors, or how far they may be from 1.
-        hue: turns of the colour circle, or how many to either side; 0.5 is the opposite colour.
+        frame: Frames, see the module.
+        draw: Random numbers, see the module.
+        brightness: Range of factors, or largest distance from 1.
+        contrast: Range of factors, or largest distance from 1.
+        saturation: Range of factors, or largest distance from 1.
+        hue: Range of turns of the colour circle, or largest turn to either side. 0.5 is the opposite colour.
     """
     factors = {"brightness": brightness, "contrast": contrast, "saturation": saturation}
-    drawn = {name: draw.uniform(*_around(name, value, 1.0, least=0.0)) for name, value in factors.items()}
-    return fn.color_twist(frame, hue=draw.uniform(*_around("hue", hue, 0.0)) * 360, **drawn)
+    ranges = {name: _around(name, value, 1.0, least=0.0) for name, value in factors.items()} | {"hue": _around("hue", hue, 0.0)}
+    drawn = {name: draw.uniform(*bounds) for name, bounds in ranges.items()}
+    drawn["hue"] = drawn["hue"] * 360
+    lowest, highest = _limits(frame)
+    for name, operator in _COLOR_STEPS.items():
+        if ranges[name] != (_NO_EFFECT[name],) * 2:
+            frame = dali_math.max(dali_math.min(operator(frame, **{name: drawn[name]}), highest), lowest)
+    return frame
 
 
 def gaussian_blur(frame: DataNode, draw: Draw, *, sigma: Range = (0.1, 2.0), probability: float = 0.5) -> DataNode:
@@ -156,6 +177,15 @@ def random_erasing(
         frame, anchor=fn.stack(top, left), shape=fn.stack(height * there, width * there), axis_names="HW",
         normalized_anchor=True, normalized_shape=True, fill_value=float(value),
     )  # fmt: skip
+
+
+def _limits(frame: DataNode) -> tuple[DataNode, DataNode]:
+    """Return the lowest and the highest value of the frame's type as pixels: 0 and 1 for floats, 0 and 255 for uint8.
+
+    The type is not known while the graph is built, but DALI shifts brightness by the range of the type.
+    """
+    pixel = fn.crop(frame, crop=(1, 1))
+    return tuple(fn.brightness_contrast(pixel, brightness=0.0, brightness_shift=shift) for shift in (0.0, 1.0))
 
 
 def _part(draw: Draw, scale: Range, ratio: Range) -> tuple[DataNode, DataNode, DataNode, DataNode]:

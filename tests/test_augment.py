@@ -226,7 +226,7 @@ def test_crops_stay_inside_and_cover_the_range(dataset: Dataset) -> None:
 def test_colours(dataset: Dataset) -> None:
     only = {"brightness": (1.5, 1.5)}
     brighter, plain, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, **only))
-    np.testing.assert_allclose(brighter, plain * 1.5, atol=0.01)
+    np.testing.assert_allclose(brighter, np.clip(plain * 1.5, 0, 1), atol=0.01)
     gray, plain, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, saturation=(0.0, 0.0)))
     assert np.abs(gray.max(-1) - gray.min(-1)).max() < 0.02
     flat, plain, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, contrast=(0.0, 0.0)))
@@ -237,6 +237,52 @@ def test_colours(dataset: Dataset) -> None:
     assert np.abs(turned - plain).mean() > 0.02
     back, _, _ = frames_of(dataset, lambda frame, draw: augment.color_jitter(frame, draw, hue=(1.0, 1.0)))
     np.testing.assert_allclose(back, plain, atol=0.01)  # once round the circle
+
+
+def jittered(dataset: Dataset, image_dtype: str = "float32", **ranges: Any) -> tuple[Any, Any]:
+    """(augmented, plain) frames of a batch, both in [0, 1] if colours are clamped."""
+    frames, plain, _ = frames_of(
+        dataset, lambda frame, draw: augment.color_jitter(frame, draw, **ranges), batch_size=32, image_dtype=image_dtype
+    )
+    assert frames.dtype == plain.dtype == np.dtype(image_dtype)
+    return (frames, plain) if image_dtype == "float32" else (frames / 255, plain / 255)
+
+
+@pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
+def test_colours_stay_between_0_and_1(dataset: Dataset, image_dtype: str) -> None:
+    for name in ("brightness", "contrast", "saturation", "hue"):
+        frames, _ = jittered(dataset, image_dtype, **{name: 0.9})
+        assert frames.min() >= 0, name
+        assert frames.max() <= 1, name
+    frames, plain = jittered(dataset, image_dtype, brightness=(0.5, 3.0), contrast=1.0, saturation=(0.0, 4.0), hue=0.5)
+    assert (frames.min(), frames.max()) == (0, 1)  # there was something to clamp
+    assert np.abs(frames - plain).mean() > 0.1
+
+
+@pytest.mark.parametrize("image_dtype", ["float32", "uint8"])
+def test_each_change_of_colours_is_clamped_as_torchvision_does(dataset: Dataset, image_dtype: str) -> None:
+    """Its definition: a blend with black, with the frame in grey, or (here) with the middle, clamped to [0, 1]."""
+
+    def blend(frame: Any, other: Any, factor: float) -> Any:
+        return np.clip(factor * frame + (1 - factor) * other, 0, 1)
+
+    def grey(frame: Any) -> Any:
+        return frame @ np.array([[0.2989], [0.587], [0.114]])
+
+    # DALI rounds the matrix of its colour space. Each step rounds uint8, and a later one multiplies that.
+    tolerance = 0.01 if image_dtype == "float32" else 0.02
+    for factor in (0.3, 3.0):
+        expected: dict[str, Callable[[Any], Any]] = {
+            "brightness": lambda frame, factor=factor: blend(frame, 0.0, factor),
+            "contrast": lambda frame, factor=factor: blend(frame, 0.5, factor),
+            "saturation": lambda frame, factor=factor: blend(frame, grey(frame), factor),
+        }
+        for name, changed in expected.items():
+            frames, plain = jittered(dataset, image_dtype, **{name: (factor, factor)})
+            np.testing.assert_allclose(frames, changed(plain), atol=tolerance, err_msg=name)
+    frames, plain = jittered(dataset, image_dtype, contrast=(3.0, 3.0), brightness=(0.4, 0.4), saturation=(2.0, 2.0))
+    dimmed = blend(blend(plain, 0.5, 3.0), 0.0, 0.4)  # what contrast clamps stays clamped
+    np.testing.assert_allclose(frames, blend(dimmed, grey(dimmed), 2.0), atol=tolerance)
 
 
 def test_rotation(dataset: Dataset) -> None:
