@@ -34,7 +34,6 @@ from dali_stream.state_file import load_state, write_state
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
-_SAID_AFTER = 200  # batches, until what limits the loader is logged
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
@@ -181,7 +180,7 @@ class Loader:
         if pipeline is not None and not callable(pipeline):
             raise ValueError(f"pipeline is {pipeline!r}; it is a function from a dict of DALI nodes to one, or None")
         self._counters = Counters()
-        self._first_stats: dict[str, Any] | None = None  # after the first batch, which pays for starting
+        self._recent, self._bottleneck_logged = bottleneck.Recent(), False
         self._constructed = time.perf_counter()
         self._epoch = self._position = 0
         self._began = self._abandoned = False
@@ -364,24 +363,33 @@ class Loader:
         frames that the episodes which have come up need, each counted once an epoch; `evicted_early`, the blocks that
         memory_budget had no room to keep.
         """
-        counters = asdict(self._counters)
+        counters = self._counts()
         counters["needed_bytes"] += self._config.indices.read_bytes if self.dataset.data_store.remote else 0
+        return counters | self._source.memory()
+
+    def _counts(self) -> dict[str, Any]:
+        """What of `stats` is cheap: counters and traffic."""
         traffic = {name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC}
-        return counters | self._source.memory() | traffic
+        return asdict(self._counters) | traffic
 
     def bottleneck(self, since: Mapping[str, Any] | None = None) -> bottleneck.Bottleneck | None:
-        """What limits this loader and which change would help most, for people as `str()`. Logged once, after 200 batches.
+        """What limits this loader and which change would help most, for people as `str()`.
+
+        It judges the last 200 batches. Those of the first epoch are never judged together with later ones, which may find
+        their frames in memory. A Loader logs it once, after 200 batches. If memory_budget holds all decoded frames, it waits
+        until the second epoch for that, since only the first epoch decodes.
 
         Args:
-            since: an earlier result of `stats()`, to leave out what was before; unless given, the first batch is left out.
+            since: Earlier result of `stats()`. All batches after it are judged instead.
 
         Returns:
             None before the second batch.
         """
-        if (since := since or self._first_stats) is None:
+        if (since := since or self._recent.since) is None:
             return None
-        grown = {key: value - (since[key] or 0) for key, value in self.stats().items() if key != "first_batch_s"}
-        return bottleneck.find(grown, self._source.setup(self._config, normalize=bool(self.normalizer.modes)))
+        growth = {key: value - (since[key] or 0) for key, value in self._counts().items() if key != "first_batch_s"}
+        setup = self._source.setup(self._config, bool(self.normalizer.modes), self._recent.warm)
+        return bottleneck.find(growth, setup)
 
     def close(self) -> None:
         """Stops all work, joins all threads and closes all files. The loader cannot be used afterwards."""
@@ -401,23 +409,26 @@ class Loader:
         self._iteration += 1
         iteration, self._began = self._iteration, True
         batches = self._config.batches
+        warm = iteration > 1
         if self._abandoned:
             if left := batches.count(self._position):
                 self._stop()
+                warm = False
                 self._tell_left_out(left)
             self._epoch, self._position = self._epoch + 1, 0
         self._abandoned, ended = True, False
+        self._recent.begin(warm, self._counts)
         try:
             while batches.count(self._position):
                 started = time.perf_counter()
                 batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
                 now = time.perf_counter()
                 self._counters.add(batches=1, wait_s=now - started)
-                if self._first_stats is None:
+                if self._counters.first_batch_s is None:
                     self._counters.first_batch_s = now - self._constructed
-                    self._first_stats = self.stats()
                 self._position = batches.span(self._position)[1]
-                if self._counters.batches == _SAID_AFTER:
+                self._recent.add(self._counters.batches, self._counts)
+                if self._counters.batches % bottleneck.JUDGED == 0 and not self._bottleneck_logged:
                     self._log_bottleneck()
                 given = time.perf_counter()
                 try:
@@ -438,10 +449,16 @@ class Loader:
                 self._stop()
 
     def _log_bottleneck(self) -> None:
-        """One line for each run: a warning, which is seen without any set-up of logging, only where training is held up."""
-        if found := self.bottleneck():
-            held_up = found.stage != "consumer" and self._config.rank == 0
-            _log.log(logging.WARNING if held_up else logging.INFO, "Loader, after %d batches: %s", _SAID_AFTER, found)
+        """Log one line for each run, as a warning only if training is held up.
+
+        The line waits for batches like those to come: not of a first epoch that decodes what all later ones find in memory.
+        """
+        typical = self._recent.warm or not self._source.keeps_all
+        if typical and self._recent.batches >= bottleneck.JUDGED // 2 and (limit := self.bottleneck()):
+            self._bottleneck_logged = True
+            held_up = limit.stage != "consumer" and self._config.rank == 0
+            level = logging.WARNING if held_up else logging.INFO
+            _log.log(level, "Loader, after %d batches: %s", self._counters.batches, limit)
 
     def _normalized(self, batch: Batch) -> Batch:
         missing = [key for key in self.normalizer.modes if key not in batch]

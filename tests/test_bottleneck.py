@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def times(**given: float) -> dict[str, float]:
     """Of 10 s in which batches were waited for, unless given otherwise."""
     zero = dict.fromkeys((key for stages in STAGES.values() for key in stages), 0.0)
     counts = {"frames": 100, "decoded_frames": 150, "fetched_bytes": 0, "evicted_early": 0, "frames_evicted_before_use": 0}
+    counts["frame_cache_hits"] = 0
     return zero | counts | {"wait_s": 10.0} | given
 
 
@@ -61,6 +63,7 @@ def test_the_stage_that_limits_is_named_with_its_share(spent: dict[str, float], 
 DECODE, READ = {**STARVED, "decode_s": 36.0}, {**STARVED, "read_s": 36.0, "fetched_bytes": 50e6}
 GRAPH = {"graph_s": 9.5}
 LONG_GOP = {"decoded_frames": 650}
+EVICTED = {**LONG_GOP, "frames_evicted_before_use": 70}
 
 
 @pytest.mark.parametrize(
@@ -69,23 +72,31 @@ LONG_GOP = {"decoded_frames": 650}
         (DECODE, {}, "more CPU cores than the 4 of this process, or a GPU"),
         (DECODE, {"cores": 16}, "threads=16, as many"),
         (DECODE | LONG_GOP, {"cores": 16}, "--codec h264 --gop 2), since 6.5 frames are decoded"),
-        (DECODE | LONG_GOP | {"frames_evicted_before_use": 70}, {}, "a larger memory_budget: 6.50 frames are decoded"),
-        (DECODE | LONG_GOP, {"videos": {}}, "more CPU cores"),  # its frames are images
+        (DECODE | EVICTED, {"frames_budget": 9 << 30}, 'memory_budget="9.0GiB", which holds all decoded frames, since 70 % of'),
+        (DECODE | EVICTED, {}, "--codec h264 --gop 2), since 6.5 frames are decoded"),  # it would not fit in this machine
+        (DECODE | {"frames_evicted_before_use": 4}, {"frames_budget": 9 << 30}, "more CPU cores"),  # 4 %
+        (DECODE, {"frames_budget": 9 << 30, "warm": True}, "so that later epochs decode nothing"),
+        (DECODE, {"advice": (9 << 30, 1.5, 1.2)}, 'memory_budget="9.0GiB", with which 1.20 frames instead of 1.50 are decoded'),
+        (DECODE, {"keeps_all": True}, "Later epochs decode nothing, since memory_budget holds all decoded frames."),
+        (DECODE | LONG_GOP, {"videos": {}}, "more CPU cores than the 4 of this process."),  # its frames are images
         (DECODE, {"gpu": True}, f"--codec hevc), since the CPU decodes {TOP} now"),
         (DECODE, {"gpu": True, "decode": "torchcodec"}, 'decode="auto"'),
         (DECODE, {"gpu": True, "videos": {}}, "more CPU cores than the 4 of this process."),
         (READ, {}, "a faster disk"),
         (READ, {"remote": True}, "cache_dir on a local disk"),
-        (READ | {"evicted_early": 12}, {"remote": True}, "a larger memory_budget, since 12 blocks"),
+        (READ | {"evicted_early": 120}, {"remote": True, "reads_budget": 6 << 30}, 'memory_budget="6.0GiB", since 120 blocks'),
+        (READ | {"evicted_early": 12}, {"remote": True, "reads_budget": 6 << 30}, "cache_dir"),  # 2 % of the bytes
+        (READ | {"evicted_early": 120}, {"remote": True}, "cache_dir"),  # the budget holds what is in use
         (READ, {"remote": True, "cached": True}, "a faster connection, or storage that is nearer, since 5 MB/s"),
         ({**STARVED, "rows_s": 9.0}, {"remote": True}, "cache_dir"),
-        ({**STARVED, "rows_s": 9.0}, {}, "a larger memory_budget, which keeps more rows"),
+        ({**STARVED, "rows_s": 9.0}, {}, "a faster disk"),
+        ({**STARVED, "rows_s": 9.0}, {"reads_budget": 6 << 30}, 'memory_budget="6.0GiB", which keeps more rows'),
         ({**STARVED, "pack_s": 36.0} | LONG_GOP, {"videos": {TOP: "dali"}, "gpu": True}, "--codec hevc --gop 2"),
         ({**STARVED, "resize_s": 36.0}, {"cores": 8}, "threads=8"),
         (GRAPH, {"pipeline": True}, "your pipeline function, which run on the CPU here"),
         (GRAPH, {"image_size": None}, "image_size, since whole frames"),
         (GRAPH, {}, 'image_dtype="uint8"'),
-        (GRAPH, {"image_dtype": "uint8"}, "more CPU cores"),
+        (GRAPH, {"image_dtype": "uint8"}, "more CPU cores than the 4 of this process."),  # a GPU does not copy them
         (GRAPH, {"videos": {TOP: "dali"}}, 'decode="torchcodec", since DALI decodes on the CPU here'),
         (GRAPH, {"videos": {TOP: "dali"}, "gpu": True}, "The DALI graph, which decodes and resizes the videos, takes 95 %"),
         (GRAPH, {"videos": {TOP: "dali"}, "gpu": True}, "a GPU with more decode engines"),
@@ -143,3 +154,73 @@ def test_only_what_holds_training_up_is_a_warning_and_of_one_rank(
     [record] = [record for record in caplog.records if "200 batches" in record.message]
     assert record.levelname == level
     assert ("keeps up" in record.message) == slow
+
+
+def test_an_epoch_that_decodes_nothing_is_not_limited_by_decoding(demo: Path) -> None:
+    with Loader(demo, batch_size=4, image_size=(96, 128), threads=1) as loader:
+        for _ in loader:
+            pass
+        seen = loader.stats()
+        for _ in loader:
+            pass
+        assert loader.stats()["decoded_frames"] == seen["decoded_frames"]
+        limit, asked = loader.bottleneck(), loader.bottleneck(seen)
+    for found in (limit, asked):
+        assert found is not None
+        assert found.stage not in ("decode", "resize", "pack", "read")
+        assert not re.search("GPU|memory_budget", found.text), found.text
+
+
+def test_the_last_200_batches_are_judged(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training loop that was slow for its first 210 batches is not held against the next 200, nor the other way round."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-6) or clock[0])
+    stages = []
+    with Loader(odd, batch_size=1) as loader:
+        delivered = 0
+        while delivered < 420:
+            for _ in loader:
+                clock[0] += 1.0 if delivered < 210 else 0.0
+                delivered += 1
+                if delivered in (210, 420):
+                    stages.append(getattr(loader.bottleneck(), "stage", None))
+        whole = loader.stats()
+    assert stages[0] == "consumer"
+    assert stages[1] != "consumer"
+    assert whole["consumer_s"] > whole["wait_s"], "all batches together would still point to the training loop"
+
+
+def test_the_line_waits_for_an_epoch_like_those_to_come(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first epoch of this dataset decodes everything, and no later one decodes anything."""
+    caplog.set_level(logging.INFO, "dali_stream")
+    with Loader(demo, batch_size=2, image_size=(32, 32)) as loader:
+        batches = len(loader)
+        assert batches > 200
+        for _ in loader:
+            pass
+        assert not [record for record in caplog.records if " batches: " in record.message]
+        for _ in loader:
+            pass
+    [record] = [record for record in caplog.records if " batches: " in record.message]
+    assert "ecod" not in record.message
+
+
+def test_more_memory_is_recommended_with_the_amount_that_holds_all_frames(h264_demo: Path) -> None:
+    """From what later epochs decode again; and that amount does save all of it."""
+    settings: dict[str, Any] = {"batch_size": 4, "image_size": (128, 160), "image_dtype": "uint8", "threads": 1}
+    with Loader(h264_demo, memory_budget="4MiB", **settings) as loader:
+        for _ in range(2):
+            for _ in loader:
+                pass
+        limit = loader.bottleneck()
+    assert limit is not None
+    assert limit.stage == "decode", limit.text
+    amount = re.search(r'memory_budget="([\w.]+)", which holds all decoded frames', limit.text)
+    assert amount, limit.text
+    with Loader(h264_demo, memory_budget=amount[1], **settings) as loader:
+        for _ in loader:
+            pass
+        once = loader.stats()["decoded_frames"]
+        for _ in loader:
+            pass
+        assert loader.stats()["decoded_frames"] == once

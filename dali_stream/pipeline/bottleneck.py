@@ -10,8 +10,10 @@ the busier of planner and decode threads is, and of that the stage that takes lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 STAGES = {
     "iteration": {"consumer_s": "training loop", "starved_s": "waiting for frames", "graph_s": "copying frames, DALI graph"},
@@ -22,7 +24,41 @@ STAGES = {
 }  # fmt: skip
 KEEPS_UP = 0.1  # the share of time that a training loop may wait for batches
 _IDLE = 0.5  # planner and decode threads that work for less of the time do not limit anything by their work
+JUDGED = 200  # batches, of which the last ones are judged
+_SNAPSHOT_EVERY = 20  # batches: a snapshot takes some 10 microseconds
+_WORTH = 0.05  # share of the decodes, or of the fetched bytes, above which saving them is worth more memory
 _LONG_GOP = 2.5  # decoded frames for each delivered one, from which on a GOP of 2, with 1.5, is worth writing videos for
+
+
+class Recent:
+    """Snapshots of a loader's counters, from which its last `JUDGED` batches are judged.
+
+    Attributes:
+        warm: Whether the batches since `begin` come after a whole epoch, so that what it decoded may be in memory.
+        batches: Number of batches that `growth` covers.
+    """
+
+    def __init__(self) -> None:
+        self.warm, self.batches = False, 0
+        self._snapshots: deque[Mapping[str, Any]] = deque(maxlen=JUDGED // _SNAPSHOT_EVERY + 1)
+
+    def begin(self, warm: bool, counters: Callable[[], Mapping[str, Any]]) -> None:
+        """Begin an epoch. Batches of a first epoch are never judged together with those of later ones."""
+        if self._snapshots and warm != self.warm:
+            self._snapshots.clear()
+            self._snapshots.append(counters())
+        self.warm = warm
+
+    def add(self, batches: int, counters: Callable[[], Mapping[str, Any]]) -> None:
+        """Take note of a batch, after which the loader has delivered `batches`."""
+        if not self._snapshots or batches % _SNAPSHOT_EVERY == 0:
+            self._snapshots.append(counters())
+        self.batches = batches - self._snapshots[0]["batches"]
+
+    @property
+    def since(self) -> Mapping[str, Any] | None:
+        """Counters before the batches to judge. None before the first batch, whose time goes into starting."""
+        return self._snapshots[0] if self._snapshots else None
 
 
 @dataclass(frozen=True)
@@ -38,6 +74,14 @@ class Setup:
         decode: the argument of the Loader.
         videos: the decoder of each camera that is video.
         image_size, image_dtype, normalize, pipeline: of the Loader; the last two: whether given.
+        warm: Whether the batches come after a whole epoch of the same loader.
+        keeps_all: Whether `memory_budget` holds all decoded frames, so that later epochs decode nothing.
+        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if this one does, if the CPU decodes no
+            video, or if this machine has less memory.
+        reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None as above.
+        advice: Memory budget in bytes that was simulated during the run, and the frames decoded per delivered frame without
+            it and with it. None if it is unknown, or not worth the memory.
+        block_bytes: Size of a block of encoded video.
     """
 
     threads: int
@@ -51,6 +95,12 @@ class Setup:
     image_dtype: str = "float32"
     normalize: bool = False
     pipeline: bool = False
+    warm: bool = False
+    keeps_all: bool = False
+    frames_budget: int | None = None
+    reads_budget: int | None = None
+    advice: tuple[int, float, float] | None = None
+    block_bytes: int = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -124,9 +174,10 @@ def _upstream(times: Mapping[str, float], setup: Setup, wall: float, wait: float
     else:
         shares, names, whose = planner, STAGES["planner"], "time of the planner thread"
     key = max(shares, key=lambda name: shares[name])
-    return _found(
-        key.removesuffix("_s"), shares[key], f"{names[key].capitalize()} takes", whose, wait, _change(key, times, setup)
-    )
+    change = _change(key, times, setup)
+    if setup.keeps_all and shares is pool:
+        change += ". Later epochs decode nothing, since memory_budget holds all decoded frames"
+    return _found(key.removesuffix("_s"), shares[key], f"{names[key].capitalize()} takes", whose, wait, change)
 
 
 def _found(stage: str, share: float, what: str, whose: str, wait: float, change: str) -> Bottleneck:
@@ -147,8 +198,8 @@ def _change(key: str, times: Mapping[str, float], setup: Setup) -> str:
         return shorter
     return {
         "pack_s": "fewer cameras, since packing holds Python's interpreter and threads cannot share it",
-        "resize_s": _more_cores(setup),
-        "rows_s": "a larger memory_budget, which keeps more rows in memory, or a faster disk",
+        "resize_s": _more_decoding(setup),
+        "rows_s": f"{_reads_memory(setup)}, which keeps more rows in memory" if setup.reads_budget else "a faster disk",
         "gather_s": "fewer features or shorter windows (delta_timestamps)",
         "plan_s": "fewer cameras or shorter windows (delta_timestamps), since one thread plans them all",
     }[key]
@@ -163,20 +214,35 @@ def _decode_change(times: Mapping[str, float], setup: Setup) -> str:
             f"videos that the GPU decodes (dali-stream transcode URI OUT --codec hevc), since the CPU decodes {on_cpu[0]} now; "
             "Loader.routes has the reason"
         )
-    if times["frames_evicted_before_use"]:
-        again = times["decoded_frames"] / times["frames"]
-        return (
-            f"a larger memory_budget: {again:.2f} frames are decoded for each one delivered, since it has no room for "
-            f"{times['frames_evicted_before_use']:.0f} decoded frames until their next use"
-        )
-    return _shorter_gop(times, setup) or _more_cores(setup)
+    if memory := _frames_memory(times, setup):
+        return memory
+    return _shorter_gop(times, setup) or _more_decoding(setup)
+
+
+def _frames_memory(times: Mapping[str, float], setup: Setup) -> str | None:
+    """The memory_budget that saves decodes, if it saves more than a few."""
+    if setup.advice:
+        advised, now, then = setup.advice
+        decodes = f"{then:.2f} frames instead of {now:.2f} are decoded for each one delivered"
+        return f'memory_budget="{_gibibytes(advised)}", with which {decodes}'
+    if setup.frames_budget is None:
+        return None
+    budget = f'memory_budget="{_gibibytes(setup.frames_budget)}", which holds all decoded frames'
+    if setup.warm:
+        return f"{budget}, so that later epochs decode nothing"
+    evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
+    if evicted <= _WORTH * misses:
+        return None
+    again = min(evicted / misses, 1) if misses else 1
+    return f"{budget}, since {_percent(again)} of the decodes repeat what was evicted before its next use"
 
 
 def _fetch_change(times: Mapping[str, float], setup: Setup) -> str:
     if not setup.remote:
         return "a faster disk, such as a local SSD with a copy of the dataset"
-    if times["evicted_early"]:
-        return f"a larger memory_budget, since {times['evicted_early']:.0f} blocks of video were evicted before their last use"
+    if setup.reads_budget and times["evicted_early"] * setup.block_bytes > _WORTH * times["fetched_bytes"]:
+        evicted = f"{times['evicted_early']:.0f} blocks of video were evicted before their last use"
+        return f"{_reads_memory(setup)}, since {evicted}"
     if not setup.cached:
         return "cache_dir on a local disk, which later epochs and runs read instead of the network"
     rate = times["fetched_bytes"] / 1e6 / (times["wait_s"] + times["consumer_s"])
@@ -219,9 +285,22 @@ def _shorter_gop(times: Mapping[str, float], setup: Setup) -> str | None:
 def _more_cores(setup: Setup) -> str:
     if setup.threads < setup.cores:
         return f"threads={setup.cores}, as many as this process has cores"
-    return f"more CPU cores than the {setup.cores} of this process" + (
-        "" if setup.gpu else ", or a GPU that decodes the videos"
-    )
+    return f"more CPU cores than the {setup.cores} of this process"
+
+
+def _more_decoding(setup: Setup) -> str:
+    """More cores, or a GPU where there is video that it could decode."""
+    gpu = setup.videos and not setup.gpu and setup.threads >= setup.cores
+    return _more_cores(setup) + (", or a GPU that decodes the videos" if gpu else "")
+
+
+def _reads_memory(setup: Setup) -> str:
+    return f'memory_budget="{_gibibytes(setup.reads_budget or 0)}"'
+
+
+def _gibibytes(count: int) -> str:
+    """Bytes as memory_budget takes them, rounded up: "8.4GiB"."""
+    return f"{-(-count * 10 // (1 << 30)) / 10:.1f}GiB"
 
 
 def _percent(share: float) -> str:

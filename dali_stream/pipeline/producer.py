@@ -108,6 +108,7 @@ class BatchProducer:
         self._advised, self._decoded_bytes = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
+        self.keeps_all = not self._on_dali and self._parts.frames >= int(dataset.lengths.sum())  # all decoded frames
         self._buffers = Buffers()
         self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `frames`
         self._current: tuple[Batch, dict[str, Any]]
@@ -365,8 +366,17 @@ class BatchProducer:
             )  # fmt: skip
         setattr(self._counters, counter, self._before[counter] + count)
 
+    def advice(self) -> tuple[int, float, float] | None:
+        """The memory_budget of the simulated larger cache, and the frames decoded per delivered one, now and with it."""
+        if (advice := self._schedule.advice) is None:
+            return None
+        return self._budget_of(advice), advice.now, advice.then
+
+    def _budget_of(self, advice: Advice) -> int:
+        return self._config.memory_budget + (advice.kept - self._parts.frames) * self._parts.frame_bytes
+
     def _advise(self, advice: Advice) -> None:
-        budget = self._config.memory_budget + (advice.kept - self._parts.frames) * self._parts.frame_bytes
+        budget = self._budget_of(advice)
         gop = max(index.longest_gop for index in self._config.sizes(self._on_cpu).indices.values())
         shorter = ", and dali-stream transcode URI OUT --gop 2 to 1.5 or less" if advice.now >= _COSTLY else ""
         _log.log(

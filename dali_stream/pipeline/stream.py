@@ -18,6 +18,7 @@ from dali_stream.pipeline.bottleneck import Setup
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.iterator import Iterator, abandon
 from dali_stream.pipeline.producer import MEMORY, BatchProducer, closed
+from dali_stream.schedule.budget import divide, frames_budget, reads_budget
 
 Batch = dict[str, Any]
 _log = logging.getLogger("dali_stream")
@@ -151,8 +152,17 @@ class BatchSource:
                 _log.debug("a batch could not be made", exc_info=error)
                 raise error.with_traceback(None) from None
 
-    def setup(self, config: Config, normalize: bool) -> Setup:
-        """What `bottleneck.find` has to know of the loader."""
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all decoded frames fit in memory, so that no epoch after the first decodes any."""
+        stream = self._stream
+        return stream is not None and stream.producer.keeps_all
+
+    def setup(self, config: Config, normalize: bool, warm: bool) -> Setup:
+        """What `bottleneck.find` has to know of the loader, whose batches come after a whole epoch if `warm`."""
+        sizes = config.sizes([key for key in config.dataset.cameras if self.routes[key].decoder != "dali"])
+        parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
+        stream, larger = self._stream, sizes.frame_bytes > 0 and config.memory_budget < enough <= process.physical_memory()
         return Setup(
             threads=config.threads,
             cores=process.cores(),
@@ -165,6 +175,12 @@ class BatchSource:
             image_dtype=config.image_dtype,
             normalize=normalize,
             pipeline=config.augments,
+            warm=warm,
+            keeps_all=self.keeps_all,
+            frames_budget=enough if larger else None,
+            reads_budget=reads_budget(parts, sizes),
+            advice=stream.producer.advice() if stream else None,
+            block_bytes=parts.block,
         )
 
     def memory(self) -> dict[str, int]:

@@ -97,6 +97,23 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     return Parts(budget - kept * each - (sizes.in_progress if kept else 0), kept, each, _block(sizes, budget))
 
 
+def frames_budget(sizes: Sizes) -> int:
+    """Return the smallest `memory_budget` with which `divide` keeps all decoded frames, in bytes."""
+    frames = int(sizes.lengths.sum()) * sizes.frame_bytes
+    least = _least(sizes, 1 << 62)  # blocks are largest with a large budget
+    return frames + min(_in_use(sizes), max(frames, least))
+
+
+def reads_budget(parts: Parts, sizes: Sizes) -> int | None:
+    """Return the `memory_budget` with which rows, indices and encoded video get all that the episodes in use need of it.
+
+    Returns:
+        Bytes, or None where `parts` gives them that already, so that a larger budget would not help.
+    """
+    needed = _in_use(sizes)
+    return 2 * needed if parts.encoded < needed else None
+
+
 def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> int:
     """Batches in progress, so that all threads have work while the oldest batch is waited for.
 
