@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,46 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["peak_rss_bytes"] > 100e6
     assert [point["s"] for point in found["timeline"]] == sorted(point["s"] for point in found["timeline"])
     assert found["timeline"][-1]["s"] <= found["wallclock_s"]
+
+
+def test_later_epochs_are_timed_apart_if_all_frames_fit_in_memory(
+    capsys: pytest.CaptureFixture[str], small: Path, seen: list[Any]
+) -> None:
+    first = bench(capsys, small, "--batch-size", "4")
+    later = first["later_epochs"]
+    assert [batch["index"].shape[0] for batch in seen] == [4] * len(seen)
+    epoch = Dataset(small).num_frames // 4
+    assert len(seen) == epoch + 2 + 6, "the whole first epoch, and warm-up and timed batches of the second"
+    assert (first["samples"], later["samples"], later["frames"]) == (24, 24, 48)
+    assert first["decoded_per_delivered_frame"] > 0
+    assert later["decoded_per_delivered_frame"] == 0
+    assert later["frames_per_s_node"] == pytest.approx(later["frames"] / later["wallclock_s"])
+    assert not re.search("Decoding|GPU|memory_budget", later["bottleneck"]["text"])
+    assert main(["bench", str(small), *SHORT]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"first epoch \d+ frames/s", text)
+    assert re.search(r"later epochs \d+ frames/s.* decode nothing, because all frames fit in memory_budget", text)
+
+
+def test_all_epochs_are_alike_if_frames_do_not_fit_in_memory(capsys: pytest.CaptureFixture[str], demo: Path) -> None:
+    assert bench(capsys, demo, "--memory-budget", "4MiB")["later_epochs"] is None
+    assert main(["bench", str(demo), *SHORT, "--memory-budget", "4MiB"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"speed \d+ frames/s", text)
+    assert "epoch" not in text.partition("bottleneck")[0]
+
+
+def test_a_short_first_epoch_is_not_timed_together_with_later_ones(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    found = bench(capsys, small, "--batch-size", "64", "--num-batches", "9")
+    frames = Dataset(small).num_frames
+    assert 1 < frames // 64 < 9, "an epoch is shorter than the batches to time"
+    assert found["samples"] == 64 * (frames // 64 - warmup_of(frames // 64))
+    assert found["later_epochs"]["samples"] == 9 * 64
+
+
+def warmup_of(epoch: int) -> int:
+    """Batches of a short epoch that warm up: those of SHORT, as long as one is left to time."""
+    return min(2, epoch - 1)
 
 
 @pytest.mark.slow

@@ -53,8 +53,10 @@ def bench(
 ) -> None:
     """Measure data loading alone: batches are moved to the device and dropped.
 
-    Rates are sustained: frames per wall-clock time from the end of the warm-up to the last batch, per node. For several ranks:
-    accelerate launch benchmarks/streaming.py URI ... Exit code 1 if no frame was measured.
+    Rates are sustained: frames per wall-clock time from the end of the warm-up to the last batch, per node. If all frames fit
+    in --memory-budget, only the first epoch decodes, and the first epoch and later ones are timed apart.
+
+    For several ranks: accelerate launch benchmarks/streaming.py URI ... Exit code 1 if no frame was measured.
     """
     from dali_stream.tools.bench import run, write
 
@@ -72,7 +74,8 @@ def bench(
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader}
     with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
         place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
-        report = run(dataset, **settings, device=device, head={"source": source, **place})
+        with console.progress("warm-up, batches", enabled=not as_json) as show:
+            report = run(dataset, **settings, device=device, head={"source": source, **place}, progress=show)
     if report is None:  # not the main rank
         return
     if out_dir is not None:
@@ -81,6 +84,10 @@ def bench(
         console.print_json(report)
     else:
         console.results().print(_table(report))
+
+
+def _speed(report: dict[str, Any]) -> str:
+    return f"{report['frames_per_s_node']:.0f} frames/s, {report['samples_per_s']:.0f} samples/s, per node"
 
 
 def _table(report: dict[str, Any]) -> Table:
@@ -92,7 +99,10 @@ def _table(report: dict[str, Any]) -> Table:
     made.add_row("dataset", f"{report['dataset']}: {what}")
     for name, part in report.get("datasets", {}).items():
         made.add_row(name, f"{part['samples']} samples, {part['delivered']:.1%}; its share is {part['share']:.1%}")
-    made.add_row("speed", f"{report['frames_per_s_node']:.0f} frames/s, {report['samples_per_s']:.0f} samples/s, per node")
+    later = report["later_epochs"]
+    made.add_row("speed" if later is None else "first epoch", _speed(report))
+    if later:
+        made.add_row("later epochs", f"{_speed(later)}; they decode nothing, because all frames fit in memory_budget")
     made.add_row(
         "measured", f"{report['frames']} frames in {report['wallclock_s']:.1f} s, by {counted(report['ranks'], 'rank')}"
     )
@@ -100,6 +110,8 @@ def _table(report: dict[str, Any]) -> Table:
     waits = ", ".join(f"p{p} {report[f'p{p}_sample_latency_ms']:.1f} ms" for p in (50, 95, 99))
     made.add_row("wait for a batch", waits)
     made.add_row("bottleneck", report["bottleneck"]["text"])
+    if later:
+        made.add_row("", f"In later epochs: {later['bottleneck']['text']}")
     for who, seconds in stage_seconds(report).items():
         made.add_row(who, ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
     made.add_row("CPU", f"{report['cpu_s_per_sample'] * 1e3:.2f} ms a sample")

@@ -49,11 +49,11 @@ class Show(Protocol):
 
 
 @contextmanager
-def progress(what: str = "") -> Iterator[Show]:
-    """A bar on stderr, on terminals only; it disappears at the end."""
+def progress(what: str = "", enabled: bool = True) -> Iterator[Show]:
+    """Show a bar on stderr if that is a terminal. The bar disappears at the end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
         task = bar.add_task(what, total=None)
 
         def show(done: int, total: int, what: str = what) -> None:

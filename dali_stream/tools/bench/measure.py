@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -50,6 +51,16 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
     return {"action": [step / fps for step in range(CHUNK)]}
 
 
+class Progress(Protocol):
+    """Shows that so many batches of a total have come."""
+
+    def __call__(self, done: int, total: int, what: str = ...) -> None: ...
+
+
+def silent(done: int, total: int, what: str = "") -> None:
+    """Show no progress."""
+
+
 def measure(
     dataset: Dataset | Mixture,
     mode: Mode,
@@ -57,19 +68,24 @@ def measure(
     warmup: int,
     loader: dict[str, Any],
     together: Callable[[], None],
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Times this rank's batches.
+    """Time this rank's batches.
+
+    If all decoded frames fit in memory, only the first epoch decodes. Then batches of the first epoch are timed, at most to its
+    end, and after it batches of later epochs. Otherwise all epochs are alike, and the batches may be of several.
 
     Args:
         dataset: to stream, epoch after epoch.
         mode: "single": the current frame of all cameras; "sarm": 8 steps of all cameras, 1 s apart; "action_chunk": the
             current frame of all cameras and 50 actions from it on.
-        num_batches: timed batches, after `warmup` others.
-        loader: further arguments of the Loader.
-        together: a barrier of all ranks, so that all are measured over the same time.
+        num_batches: Number of timed batches, after `warmup` others.
+        loader: Further arguments of the Loader.
+        together: Barrier of all ranks, so that all are measured over the same time. It is called four times.
+        progress: Called after each batch.
 
     Returns:
-        The measurements of this rank; see `run.node_report` for the fields.
+        The measurements of this rank, with those of later epochs as `later`, or None. See `run.node_report` for the fields.
 
     Raises:
         DaliStreamError: the dataset has no frames, or one cannot be read.
@@ -80,22 +96,20 @@ def measure(
     deltas = windows(mode, dataset)
     steps = {key: len(deltas.get(key, [0])) for key in dataset.cameras}
     with Loader(dataset, delta_timestamps=deltas, **loader) as running:
-        stream = endless(running)
-        for _ in range(max(warmup, 1)):
-            where = _consume(next(stream))
-        first_batch_s = running.stats()["first_batch_s"]
-        together()
-        watch = _Watch(running, steps, len(dataset.dataset_names))
-        for _ in range(num_batches):
-            asked = time.perf_counter()
-            batch = next(stream)
-            _consume(batch)
-            watch.note(asked, batch)
-        together()
-        found = watch.end()
+        clock = _Clock(running, steps, len(dataset.dataset_names), together, progress)
+        where = clock.skip(1, "warm-up")
+        first_batch_s, epoch = running.stats()["first_batch_s"], len(running)
+        fits = running._source.keeps_all and epoch > 1
+        clock.skip(min(warmup - 1, epoch - 2) if fits else warmup - 1, "warm-up")
+        first = clock.time(min(num_batches, epoch - running.batch_index) if fits else num_batches)
+        if fits:
+            clock.skip(epoch - running.batch_index, "the rest of the first epoch")
+            clock.skip(warmup, "warm-up")
+        later = clock.time(num_batches if fits else 0)
         routes = {key: asdict(route) for key, route in running.routes.items()}
         order = running.state_dict()["order"]
-    return found | {
+    return first | {
+        "later": later if fits else None,
         "host": platform.node(),
         "device": where,
         "first_batch_latency_s": first_batch_s,
@@ -103,6 +117,37 @@ def measure(
         "order": order,
         "peak_rss_bytes": environment.peak_rss(),
     }
+
+
+class _Clock:
+    """The batches of a loader, skipped or timed."""
+
+    def __init__(
+        self, loader: Loader, steps: dict[str, int], datasets: int, together: Callable[[], None], progress: Progress
+    ) -> None:
+        self._loader, self._watch = loader, partial(_Watch, loader, steps, datasets)
+        self._stream, self._together, self._progress = endless(loader), together, progress
+
+    def skip(self, batches: int, what: str) -> str:
+        """Take batches without timing them. Return the device of the last one."""
+        device = ""
+        for number in range(batches):
+            device = _consume(next(self._stream))
+            self._progress(number + 1, batches, what)
+        return device
+
+    def time(self, batches: int) -> dict[str, Any]:
+        """Time batches, together with the other ranks."""
+        self._together()
+        watch = self._watch()
+        for number in range(batches):
+            asked = time.perf_counter()
+            batch = next(self._stream)
+            _consume(batch)
+            watch.note(asked, batch)
+            self._progress(number + 1, batches, "timed batches")
+        self._together()
+        return watch.end() if batches else {}
 
 
 class _Watch:

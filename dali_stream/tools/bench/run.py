@@ -15,7 +15,7 @@ from dali_stream.dataset import Dataset
 from dali_stream.mixture import Mixture
 from dali_stream.pipeline.bottleneck import STAGES
 from dali_stream.tools import environment
-from dali_stream.tools.bench.measure import Mode, measure
+from dali_stream.tools.bench.measure import Mode, Progress, measure, silent
 
 PERCENTILES = (50, 95, 99)
 
@@ -28,13 +28,15 @@ def run(
     loader: dict[str, Any],
     device: str,
     head: dict[str, Any],
+    progress: Progress = silent,
 ) -> dict[str, Any] | None:
-    """Measures on every rank of this run.
+    """Measure on every rank of this run.
 
     Args:
         dataset: to stream, epoch after epoch.
         mode, num_batches, warmup, loader: as for `measure.measure`.
         device: of the Loader.
+        progress: Called after each batch of the main rank.
         head: further entries of the report; `source` None becomes the scheme of the dataset's URI, or "mixture".
 
     Returns:
@@ -44,7 +46,8 @@ def run(
     from accelerate.utils import gather_object
 
     state = PartialState(cpu=process.gpu(device) is None)
-    own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone)
+    show = progress if state.is_main_process else silent
+    own = measure(dataset, mode, num_batches, warmup, loader | {"device": device}, state.wait_for_everyone, show)
     ranks = gather_object([own])
     # A process that ends with Gloo's threads alive may abort: https://github.com/pytorch/pytorch/pull/179291.
     state.destroy_process_group()
@@ -81,6 +84,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
 
     Returns:
         `head`, and
+        `later_epochs`: If all decoded frames fit in memory, the other figures are of the first epoch, which decodes them, and
+        this has those of `_speed` for the epochs after it. None if every epoch decodes, or has only one batch.
         `frames_per_s_node`, `samples_per_s`: per node, over the time of the slowest rank, from the end of the warm-up to the
         last batch without a break.
         `first_batch_latency_s`: from creating the Loader to its first batch, of the slowest rank.
@@ -95,33 +100,23 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         are reduced to file names.
     """
     nodes = len({rank["host"] for rank in ranks})
-    wall = max(rank["wallclock_s"] for rank in ranks)
-    samples, frames = (sum(rank[key] for rank in ranks) for key in ("samples", "frames"))
     sums = {key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]}
-    latencies = np.concatenate([rank["latencies_s"] for rank in ranks]) * 1e3
     gpu = [rank["peak_gpu_bytes"] for rank in ranks if rank["peak_gpu_bytes"]]
-    waits_most = max(ranks, key=lambda rank: rank["sums"]["wait_s"])
+    later = [rank["later"] for rank in ranks]
     report = head | {
         "nodes": nodes,
         "ranks": len(ranks),
-        "frames": frames,
-        "samples": samples,
-        "frames_per_s_node": frames / wall / nodes,
-        "samples_per_s": samples / wall / nodes,
+        **_speed(ranks, nodes),
+        "later_epochs": _speed(later, nodes) if all(later) else None,
         "first_batch_latency_s": max(rank["first_batch_latency_s"] for rank in ranks),
-        **{f"p{p}_sample_latency_ms": float(np.percentile(latencies, p)) for p in PERCENTILES},
-        "wallclock_s": wall,
         "decode_s_total": sums["decode_s"],
         "fetch_s_total": sums["fetch_s"],
         "wait_s_total": sums["wait_s"],
         "stage_s_total": {key: sums[key] for keys in STAGES.values() for key in keys},
-        "bottleneck": waits_most["bottleneck"],
         **{key: sums[key] for key in ("fetched_bytes", "needed_bytes", "cached_bytes", "requests", "retries", "substituted")},
-        "decoded_per_delivered_frame": sums["decoded_frames"] / sums["frames"] if sums["frames"] else None,
         "unique_episodes_per_batch": float(np.mean([rank["unique_episodes_per_batch"] for rank in ranks])),
         "peak_rss_bytes": max(rank["peak_rss_bytes"] for rank in ranks),
         "peak_gpu_bytes": max(gpu) if gpu else None,
-        "cpu_s_per_sample": sum(rank["cpu_s"] for rank in ranks) / samples,
         "device": ranks[0]["device"],
         "routes": ranks[0]["routes"],
         **{key: ranks[0]["order"][key] for key in ("consumers", "episode_pool_size")},
@@ -129,6 +124,25 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         **environment.ran_on(ranks[0]["device"]),
     }
     return environment.without_folders(report)
+
+
+def _speed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
+    """What is reported of the first epoch and of later ones alike."""
+    wall = max(rank["wallclock_s"] for rank in ranks)
+    samples, frames = (sum(rank[key] for rank in ranks) for key in ("samples", "frames"))
+    decoded, delivered = (sum(rank["sums"][key] for rank in ranks) for key in ("decoded_frames", "frames"))
+    latencies = np.concatenate([rank["latencies_s"] for rank in ranks]) * 1e3
+    return {
+        "frames": frames,
+        "samples": samples,
+        "frames_per_s_node": frames / wall / nodes,
+        "samples_per_s": samples / wall / nodes,
+        **{f"p{p}_sample_latency_ms": float(np.percentile(latencies, p)) for p in PERCENTILES},
+        "wallclock_s": wall,
+        "bottleneck": max(ranks, key=lambda rank: float(rank["sums"]["wait_s"]))["bottleneck"],
+        "decoded_per_delivered_frame": decoded / delivered if delivered else None,
+        "cpu_s_per_sample": sum(rank["cpu_s"] for rank in ranks) / samples,
+    }
 
 
 def stage_seconds(report: dict[str, Any]) -> dict[str, dict[str, float]]:
