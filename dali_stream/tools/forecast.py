@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dali_stream.mp4.format import describe
 from dali_stream.order.batches import Batches
 from dali_stream.order.orders import EpochOrder
-from dali_stream.schedule.budget import divide, horizon
+from dali_stream.schedule.budget import divide, order_horizon
 from dali_stream.schedule.samples import samples
 from dali_stream.schedule.schedule import Limits, Schedule
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dali_stream.mp4.index import VideoIndex
 
 BUDGETS = tuple(1 << 28 + i for i in range(8))  # 256 MiB to 32 GiB
-_BATCHES = 400  # counted batches, once the cache is full
+_BATCHES = 400  # simulated batches of a long epoch, once the cache is full
 _TIMED = 32  # frames that are decoded and resized to measure the time per frame
 
 
@@ -67,11 +67,13 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
     seconds = float(np.mean([_seconds_per_frame(loader, key, table) for key, table in tables.items()]))
     found: list[Forecast] = []
     for budget in sorted(budgets):
-        shares = divide(budget, config.sizes(cameras))
+        sizes = config.sizes(cameras)
+        parts = divide(budget, sizes)
         offsets, gop = config.windows.widest(cameras[0]), median_gop([tables[cameras[0]]])
-        first, later = decodes(dataset.lengths, config.order, config.batches, offsets, gop, shares.frames, config.rank)
+        limits = Limits(parts.frames, config.depth, order_horizon(parts, sizes))
+        first, later = decodes(dataset.lengths, config.order, config.batches, offsets, gop, limits, config.rank)
         rate = config.threads / (seconds * later) if later else None
-        found.append(Forecast(budget, shares.frames, later, first, rate))
+        found.append(Forecast(budget, parts.frames, later, first, rate))
         if not later:
             break
     return found
@@ -88,7 +90,7 @@ def decodes(
     batches: Batches,
     offsets: npt.NDArray[np.int64],
     gop: int,
-    kept: int,
+    limits: Limits,
     rank: int = 0,
 ) -> tuple[float, float]:
     """Frames decoded per delivered frame, in the first epoch and later, by the loader's own schedule.
@@ -97,28 +99,30 @@ def decodes(
         lengths: (E,) frames of each episode.
         order, batches: of an epoch.
         offsets: of the window, in frames.
-        gop, kept: frames of each GOP, and decoded frames that the cache keeps.
-        rank: whose batches are planned.
+        gop: Number of frames of each GOP.
+        limits: Number of decoded frames that the cache keeps, and of batches in progress.
+        rank: Rank whose batches are planned.
     """
-    frames, camera = int(lengths.sum()), ""
-    count = batches.count(0)
-    fill = 0 if kept >= frames else kept // (batches.batch_size * min(gop, 8)) + 1
+    frames, kept, camera, epoch = int(lengths.sum()), limits.kept, "", batches.count(0)
+    fill = kept // (batches.batch_size * min(gop, 8)) + 1
     # A GOP that was decoded to its end feeds batches for as long as the cache holds frames, so that has to turn over.
-    counted = min(max(_BATCHES, 2 * kept // batches.batch_size), count)
-    count = count if kept >= frames else min(fill + counted, 4 * count)
+    steady = fill + max(_BATCHES, 2 * kept // batches.batch_size)
+    # In a long epoch, batches with a full cache are like those of later epochs. A short one is simulated whole, and so is the
+    # epoch after it: only that one finds frames of the first epoch in the cache.
+    count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
-    schedule = Schedule(lengths, read, batches.largest, {camera: offsets}, Limits(kept, 2, horizon(kept, frames)))
-    decoded, shown = np.zeros(2), np.zeros(2)  # from the start, and when the cache is full
+    schedule = Schedule(lengths, read, batches.largest, {camera: offsets}, limits)
+    decoded, shown = np.zeros(2), np.zeros(2)  # in the first epoch, and later
     for number in range(count):
         schedule.next()
         for episode in schedule.unknown(camera):
             frame = np.arange(lengths[episode])
             schedule.learn(camera, episode, frame, frame // gop * gop)
         step = schedule.step()[camera]
-        counts = np.array([1, number >= min(fill, count // 2)])
+        counts = np.array([number < epoch, number >= later_from])
         decoded, shown = decoded + counts * step.decodes, shown + counts * step.show.size
-    first, later = (decoded / shown).tolist()
-    return first, 0.0 if kept >= frames else later
+    first, later = (decoded / np.maximum(shown, 1)).tolist()
+    return first, later
 
 
 def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:

@@ -20,7 +20,8 @@ from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
-from dali_stream.schedule.budget import Sizes, divide
+from dali_stream.schedule.budget import Sizes, divide, horizon
+from dali_stream.schedule.schedule import Limits
 from dali_stream.tools.describe import CameraReport, contradictions, describe_video, video_files
 from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task
 from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
@@ -254,8 +255,9 @@ def _cached(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> tupl
             continue
         kept = int(lengths.sum()) if kept >= dataset.lengths.sum() else min(kept, int(lengths.sum()) - 1)
         first, later = decodes(
-            lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables), kept
-        )
+            lengths, lambda epoch: Order(lengths, True, 0, epoch, consumers, pool), batches, window, median_gop(tables),
+            Limits(kept, 2, horizon(kept, int(lengths.sum()))),
+        )  # fmt: skip
         found = budget, first, later
         if first <= _GOOD:
             break
