@@ -72,7 +72,9 @@ def main() -> int:
     rows, reports, unreadable = read(arguments.folder)
     if not rows:
         what = "holds no report" if arguments.folder.is_dir() else "is no folder"
-        print(f"summarize: {arguments.folder} {what}; write reports with dali-stream bench --out-dir", file=sys.stderr)
+        print(
+            f"summarize: {arguments.folder} {what}; write reports with `dali-stream bench URI --out-dir DIR`", file=sys.stderr
+        )
         return 1
     with (arguments.folder / "summary.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*HEAD, *COLUMNS, *SECONDS, "verdict"])
@@ -125,7 +127,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
         known = {"decoders": decoders, "status": "ok", "verdict": str(report["bottleneck"]["text"])} | report
         found = {key: known[key] for key in (*HEAD, *COLUMNS, *SECONDS, "verdict")}
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"no report of dali-stream bench: {type(error).__name__} {error}") from error
+        raise ValueError(f"not a report of `dali-stream bench`: {type(error).__name__} {error}") from error
     for key, value in [*((key, found[key]) for key in (*COLUMNS, *SECONDS)), *points]:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not number and not (value is None and key in MAY_LACK):

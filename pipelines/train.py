@@ -15,7 +15,7 @@ chunks.png. A run that was killed continues with --resume at the very next sampl
 is finished, the run saved, and each process exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill
 after 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
 
-Needs tensorboard and matplotlib: pip install 'dali-stream[train]'.
+Needs tensorboard and matplotlib: pip install -c constraints.txt '.[train]' in the checkout.
 """
 
 from __future__ import annotations

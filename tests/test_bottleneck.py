@@ -71,15 +71,15 @@ EVICTED = {**LONG_GOP, "frames_evicted_before_use": 70}
     [
         (DECODE, {}, "more CPU cores than the 4 of this process, or a GPU"),
         (DECODE, {"cores": 16}, "threads=16, as many"),
-        (DECODE | LONG_GOP, {"cores": 16}, "--codec h264 --gop 2), since 6.5 frames are decoded"),
+        (DECODE | LONG_GOP, {"cores": 16}, "--codec h264 --gop 2`), since 6.5 frames are decoded"),
         (DECODE | EVICTED, {"frames_budget": 9 << 30}, 'memory_budget="9.0GiB", which holds all decoded frames, since 70 % of'),
-        (DECODE | EVICTED, {}, "--codec h264 --gop 2), since 6.5 frames are decoded"),  # it would not fit in this machine
+        (DECODE | EVICTED, {}, "--codec h264 --gop 2`), since 6.5 frames are decoded"),  # it would not fit in this machine
         (DECODE | {"frames_evicted_before_use": 4}, {"frames_budget": 9 << 30}, "more CPU cores"),  # 4 %
         (DECODE, {"frames_budget": 9 << 30, "warm": True}, "so that later epochs decode nothing"),
         (DECODE, {"advice": (9 << 30, 1.5, 1.2)}, 'memory_budget="9.0GiB", with which 1.20 frames instead of 1.50 are decoded'),
         (DECODE, {"keeps_all": True}, "Later epochs decode nothing, since memory_budget holds all decoded frames."),
         (DECODE | LONG_GOP, {"videos": {}}, "more CPU cores than the 4 of this process."),  # its frames are images
-        (DECODE, {"gpu": True}, f"--codec hevc), since the CPU decodes {TOP} now"),
+        (DECODE, {"gpu": True}, f"--codec hevc`), since the CPU decodes {TOP} now"),
         (DECODE, {"gpu": True, "decode": "torchcodec"}, 'decode="auto"'),
         (DECODE, {"gpu": True, "videos": {}}, "more CPU cores than the 4 of this process."),
         (READ, {}, "a faster disk"),

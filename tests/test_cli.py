@@ -409,7 +409,7 @@ def test_a_failed_run_is_one_line_and_exit_code_1(made: Path, tmp_path: Path, ca
     assert str(video) in json.loads(capsys.readouterr().out)["cameras"][TOP]["broken"][0]
 
 
-@pytest.mark.parametrize(("module", "remedy"), [("nvidia.dali", "dali-stream[cuda12]"), slow("torchcodec.decoders", "FFmpeg")])
+@pytest.mark.parametrize(("module", "remedy"), [("nvidia.dali", "nvidia-dali-cuda120"), slow("torchcodec.decoders", "FFmpeg")])
 def test_what_is_not_installed_is_said_before_anything_is_written(tmp_path: Path, module: str, remedy: str) -> None:
     code = f"import sys; sys.modules['{module}'] = None; from dali_stream.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", "--root", str(tmp_path / "new")]

@@ -32,7 +32,7 @@ def test_the_text_fits_on_a_screen(fake_driver: FakeDriver, libraries: Path) -> 
     assert len(lines) <= 30
     assert {"gpu", "software", "machine"} <= {line.strip() for line in lines}
     assert [line.split()[0] for line in lines if "AV1" in line and "GPU" in line] == ["warning"]
-    assert "→ `dali-stream transcode`" in done.stdout
+    assert "→ `dali-stream transcode URI OUT --codec hevc`" in done.stdout
     assert lines[-1].startswith("warning: 0 problems, ")
 
 
@@ -54,7 +54,7 @@ def test_what_each_gpu_decodes(
     assert bad(report) == [("warning", name) for name in warned]
     assert [gpu["engines"] for gpu in report["gpus"]] == engines
     if "AV1" in "".join(warned):
-        assert "`dali-stream transcode` re-encodes a dataset to HEVC" in found(report, warned[0])["remedy"]
+        assert "`dali-stream transcode URI OUT --codec hevc` re-encodes a dataset to HEVC" in found(report, warned[0])["remedy"]
     for name in ("GPU 0", "GPU 0, 1", "GPU 2"):
         shown = [f["name"] for f in report["findings"] if f["name"].startswith(f"{name} ")]
         assert shown in ([], [f"{name} {codec}" for codec in CODECS])

@@ -136,7 +136,7 @@ def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_
     report = json.loads(done.stdout)
     first, other = found(report, f"{TOP} on GPU 0, 1"), found(report, f"{TOP} on GPU 2")
     assert (first["status"], "no NVDEC decoder for av1" in first["text"]) == ("warning", True)
-    assert "`dali-stream transcode --codec hevc`" in first["remedy"]
+    assert "`dali-stream transcode URI OUT --codec hevc`" in first["remedy"]
     assert (other["status"], other["text"].startswith("NVDEC decodes av1")) == ("ok", True)
     assert "transcode" not in found(report, f"{TOP} on GPU 3")["remedy"]  # a MIG slice without engines decodes nothing
     routes = report["dataset"]["cameras"][TOP]["routes"]
@@ -305,7 +305,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
     assert finding.status == "ok"  # since the default memory_budget keeps all frames
     assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache; memory_budget=")
     assert re.search(r"brings it to about 1\.\d, and to 0 after the first epoch", finding.text)
-    assert "`dali-stream transcode URI OUT --gop 2` to 1.5" in finding.text
+    assert "`dali-stream transcode URI OUT --codec h264 --gop 2` to 1.5" in finding.text
     assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
 
 

@@ -381,7 +381,7 @@ def test_credentials_of_config_files(objects: Objects, monkeypatch: pytest.Monke
         monkeypatch.setenv("AWS_PROFILE", "lab")
     assert "no profile of this name" in str(failure(open_store(ROOT, {"profile": "none"}), BIG))
     monkeypatch.setitem(sys.modules, "botocore.session", None)
-    assert "pip install 'dali-stream[s3]'" in str(failure(open_store(ROOT, {"profile": "lab"}), BIG))
+    assert "`pip install 'botocore>=1.34'`" in str(failure(open_store(ROOT, {"profile": "lab"}), BIG))
 
 
 def test_credentials_of_instance_and_web_identity_roles(

@@ -71,7 +71,7 @@ def _program(
     """Stream LeRobot datasets into training through NVIDIA DALI.
 
     A dataset (URI) is a local folder, the id of a Hub repository, or an address such as hf://, s3://, gs:// or https://.
-    To start without one: dali-stream demo.
+    To start without one: `dali-stream demo`.
     """
 
 

@@ -87,7 +87,7 @@ def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
     if report.robot_type != _ROBOT:
         raise DatasetError(
             f"{root} holds a dataset of robot {report.robot_type}, not the demo; give another folder with --root, or look at "
-            f"this one with dali-stream preview {root}"
+            f"this one with `dali-stream preview {root}`"
         )
     camera = next(iter(report.cameras.values()))
     there = {"episodes": report.episodes, "size": (camera.height, camera.width), "codec": camera.codec}

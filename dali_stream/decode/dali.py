@@ -20,6 +20,7 @@ from dali_stream.decode.decoder import Pool, RouteChange, named, succeeded
 from dali_stream.decode.route import refusal
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, HiddenFrames, pack
 from dali_stream.mp4.index import LACKING, VideoIndex
@@ -32,8 +33,8 @@ try:
     from nvidia.dali.pipeline import OperatorConcurrency, Pipeline, StreamPolicy
 except ImportError as error:
     raise DaliStreamError(
-        f"NVIDIA DALI cannot be imported ({error}); install it with `pip install 'dali-stream[cuda12]'` (driver 525 or later) "
-        "or `pip install 'dali-stream[cuda13]'` (driver 580 or later), never both"
+        f"NVIDIA DALI cannot be imported ({error}). Install it with `{install_command('cuda12')}` (driver 525 or later) "
+        f"or `{install_command('cuda13')}` (driver 580 or later), never both"
     ) from error
 
 if TYPE_CHECKING:

@@ -99,7 +99,7 @@ def padding_refusal(codec: str, height: int, width: int) -> str:
     if coded == (height, width):
         return ""
     helps = codec != "hevc" and not padding_refusal("hevc", height, width)
-    advice = "; `dali-stream transcode --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
+    advice = "; `dali-stream transcode URI OUT --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
     return (
         f"{height}×{width} is coded as {coded[0]}×{coded[1]} in {codec}, which DALI's cache of NVDEC decoders confuses with "
         f"frames of that size{advice}"

@@ -173,7 +173,8 @@ class RowReader:
             self._warned = True
             _log.warning(
                 "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
-                "episodes. `dali-stream reshard` writes smaller ones", self._store.where(path), size, self._limit.at_once,
+                "episodes. `dali-stream reshard URI OUT` writes smaller ones",
+                self._store.where(path), size, self._limit.at_once,
             )  # fmt: skip
         with self._limit.turn(size):
             yield

@@ -51,7 +51,7 @@ def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFi
         return taken
     matching = np.intersect1d(taken, np.searchsorted(index, _matching(episode_filter, read)))
     if not len(matching):
-        raise ValueError(f"episode_filter accepts none of {len(taken)} episodes. `dali-stream info` describes them")
+        raise ValueError(f"episode_filter accepts none of {len(taken)} episodes. `dali-stream info URI` describes them")
     return matching
 
 

@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from dali_stream.errors import StorageError
+from dali_stream.install import install_command
 from dali_stream.storage.logs import private
 from dali_stream.storage.retry import PER_HOST, Patience, cleaned, silence_s
 
@@ -52,7 +53,7 @@ _S3 = _Cloud(
         "secret": "secret_access_key",
         "token": "session_token",
     },
-    "give storage_options={'key': …, 'secret': …} or AWS's environment or, with `pip install 'dali-stream[s3]'`, its "
+    f"give storage_options={{'key': …, 'secret': …}} or AWS's environment or, after `{install_command('s3')}`, its "
     "config files; for a public bucket {'anon': True}",
 )
 _GS = _Cloud(
@@ -219,7 +220,7 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
     except ImportError:
         if bucket.profile is not None:
             raise StorageError(
-                f"{bucket.address}: a profile takes botocore, which is not installed: pip install 'dali-stream[s3]'"
+                f"{bucket.address}: a profile needs botocore, which is not installed. Run `{install_command('s3')}`"
             ) from None
         session, scoped, region = None, {}, environment("AWS_DEFAULT_REGION")
     else:

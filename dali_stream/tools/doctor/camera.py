@@ -168,7 +168,11 @@ class Camera:
             for codec in ("hevc", "h264")
             if not (capability(gpu, codec, "420", 8).refusal(*size) or padding_refusal(codec, *size))
         ]
-        remedy = f"`dali-stream transcode --codec {helps[0]}` re-encodes the dataset for this GPU" if helps else NOTHING_TO_DO
+        remedy = (
+            f"`dali-stream transcode URI OUT --codec {helps[0]}` re-encodes the dataset for this GPU"
+            if helps
+            else NOTHING_TO_DO
+        )
         return WARNING, text, remedy
 
     def _choose_frame(self, table: VideoIndex, video: VideoFormat, routes: list[tuple[str, bool, int | None]]) -> None:
@@ -214,7 +218,7 @@ def _cost_of_gops(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -
     if plain < _COSTLY:
         return None
     text = f"GOP {median_gop(tables)} decodes {plain:.0f} frames per delivered frame without a frame cache"
-    shorter, status = "`dali-stream transcode URI OUT --gop 2`", WARNING
+    shorter, status = "`dali-stream transcode URI OUT --codec h264 --gop 2`", WARNING
     remedy = f"{shorter} makes it 1.5"
     if found := _cached(dataset, camera, tables):
         budget, first, later = found

@@ -85,7 +85,7 @@ def _files(dataset: Dataset, deep: bool) -> Result:
         return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
     named = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
     text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {named}"
-    remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info --json` lists all"
+    remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info URI --json` lists all"
     return PROBLEM, text, remedy
 
 

@@ -112,6 +112,7 @@ def _codec(codec: str, caps: Mapping[tuple[str, str, int], Any]) -> Result:
     plain = caps[codec, "420", 8]
     if plain["supported"]:
         return OK, formats, ""
-    better = [NAMES[c] for c in ("hevc", "h264") if caps[c, "420", 8]["supported"]]
-    remedy = f"`dali-stream transcode` re-encodes a dataset to {better[0]}" if better else NOTHING_TO_DO
+    better = [c for c in ("hevc", "h264") if caps[c, "420", 8]["supported"]]
+    command = f"`dali-stream transcode URI OUT --codec {better[0]}`" if better else ""
+    remedy = f"{command} re-encodes a dataset to {NAMES[better[0]]}" if better else NOTHING_TO_DO
     return WARNING, f"{plain['reason']}: frames are decoded on the CPU", remedy

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dali_stream.install import install_command
 from dali_stream.tools import environment
 from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding, Result
 from dali_stream.tools.isolated import Answer
 
 _DRIVERS = {12: "525", 13: "580"}  # the first driver for this CUDA: CUDA's release notes, table "toolkit driver versions"
 _INSTALL_DALI = (
-    "`pip install 'dali-stream[cuda12]'` (driver 525 or later) or `'dali-stream[cuda13]'` (580 or later), never both"
+    f"`{install_command('cuda12')}` (driver 525 or later) or `{install_command('cuda13')}` (driver 580 or later), never both"
 )
 _INSTALL_FFMPEG = "install FFmpeg 4 to 8 as shared libraries (Debian, Ubuntu: apt-get install ffmpeg)"
 
@@ -68,7 +69,7 @@ def _dali(asked: Asked, builds: Sequence[str]) -> Result:
     answer = asked.dali
     if len(builds) > 1:
         right = "cuda13" if asked.cuda and asked.cuda[0] >= 13 else "cuda12"
-        remedy = f"`pip uninstall {' '.join(builds)}`, then `pip install 'dali-stream[{right}]'`"
+        remedy = f"`pip uninstall {' '.join(builds)}`, then `{install_command(right)}`"
         return PROBLEM, f"{' and '.join(builds)} are both installed, and overwrite each other", remedy
     if answer.kind == "ModuleNotFoundError":
         return PROBLEM, f"not installed ({answer.reason})", f"install it with {_INSTALL_DALI}"
@@ -79,7 +80,7 @@ def _dali(asked: Asked, builds: Sequence[str]) -> Result:
     if cuda and asked.cuda and cuda > asked.cuda:
         remedy = f"install driver {_DRIVERS.get(cuda[0], 'of that CUDA')} or later"
         if cuda[0] > 12 and asked.cuda >= (12, 0):
-            remedy += f"; or `pip uninstall {builds[0]}`, then `pip install 'dali-stream[cuda12]'`"
+            remedy += f"; or `pip uninstall {builds[0]}`, then `{install_command('cuda12')}`"
         return PROBLEM, f"{text}, and the driver supports up to {asked.cuda[0]}.{asked.cuda[1]}", remedy
     return _new_enough(builds[0] if builds else "", answer.value["version"], text)
 
@@ -169,5 +170,5 @@ def _ffmpeg(ffmpeg: dict[str, Any] | None) -> dict[str, Result]:
 def _program(version: str | None) -> Result:
     if version:
         return OK, version, ""
-    text = "the program ffmpeg is not on the PATH: `dali-stream demo` and `transcode` need it, training does not"
+    text = "the program ffmpeg is not on the PATH: the commands demo and transcode need it, training does not"
     return WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)"

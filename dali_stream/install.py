@@ -1,0 +1,24 @@
+"""The command that installs what an extra of this package needs, for messages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the requirements of an extra, such as "pip install 'botocore>=1.34'".
+
+    It names the requirements instead of the package, so it works for a checkout, a wheel and a release alike.
+    """
+    try:
+        lines = importlib.metadata.requires("dali-stream") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path and not installed
+        return f"pip install -c constraints.txt '.[{extra}]'"
+    requirements = [line.partition(";")[0].strip() for line in lines if _is_of(line, extra)]
+    return shlex.join(["pip", "install", *requirements])
+
+
+def _is_of(line: str, extra: str) -> bool:
+    marker = line.partition(";")[2].replace('"', "'")
+    return f"extra == '{extra}'" in marker

@@ -1,0 +1,165 @@
+"""Commands that messages and pages recommend: each is one that the program takes, and those that can run here do.
+
+In messages, a command is complete and stands between backticks. URI, OUT and DIR stand for what a user puts there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from packaging.requirements import Requirement
+from support.datasets import build
+from support.servers import Server
+from support.slow import slow
+from test_docs import BLOCK, DOCUMENTS, code
+from test_install import write_wheel
+
+from dali_stream.cli import app, main
+from dali_stream.install import install_command
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = ("cuda12", "cuda13", "s3", "train")
+GROUP: Any = typer.main.get_command(app)
+SOURCES = [path for folder in ("dali_stream", "pipelines", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+# What is filled in where a message has a value of its own, by the option or the name before it.
+VALUES = {"--codec": "h264", "preview": "URI", "install": "'botocore'"}
+
+
+def messages(path: Path) -> Iterator[str]:
+    """The strings of a module without docstrings. `{}` stands for what is filled in."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped.update(node.values)
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            yield node.value
+
+
+def help_texts() -> Iterator[str]:
+    """What `--help` says of the program, its commands and their options."""
+    yield GROUP.help
+    for command in GROUP.commands.values():
+        yield command.help
+        yield from (getattr(parameter, "help", None) or "" for parameter in command.params)
+
+
+def of_messages() -> list[str]:
+    """The commands in messages and in help texts."""
+    texts = [text for path in SOURCES for text in messages(path)]
+    texts += help_texts()
+    return sorted({filled(span) for text in texts for span in re.findall(r"`(dali-stream [^`]+)`", text)})
+
+
+def filled(command: str) -> str:
+    words = command.split()
+    return " ".join(VALUES[before] if word == "{}" else word for before, word in zip(["", *words], words, strict=False))
+
+
+def of_pages() -> list[str]:
+    """The commands of all pages: lines of shell blocks, and spans in the text that are more than the name of a command."""
+    lines = [line for _, text in code("sh") for line in text.replace("\\\n", " ").splitlines()]
+    spans = [" ".join(span.split()) for path in DOCUMENTS for span in re.findall(r"`([^`]+)`", BLOCK.sub("", path.read_text()))]
+    commands = [line for line in lines if line.startswith("dali-stream ")]
+    commands += [span for span in spans if re.match(r"dali-stream \S+ \S", span) and "COMMAND" not in span]
+    return sorted({" ".join(shlex.split(command, comments=True)) for command in commands})
+
+
+ALL = sorted({*of_messages(), *of_pages()})
+
+
+def test_there_are_such_commands() -> None:
+    assert len(of_messages()) > 8
+    assert len(of_pages()) > 30
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if "dali-stream" in path.read_text()], ids=lambda path: path.name)
+def test_commands_in_messages_stand_between_backticks(path: Path) -> None:
+    for text in messages(path):
+        rest = re.sub(r"`[^`]*`", "", text)
+        named = re.findall(rf"dali-stream (?:{'|'.join(GROUP.commands)})(?![\w<]).*", rest)
+        assert not named, text
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_the_program_takes_each_command(command: str) -> None:
+    """With all that is required, and with values that its options take."""
+    _, name, *words = shlex.split(command)
+    if "--help" not in words:
+        GROUP.commands[name].make_context(name, words)
+
+
+QUICK = ("info", "preview", "stats")  # the others take seconds
+NOT_HERE = ("dali-stream selftest",)  # needs a GPU
+
+
+def runnable() -> list[Any]:
+    commands = sorted({command.replace("path/to/dataset", "URI") for command in ALL if command not in NOT_HERE})
+    return [command if command.split()[1] in QUICK else slow(command) for command in commands]
+
+
+@pytest.fixture
+def places(small: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What stands for datasets and outputs here. A bucket is a server on loopback."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mixture.yaml").write_text(f"datasets:\n  one: {{uri: {small}}}\n  two: {{uri: {small}}}\n")
+    old = build(tmp_path / "v2.1", [3, 4], {}, version="v2.1")
+    with Server(small) as server:
+        yield {
+            "path/to/v2.1/dataset": str(old),
+            "URI": str(small),
+            "OTHER_URI": str(demo),
+            "s3://bucket/dataset": server.url,
+            "OUT": "out",
+            "DIR": "cache",
+            "FILE": "stats.json",
+        }
+
+
+@pytest.mark.parametrize("command", runnable())
+def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if " convert " in command:
+        places["URI"] = places["path/to/v2.1/dataset"]
+    if " demo " in command:
+        places["URI"] = "new"  # it is written
+    if " index " in command:
+        places["URI"] = places["s3://bucket/dataset"]
+    words = [places.get(word, word) for word in shlex.split(command)[1:]]
+    assert main(words) == 0, capsys.readouterr().err
+
+
+# ---- pip
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_install_commands_name_the_requirements_of_the_extra(extra: str) -> None:
+    [wanted] = re.findall(rf"^{extra} = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    pip, install, *words = shlex.split(install_command(extra))
+    assert (pip, install) == ("pip", "install")
+    assert {Requirement(word) for word in words} == {Requirement(text) for text in ast.literal_eval(wanted)}
+
+
+def test_install_commands_work_without_an_index_that_has_this_package(tmp_path: Path) -> None:
+    """Here pip finds the requirements alone, as wheels of empty packages."""
+    write_wheel(tmp_path, "botocore", "1.40.0", "empty_botocore")
+    words = shlex.split(install_command("s3"))[1:]
+    alone = ["--dry-run", "--ignore-installed", "--no-deps", "--no-index", "--find-links", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pip", *words, *alone], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Would install botocore-1.40.0" in done.stdout
+
+
+def test_no_text_installs_the_package_from_the_index() -> None:
+    """It is not there. Once it is, `install_command` and this test change together."""
+    for path in [*SOURCES, *DOCUMENTS]:
+        assert not re.search(r"pip install\b[^\n`]*dali-stream", path.read_text()), path
