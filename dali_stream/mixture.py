@@ -165,9 +165,7 @@ class Mixture(CombinedSource[Dataset]):
         for name, fps in self.fps.items():
             try:
                 found.append(windows.offsets(deltas, fps, keys, self.nearest))
-            except ValueError as error:
-                if "no multiple of" not in str(error):
-                    raise
+            except windows.BetweenFrames as error:
                 raise ValueError(f"dataset {name!r}: {error}. Mixture(nearest=True) takes the nearest frame") from error
         return {key: np.stack([offsets[key] for offsets in found]) for key in found[0]}
 

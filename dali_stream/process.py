@@ -137,11 +137,6 @@ def cores() -> int:
     return max(available // max(int(local) if local.isdigit() else 1, 1), 1)
 
 
-def physical_memory() -> int:
-    """Memory of this machine, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def reading_threads(remote: bool) -> int:
     """Threads for work that reads and decodes: one per core, and at least 16 where each mostly waits for answers."""
     return max(cores(), 16) if remote else cores()

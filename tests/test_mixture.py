@@ -196,7 +196,7 @@ def test_a_window_is_laid_out_on_each_datasets_clock(tmp_path: Path, clock: str)
                 last = 30 * (1 + int(now) // 30) - 1
                 assert later == min(now + steps[sample["dataset"][0]], last)
                 assert sample["value_is_pad"][0].tolist() == [False, now + steps[sample["dataset"][0]] > last]
-    with pytest.raises(ValueError, match=r"dataset 'fps 10': .*no multiple of 1/fps = 0.1 s.*nearest=True"):
+    with pytest.raises(ValueError, match=r"dataset 'fps 10': .*multiples of 1/fps = 0.1 s.*nearest=True"):
         Loader(Mixture(roots), batch_size=8, delta_timestamps={"value": [0.05]})
 
 

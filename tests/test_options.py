@@ -295,7 +295,7 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"rank": 2, "world_size": 2}, "a rank is at least 0 and below world_size"),
         ({"rank": 0, "world_size": 7, "consumers": 32}, "does not divide consumers=32; allowed .* 1, 2, 4, 8, 16, 32"),
         ({"delta_timestamps": {"nothing": [0.0]}}, "Unknown key 'nothing' in delta_timestamps"),
-        ({"delta_timestamps": {"action": [0.03]}}, "no multiple of 1/fps"),
+        ({"delta_timestamps": {"action": [0.03]}}, "multiples of 1/fps"),
     ],
 )
 def test_bad_arguments_are_refused(rows_only: Dataset, arguments: dict[str, Any], message: str) -> None:

@@ -12,6 +12,10 @@ Int64 = npt.NDArray[np.int64]
 TOLERANCE_S = 1e-4  # how far a delta may lie from a multiple of 1/fps: LeRobot's `tolerance_s`
 
 
+class BetweenFrames(ValueError):
+    """An offset that is not a multiple of 1/fps."""
+
+
 @dataclass(frozen=True)
 class Windows:
     """Which frames a sample shows of each key.
@@ -50,7 +54,8 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
         nearest: whether a delta may lie between two frames, and then is that of the nearer one.
 
     Raises:
-        ValueError: an unknown key, an empty window, or a delta that is no multiple of 1/fps within 0.1 ms.
+        BetweenFrames: If a delta is not a multiple of 1/fps within 0.1 ms.
+        ValueError: If a key is unknown or a window is empty.
     """
     if not isinstance(deltas, Mapping):
         raise ValueError(f"delta_timestamps must be a dict of lists of seconds by key, got {deltas!r}")
@@ -68,9 +73,9 @@ def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[st
         frames = np.round(seconds * fps)
         wrong = np.abs(seconds * fps - frames) / fps > TOLERANCE_S
         if wrong.any() and not nearest:
-            raise ValueError(
-                f"delta_timestamps[{key!r}] has {seconds[wrong][0]}, which is no multiple of 1/fps = {1 / fps:.6g} s within "
-                f"{TOLERANCE_S} s; the nearest frame is at {frames[wrong][0] / fps:.6g} s"
+            raise BetweenFrames(
+                f"delta_timestamps[{key!r}] must be multiples of 1/fps = {1 / fps:.6g} s within {TOLERANCE_S} s, got "
+                f"{seconds[wrong][0]}, whose nearest frame is at {frames[wrong][0] / fps:.6g} s"
             )
         found[key] = frames.astype(np.int64)
     return found

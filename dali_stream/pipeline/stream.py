@@ -13,6 +13,7 @@ from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
+from dali_stream.memory_limit import memory_limit
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.bottleneck import Setup
 from dali_stream.pipeline.config import Config
@@ -162,7 +163,8 @@ class BatchSource:
         """What `bottleneck.find` has to know of the loader, whose batches come after a whole epoch if `warm`."""
         sizes = config.sizes([key for key in config.dataset.cameras if self.routes[key].decoder != "dali"])
         parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
-        stream, larger = self._stream, sizes.frame_bytes > 0 and config.memory_budget < enough <= process.physical_memory()
+        stream, limit = self._stream, memory_limit()
+        larger = sizes.frame_bytes > 0 and config.memory_budget < enough and (limit is None or enough <= limit.size)
         return Setup(
             threads=config.threads,
             cores=process.cores(),
