@@ -193,7 +193,7 @@ def new_loader(
     dataset: dali_stream.Dataset, arguments: argparse.Namespace, deltas: dict[str, list[float]], **own: Any
 ) -> dali_stream.Loader:
     return dali_stream.Loader(
-        dataset, batch_size=arguments.batch_size, delta_timestamps=deltas, threads=arguments.threads,
+        dataset, batch_size=arguments.batch_size, delta_timestamps=deltas, num_threads=arguments.threads,
         decode=arguments.decode, device=arguments.device, **own,
     )  # fmt: skip
 

@@ -77,7 +77,7 @@ def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int)
     """Frames/s on an idle and on a busy device (None on a CPU), and the bytes that are in use on the GPU then."""
     dataset = dali_stream.Dataset(arguments.root)
     with dali_stream.Loader(
-        dataset, batch_size=arguments.batch_size, device=device, decode=decode, threads=threads, rank=0, world_size=1
+        dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1
     ) as loader:
         batches = endless(loader)
         found: dict[str, Any] = {"idle": None, "busy": None}

@@ -89,7 +89,7 @@ def measure(place: dict[str, Any], mode: str, batch_size: int, seconds: int, rou
             batch_size=batch_size,
             delta_timestamps=windows(mode, dataset),
             image_size=(224, 224),
-            threads=1,
+            num_threads=1,
             decode="torchcodec",
             device="cpu",
         ) as loader:

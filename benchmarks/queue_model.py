@@ -104,7 +104,7 @@ class Training:
     consumers: int = 32
     pool: int = 8
     seed: int = 0
-    threads: int = 16
+    num_threads: int = 16
     decode_frames_per_s: float | None = None
     frame_bytes: int = 480 * 640 * 3
     warmup: float = 0.5
@@ -273,7 +273,7 @@ class _Rank:
         windows = dict.fromkeys(cameras, offsets.astype(np.int64))
         files = np.arange(recording.num_episodes) // recording.in_video
         frames = training.batch_size * len(cameras) * len(offsets)
-        self.depth = batches_in_progress(training.threads, frames, CLIP_FRAMES)
+        self.depth = batches_in_progress(training.num_threads, frames, CLIP_FRAMES)
         sizes = Sizes(
             lengths=recording.lengths,
             batch_size=training.batch_size,

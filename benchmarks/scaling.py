@@ -141,7 +141,7 @@ def loading(root: Path, frames: int, window: int = 1, batch_size: int = 32, thre
     each = batch_size * window * len(dataset.cameras)
     batches = max(frames // each, 4)
     deltas = {key: [-i / dataset.fps for i in reversed(range(window))] for key in dataset.cameras}
-    with Loader(dataset, batch_size=batch_size, delta_timestamps=deltas, threads=threads, image_dtype="uint8") as loader:
+    with Loader(dataset, batch_size=batch_size, delta_timestamps=deltas, num_threads=threads, image_dtype="uint8") as loader:
         stream = endless(loader)
         take(stream, 2)
         began, cpu = time.perf_counter(), time.process_time()

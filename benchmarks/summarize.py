@@ -138,7 +138,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
 def shares(report: dict[str, Any]) -> dict[str, float]:
     """Per stage, its share of the time of the threads that have it: one a rank, or the decode threads."""
     wall = report["wallclock_s"] * report["ranks"]
-    threads = {"decode threads": report["threads"]}
+    threads = {"decode threads": report["num_threads"]}
     return {key: report["stage_s_total"][key] / wall / threads.get(who, 1) for who, keys in STAGES.items() for key in keys}
 
 
@@ -153,7 +153,7 @@ def facts(report: dict[str, Any]) -> dict[str, str]:
         f"{report['fps']:g} frames per second; cameras: {cameras}",
         "settings": f"batches of {report['batch_size']}, frames resized to "
         f"{'their recorded size' if size is None else f'{size[0]}×{size[1]}'}, {report['image_dtype']}, "
-        f"{report['threads']} decode threads, memory_budget {report['memory_budget']}, cache_dir "
+        f"{report['num_threads']} decode threads, memory_budget {report['memory_budget']}, cache_dir "
         f"{report['cache_dir'] or 'none'}, {report['consumers']} consumers",
         "measured": f"{report['num_batches']} batches after {report['warmup']} of warm-up, on {report['date']}",
         "decoder": "; ".join(

@@ -17,7 +17,7 @@ _P = ParamSpec("_P")
 
 # What a Loader has in place of the arguments of PyTorch's DataLoader.
 INSTEAD_OF_DATALOADER = {
-    "num_workers": "Use threads=, the number of decode threads.",
+    "num_workers": "Use num_threads=, the number of decode threads.",
     "prefetch_factor": "Use prefetch=, the number of batches in progress.",
     "drop_last": 'Use last_batch="drop", which is the default, or last_batch="partial".',
     "generator": "Use seed=.",

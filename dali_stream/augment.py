@@ -9,7 +9,7 @@
             nodes[key] = augment.color_jitter(frame, draw, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)
         return nodes
 
-    loader = dali_stream.Loader(dataset, pipeline=graph)
+    loader = dali_stream.Loader(dataset, dali_graph=graph)
 
 The numbers are a function of seed, epoch and position, so the same position gives the same pixels after a resume, under another
 number of ranks, in every run on the same kind of device. All frames of a window are treated alike; each call draws again, so

@@ -22,7 +22,7 @@ class Counters:
         batches, first_batch_s: delivered by the loader, and from its construction to the first of them.
         read_s, pack_s, decode_s, resize_s: of the decode threads, added up over them.
         rows_s, gather_s, plan_s: of the planner thread.
-        starved_s, graph_s, consumer_s, wait_s: of the thread that iterates.
+        starved_s, graph_s, training_s, wait_s: of the thread that iterates.
     """
 
     batches: int = 0
@@ -41,7 +41,7 @@ class Counters:
     plan_s: float = 0.0
     starved_s: float = 0.0
     graph_s: float = 0.0
-    consumer_s: float = 0.0
+    training_s: float = 0.0
     padded: int = 0
     substituted: int = 0
     needed_bytes: int = 0

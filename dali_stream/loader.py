@@ -54,15 +54,15 @@ class Loader:
         delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
             `{"action": [i / dataset.fps for i in range(16)]}`. A step shows the row that is round(seconds * fps) rows away in
             the episode, as in LeRobot, whatever the rows' timestamps are.
-        pipeline: a function from a dict of DALI nodes to one, put at the end of the graph. Frames come in as HWC or FHWC,
+        dali_graph: a function from a dict of DALI nodes to one, put at the end of the graph. Frames come in as HWC or FHWC,
             resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
             "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
         image_size: (height, width) in pixels to resize to; None keeps the recorded size, which all datasets of a mixture have
             to share then. The whole frame is stretched or squeezed to that size, so another aspect ratio distorts it; crop in
-            `pipeline` to keep the ratio.
+            `dali_graph` to keep the ratio.
         image_dtype: "float32", in [0, 1], or "uint8".
         normalize: {key: "mean_std", "min_max", "quantiles" or None}, or one of them for the action and observations, see
-            `Normalizer`; done last, behind `pipeline`. `normalizer.inverse` takes it back. Of a mixture also
+            `Normalizer`; done last, behind `dali_graph`. `normalizer.inverse` takes it back. Of a mixture also
             "min_max_per_dataset" and the like, by each sample's own dataset.
         shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
             that is local; False, recorded order.
@@ -73,7 +73,7 @@ class Loader:
         device: "auto", "cpu", "cuda" or "cuda:1". "auto" is this process's GPU where there is one.
         decode: "auto", NVDEC where the driver says that it decodes the camera's video and torchcodec otherwise; "dali";
             "torchcodec".
-        threads: of the decoders, on the CPU and of DALI's for NVDEC; None: the cores of this process.
+        num_threads: Number of decode threads, on the CPU and of DALI for NVDEC. Default: the number of cores of this process.
         prefetch: batches that are made ahead of the one being trained on; None: enough for every thread to have work, 2 to 16.
         memory_budget: bytes for rows, indices of video files, encoded video of remote data, decoded frames of the batches in
             progress, and decoded frames that are kept for later batches; an int, or such as "4GiB". The first three get what
@@ -106,7 +106,7 @@ class Loader:
         *,
         batch_size: int = 64,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
-        pipeline: Graph | None = None,
+        dali_graph: Graph | None = None,
         image_size: tuple[int, int] | None = None,
         image_dtype: str = "float32",
         normalize: Modes = None,
@@ -116,7 +116,7 @@ class Loader:
         episode_pool_size: int | None = None,
         device: str = "auto",
         decode: str = "auto",
-        threads: int | None = None,
+        num_threads: int | None = None,
         prefetch: int | None = None,
         memory_budget: int | str = "4GiB",
         last_batch: str = "drop",
@@ -138,7 +138,7 @@ class Loader:
         self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
         pools = default_pools(batch_size, world_size, consumers, episode_pool_size)
         arguments = OrderArguments(shuffle, seed, *pools).checked(rank, world_size)
-        threads = process.cores() if threads is None else positive("threads", threads)
+        num_threads = process.cores() if num_threads is None else positive("num_threads", num_threads)
         if isinstance(dataset, (list, tuple)):
             raise ValueError(
                 f"dataset must be one dataset or a Mixture, got a {type(dataset).__name__}. Give several datasets as "
@@ -153,7 +153,7 @@ class Loader:
         keys = [key for key, feature in self.dataset.features.items() if not feature.is_text]
         offsets = self.dataset.window_offsets(delta_timestamps or {}, keys)
         self._warn_of_frames_as_seconds(delta_timestamps or {}, offsets, rank)
-        streamed = delivered(self.dataset, offsets, pipeline is not None, on_error == "substitute")
+        streamed = delivered(self.dataset, offsets, dali_graph is not None, on_error == "substitute")
         if image_size is None:
             for camera in streamed.cameras:
                 streamed.picture_size(camera)
@@ -167,7 +167,7 @@ class Loader:
             windows=windows.Windows(offsets),
             arguments=arguments,
             rank=rank,
-            threads=threads,
+            num_threads=num_threads,
             prefetch=None if prefetch is None else positive("prefetch", prefetch),
             memory_budget=byte_count(memory_budget),
             image_size=picture_size(image_size),
@@ -175,10 +175,10 @@ class Loader:
             indices=IndexCache(streamed),
             max_substitutes=max_substitutes if on_error == "substitute" else None,
             gpu=process.gpu(device),
-            augments=pipeline is not None,
+            augments=dali_graph is not None,
         )
-        if pipeline is not None and not callable(pipeline):
-            raise ValueError(f"pipeline is {pipeline!r}; it is a function from a dict of DALI nodes to one, or None")
+        if dali_graph is not None and not callable(dali_graph):
+            raise ValueError(f"dali_graph must be a function from a dict of DALI nodes to one, or None, got {dali_graph!r}")
         self._counters = Counters()
         self._recent, self._bottleneck_logged = bottleneck.Recent(), False
         self._constructed = time.perf_counter()
@@ -192,7 +192,7 @@ class Loader:
             routes = choose_routes(streamed, self._config.indices, decode, self._config.gpu)
         finally:
             self.dataset.close()
-        self._source = BatchSource(routes, pipeline, decode, self._counters)
+        self._source = BatchSource(routes, dali_graph, decode, self._counters)
         divide(self._config.memory_budget, self._config.sizes(()))
         check_memory(self._config, [key for key, route in routes.items() if route.decoder != "dali"], memory_limit())
         self._warn_if_uneven()
@@ -216,7 +216,7 @@ class Loader:
         # What a DataLoader asks for.
         raise TypeError(
             "a Loader has no items to pick: iterate it, `for batch in loader`. It takes the place of a torch DataLoader and is "
-            "not given to one; threads= and prefetch= set what num_workers= and prefetch_factor= set there"
+            "not given to one; num_threads= and prefetch= set what num_workers= and prefetch_factor= set there"
         )
 
     def __repr__(self) -> str:
@@ -351,11 +351,11 @@ class Loader:
         `index_bytes` and `encoded_bytes` of that; `indices_read_again`, those of video files in use that memory_budget had no
         room to keep; `first_batch_s` from construction to the first batch.
 
-        Seconds per stage, which do not overlap. Of the thread that iterates: `consumer_s` between batches, and in `next()`
+        Seconds per stage, which do not overlap. Of the thread that iterates: `training_s` between batches, and in `next()`
         `wait_s`, of which it waited for frames for `starved_s`, and copied them and ran the DALI graph for `graph_s`. Of the
         planner thread:
         `rows_s` reading rows or waiting for them, `gather_s` putting them into batches, `plan_s` all else. Of the decode
-        threads, added up over them (so up to `threads` seconds a second): `read_s` reading encoded video or waiting for it,
+        threads, added up over them (so up to `num_threads` seconds a second): `read_s` reading encoded video or waiting for it,
         `pack_s` packing it into clips, `decode_s`, `resize_s`. `bottleneck` says what they mean.
 
         Of remote data also `requests`, `retries`, `fetched_bytes` over the network, `fetch_s` of all reads that waited, and
@@ -439,7 +439,7 @@ class Loader:
                     ended = self._closed or self._source.ended
                     raise
                 self._check_current(iteration)  # before a lock is taken: after a fork, a thread of the parent may hold it
-                self._counters.add(consumer_s=time.perf_counter() - given)
+                self._counters.add(training_s=time.perf_counter() - given)
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
@@ -456,7 +456,7 @@ class Loader:
         typical = self._recent.warm or not self._source.keeps_all
         if typical and self._recent.batches >= bottleneck.JUDGED // 2 and (limit := self.bottleneck()):
             self._bottleneck_logged = True
-            held_up = limit.stage != "consumer" and self._config.rank == 0
+            held_up = limit.stage != "training" and self._config.rank == 0
             level = logging.WARNING if held_up else logging.INFO
             _log.log(level, "Loader, after %d batches: %s", self._counters.batches, limit)
 
@@ -464,8 +464,8 @@ class Loader:
         missing = [key for key in self.normalizer.modes if key not in batch]
         if missing:
             raise ValueError(
-                f"normalize names {missing[0]!r}, and pipeline returned no such key but {', '.join(batch)}. Features are "
-                "normalised by key behind pipeline: keep the key there, or give normalize a dict without it"
+                f"normalize names {missing[0]!r}, and dali_graph returned no such key but {', '.join(batch)}. Features are "
+                "normalised by key after dali_graph: keep the key there, or give normalize a dict without it"
             )
         return self.normalizer(batch)
 

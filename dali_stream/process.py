@@ -126,7 +126,7 @@ def refuse_workers() -> None:
         raise DaliStreamError(
             f"this Loader is made in worker {worker.id} of the {worker.num_workers} of a torch DataLoader, and each of them "
             "would deliver the same batches. Make and iterate it in the training process, without a DataLoader: it decodes in "
-            "its own threads, see threads="
+            "its own threads, see num_threads="
         )
 
 

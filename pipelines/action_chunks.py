@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dataset,
         batch_size=arguments.batch_size,
         delta_timestamps={"action": [step / dataset.fps for step in range(arguments.chunk)]},
-        pipeline=augmented(dataset.cameras, arguments.image_size),
+        dali_graph=augmented(dataset.cameras, arguments.image_size),
         normalize={key: scale for key, scale in scales.items() if key in dataset.features},
         seed=arguments.seed,
     )

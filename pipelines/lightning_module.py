@@ -46,7 +46,7 @@ class Cloning(LightningModule):
             self.dataset,
             batch_size=self.arguments.batch_size // self.trainer.world_size,
             delta_timestamps={ACTION: [step / self.dataset.fps for step in range(self.arguments.chunk)]},
-            pipeline=augmented(self.dataset.cameras, tuple(self.arguments.image_size)),
+            dali_graph=augmented(self.dataset.cameras, tuple(self.arguments.image_size)),
             normalize={key: "mean_std" for key in (ACTION, STATE) if key in self.dataset.features},
             device=str(self.device),
         )

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dataset,
         batch_size=arguments.batch_size // RANKS,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},
-        pipeline=augmented(dataset.cameras, arguments.image_size),
+        dali_graph=augmented(dataset.cameras, arguments.image_size),
         normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
         device=device,
     ) as loader:

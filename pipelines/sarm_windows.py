@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch_size=arguments.batch_size,
         delta_timestamps={key: window for key in (*dataset.cameras, "observation.state") if key in dataset.features},
         image_size=arguments.image_size,
-        pipeline=for_clip(dataset.cameras),
+        dali_graph=for_clip(dataset.cameras),
     )
     show(loader, arguments.batches)
 

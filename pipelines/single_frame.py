@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dataset,
         batch_size=arguments.batch_size,
         image_size=arguments.image_size,
-        pipeline=center_crop(dataset.cameras),
+        dali_graph=center_crop(dataset.cameras),
     )
     show(loader, arguments.batches)
 

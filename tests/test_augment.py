@@ -41,7 +41,7 @@ def batches(
 ) -> list[Any]:
     """Batches of an epoch, or the first `count` of them."""
     options: dict[str, Any] = {"batch_size": 8, "consumers": 4, "device": "cpu", "last_batch": "partial"}
-    with Loader(dataset, pipeline=pipeline, **(options | arguments)) as loader:
+    with Loader(dataset, dali_graph=pipeline, **(options | arguments)) as loader:
         return list(itertools.islice(loader, count))
 
 
@@ -99,15 +99,15 @@ def test_a_position_gets_the_same_pixels_in_every_run(dataset: Dataset) -> None:
     plain = batches(dataset, None, **arguments)
     assert all(a.keys() == b.keys() for a, b in zip(whole, plain, strict=True))  # the numbers themselves are not delivered
     assert not torch.equal(whole[0][SIDE], batches(dataset, count=1, seed=1, **arguments)[0][SIDE])
-    for again in (batches(dataset, threads=1, prefetch=1, **arguments), batches(dataset, batch_size=8, **arguments)):
+    for again in (batches(dataset, num_threads=1, prefetch=1, **arguments), batches(dataset, batch_size=8, **arguments)):
         assert all(equal(a, b) for a, b in zip(whole, again, strict=True))
 
-    with Loader(dataset, pipeline=everything, batch_size=8, consumers=4, last_batch="partial", **arguments) as loader:
+    with Loader(dataset, dali_graph=everything, batch_size=8, consumers=4, last_batch="partial", **arguments) as loader:
         stream = iter(loader)
         for _ in range(3):
             next(stream)
         state = loader.state_dict()
-    with Loader(dataset, pipeline=everything, batch_size=8, consumers=4, last_batch="partial", **arguments) as loader:
+    with Loader(dataset, dali_graph=everything, batch_size=8, consumers=4, last_batch="partial", **arguments) as loader:
         loader.load_state_dict(state)
         assert all(equal(a, b) for a, b in zip(whole[3:], loader, strict=True))
 
@@ -124,17 +124,17 @@ def test_another_number_of_ranks_changes_no_pixel(dataset: Dataset) -> None:
 
 
 def test_epochs_differ(dataset: Dataset) -> None:
-    with Loader(dataset, pipeline=everything, batch_size=8, shuffle=False) as loader:
+    with Loader(dataset, dali_graph=everything, batch_size=8, shuffle=False) as loader:
         first, second = next(iter(loader)), next(iter(loader))
     assert torch.equal(first["index"], second["index"])
     assert not torch.equal(first[TOP], second[TOP])
 
 
 def test_a_state_of_another_seed_is_refused_where_only_augmentation_has_one(dataset: Dataset) -> None:
-    with Loader(dataset, pipeline=everything, batch_size=8, shuffle=False, seed=1) as loader:
+    with Loader(dataset, dali_graph=everything, batch_size=8, shuffle=False, seed=1) as loader:
         state = loader.state_dict()
     with (
-        Loader(dataset, pipeline=everything, batch_size=8, shuffle=False, seed=2) as loader,
+        Loader(dataset, dali_graph=everything, batch_size=8, shuffle=False, seed=2) as loader,
         pytest.raises(Exception, match="seed"),
     ):
         loader.load_state_dict(state)

@@ -49,7 +49,7 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["wait_s_total"] <= found["wallclock_s"]
     assert found["decode_s_total"] == found["stage_s_total"]["decode_s"] > 0
     assert found["stage_s_total"]["graph_s"] + found["stage_s_total"]["starved_s"] <= found["wait_s_total"]
-    assert found["bottleneck"]["stage"] != "consumer", "there is no model"
+    assert found["bottleneck"]["stage"] != "training", "there is no model"
     assert found["bottleneck"]["text"].startswith(
         ("Decoding takes", "Copying frames into batches takes", "The DALI graph takes", "Packing", "Reading", "Batches are")
     )
@@ -174,7 +174,7 @@ def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_cop
     ("arguments", "said"),
     [
         (["--mode", "double"], "Unknown mode 'double'. Allowed: single, sarm, action_chunk"),
-        (["--threads", "0"], "'0'"),
+        (["--num-threads", "0"], "'0'"),
         (["--image-size", "224"], "--image-size must be HEIGHTxWIDTH or HEIGHT WIDTH"),
         (["--source", "../a"], "--source is '../a'; give up to 64 letters"),
     ],

@@ -25,7 +25,7 @@ def times(**given: float) -> dict[str, float]:
 
 
 def setup(**given: Any) -> Setup:
-    return Setup(**{"threads": 4, "cores": 4, "videos": {TOP: "torchcodec"}, "image_size": (224, 224)} | given)
+    return Setup(**{"num_threads": 4, "cores": 4, "videos": {TOP: "torchcodec"}, "image_size": (224, 224)} | given)
 
 
 STARVED = {"starved_s": 9.0, "graph_s": 0.5}
@@ -34,7 +34,7 @@ STARVED = {"starved_s": 9.0, "graph_s": 0.5}
 @pytest.mark.parametrize(
     ("spent", "stage", "share"),
     [
-        ({"wait_s": 0.5, "consumer_s": 9.5, "decode_s": 38.0, "starved_s": 0.5}, "consumer", 0.95),
+        ({"wait_s": 0.5, "training_s": 9.5, "decode_s": 38.0, "starved_s": 0.5}, "training", 0.95),
         ({**STARVED, "decode_s": 32.0, "pack_s": 4.0}, "decode", 0.8),
         ({**STARVED, "decode_s": 10.0, "resize_s": 24.0}, "resize", 0.6),
         ({**STARVED, "decode_s": 1.0, "read_s": 36.0}, "read", 0.9),
@@ -47,14 +47,14 @@ STARVED = {"starved_s": 9.0, "graph_s": 0.5}
         ({"graph_s": 7.1, "starved_s": 2.0, "decode_s": 36.0}, "graph", 0.71),
         ({"graph_s": 2.0, "starved_s": 2.0}, "handover", 0.6),
         # Training takes half of the time, and waits for the other half.
-        ({"wait_s": 5.0, "consumer_s": 5.0, "starved_s": 5.0, "decode_s": 36.0}, "decode", 0.9),
+        ({"wait_s": 5.0, "training_s": 5.0, "starved_s": 5.0, "decode_s": 36.0}, "decode", 0.9),
     ],
 )
 def test_the_stage_that_limits_is_named_with_its_share(spent: dict[str, float], stage: str, share: float) -> None:
     found = find(times(**spent), setup())
     assert found is not None
     assert (found.stage, found.share) == (stage, pytest.approx(share))
-    percent = f"{share * 100:.0f} %" if stage != "consumer" else "waits for batches 5 %"
+    percent = f"{share * 100:.0f} %" if stage != "training" else "waits for batches 5 %"
     assert percent in found.text
     assert str(found) == found.text
     assert found.text.count(". ") <= 1, "two sentences"
@@ -70,7 +70,7 @@ EVICTED = {**LONG_GOP, "frames_evicted_before_use": 70}
     ("spent", "given", "said"),
     [
         (DECODE, {}, "more CPU cores than the 4 of this process, or a GPU"),
-        (DECODE, {"cores": 16}, "threads=16, as many"),
+        (DECODE, {"cores": 16}, "num_threads=16, as many"),
         (DECODE | LONG_GOP, {"cores": 16}, "--codec h264 --gop 2`), since 6.5 frames are decoded"),
         (DECODE | EVICTED, {"frames_budget": 9 << 30}, 'memory_budget="9.0GiB", which holds all decoded frames, since 70 % of'),
         (DECODE | EVICTED, {}, "--codec h264 --gop 2`), since 6.5 frames are decoded"),  # it would not fit in this machine
@@ -92,8 +92,8 @@ EVICTED = {**LONG_GOP, "frames_evicted_before_use": 70}
         ({**STARVED, "rows_s": 9.0}, {}, "a faster disk"),
         ({**STARVED, "rows_s": 9.0}, {"reads_budget": 6 << 30}, 'memory_budget="6.0GiB", which keeps more rows'),
         ({**STARVED, "pack_s": 36.0} | LONG_GOP, {"videos": {TOP: "dali"}, "gpu": True}, "--codec hevc --gop 2"),
-        ({**STARVED, "resize_s": 36.0}, {"cores": 8}, "threads=8"),
-        (GRAPH, {"pipeline": True}, "your pipeline function, which run on the CPU here"),
+        ({**STARVED, "resize_s": 36.0}, {"cores": 8}, "num_threads=8"),
+        (GRAPH, {"dali_graph": True}, "your dali_graph, which run on the CPU here"),
         (GRAPH, {"image_size": None}, "image_size, since whole frames"),
         (GRAPH, {}, 'image_dtype="uint8"'),
         (GRAPH, {"image_dtype": "uint8"}, "more CPU cores than the 4 of this process."),  # a GPU does not copy them
@@ -157,7 +157,7 @@ def test_only_what_holds_training_up_is_a_warning_and_of_one_rank(
 
 
 def test_an_epoch_that_decodes_nothing_is_not_limited_by_decoding(demo: Path) -> None:
-    with Loader(demo, batch_size=4, image_size=(96, 128), threads=1) as loader:
+    with Loader(demo, batch_size=4, image_size=(96, 128), num_threads=1) as loader:
         for _ in loader:
             pass
         seen = loader.stats()
@@ -185,9 +185,9 @@ def test_the_last_200_batches_are_judged(odd: Path, monkeypatch: pytest.MonkeyPa
                 if delivered in (210, 420):
                     stages.append(getattr(loader.bottleneck(), "stage", None))
         whole = loader.stats()
-    assert stages[0] == "consumer"
-    assert stages[1] != "consumer"
-    assert whole["consumer_s"] > whole["wait_s"], "all batches together would still point to the training loop"
+    assert stages[0] == "training"
+    assert stages[1] != "training"
+    assert whole["training_s"] > whole["wait_s"], "all batches together would still point to the training loop"
 
 
 def test_the_line_waits_for_an_epoch_like_those_to_come(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +207,7 @@ def test_the_line_waits_for_an_epoch_like_those_to_come(demo: Path, caplog: pyte
 
 def test_more_memory_is_recommended_with_the_amount_that_holds_all_frames(h264_demo: Path) -> None:
     """From what later epochs decode again; and that amount does save all of it."""
-    settings: dict[str, Any] = {"batch_size": 4, "image_size": (128, 160), "image_dtype": "uint8", "threads": 1}
+    settings: dict[str, Any] = {"batch_size": 4, "image_size": (128, 160), "image_dtype": "uint8", "num_threads": 1}
     with Loader(h264_demo, memory_budget="4MiB", **settings) as loader:
         for _ in range(2):
             for _ in loader:

@@ -133,6 +133,6 @@ def test_all_operators_of_every_pipeline_share_one_stream(vp9_demo: Path) -> Non
         policies.append(Pipeline.current().stream_policy)
         return nodes
 
-    batches_of(vp9_demo, pipeline=look, last_batch="drop", batch_size=64)
+    batches_of(vp9_demo, dali_graph=look, last_batch="drop", batch_size=64)
     policies.append(dali.pipeline(list, 1, None, 1, 1).stream_policy)
     assert policies == [StreamPolicy.SINGLE] * 2

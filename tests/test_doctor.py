@@ -241,7 +241,7 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert (cpu_quota(tmp_path), memory_limit(tmp_path)) == (None, None)
     findings, facts = examine_machine(None, 0, {}, written(one, **{"proc/meminfo": "MemTotal: 16777216 kB\n"}))
     cores, memory = (next(f for f in findings if f.name == name) for name in ("cores", "memory"))
-    assert (cores.status, cores.remedy) == ("warning", "give Loader(threads=1), or the container more cores")
+    assert (cores.status, cores.remedy) == ("warning", "give Loader(num_threads=1), or the container more cores")
     assert (memory.status, facts["memory"], facts["cpu_quota"]) == ("ok", 16 << 30, 0.5)
     findings, _ = examine_machine(None, 0, {}, written(two, **{"proc/meminfo": "MemTotal: 16777216 kB\n"}))
     assert next(f for f in findings if f.name == "memory").status == "warning"

@@ -63,7 +63,7 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
 @pytest.mark.slow
 @examples(20, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    kept=st.integers(0, 200), threads=st.integers(1, 8), start=st.integers(0, 15), prefetch=st.none() | st.integers(1, 4),
+    kept=st.integers(0, 200), num_threads=st.integers(1, 8), start=st.integers(0, 15), prefetch=st.none() | st.integers(1, 4),
     steps=st.sampled_from([(0,), (-20, 0), (-3, -2, -1, 0, 7)]),
 )  # fmt: skip
 def test_batches_are_the_same_with_any_memory(
@@ -80,7 +80,7 @@ def test_batches_are_the_same_with_any_memory(
         state = loader.state_dict()
     least = least_budget(dataset, arguments)
     budget = least + kept * 2 * FRAME
-    with Loader(dataset, memory_budget=budget, threads=threads, prefetch=prefetch, **arguments) as loader:
+    with Loader(dataset, memory_budget=budget, num_threads=threads, prefetch=prefetch, **arguments) as loader:
         loader.load_state_dict(state)
         found = read(loader, 2 - (start >= len(loader)))
         stats = loader.stats()

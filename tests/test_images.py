@@ -266,7 +266,7 @@ def test_images_are_resized_as_torch_does_it(tmp_path: Path, channels: int) -> N
 def test_images_of_other_channels_pass_through_a_pipeline(tmp_path: Path, channels: int) -> None:
     files = [image_file(noise(*place).convert({1: "L", 4: "RGBA"}[channels])) for place in FRAMES]
     root = written(tmp_path, structs(files), (*ODD_SIZE, channels))
-    assert delivered(root, pipeline=lambda nodes: nodes).equal(delivered(root))
+    assert delivered(root, dali_graph=lambda nodes: nodes).equal(delivered(root))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -25,7 +25,7 @@ import dali_stream
 
 accelerator = Accelerator(cpu=True)
 root, out, last_batch, steps = sys.argv[1:]
-with dali_stream.Loader(dali_stream.Dataset(root, cameras=[]), batch_size=8, consumers=8, device="cpu", threads=1,
+with dali_stream.Loader(dali_stream.Dataset(root, cameras=[]), batch_size=8, consumers=8, device="cpu", num_threads=1,
                         last_batch=last_batch) as loader:
     loader = accelerator.prepare(loader)
     state = Path(out, "state.json")

@@ -60,7 +60,7 @@ def test_windows_of_both_cameras_are_the_frames_asked_for(demo: Path) -> None:
 def test_batches_keep_their_values_while_later_ones_are_made(small: Path, dtype: str, pipeline: Any) -> None:
     """Buffers are used again: a batch that a user holds must not change under their hands, nor may a part of one."""
     held, copies = [], []
-    with Loader(small, batch_size=8, image_dtype=dtype, pipeline=pipeline) as loader:
+    with Loader(small, batch_size=8, image_dtype=dtype, dali_graph=pipeline) as loader:
         for number, batch in enumerate(loader):
             if number % 3 == 2:  # so that there are buffers to use again
                 continue
@@ -86,7 +86,7 @@ def test_memory_of_batches_is_used_again_when_nobody_looks_at_it(
 
     monkeypatch.setattr(Buffers, "take", blacken)
     lengths, held = read_lengths(small), None
-    with Loader(small, delta_timestamps={TOP: [-0.05, 0.0]}, image_dtype="uint8", batch_size=4, pipeline=pipeline) as loader:
+    with Loader(small, delta_timestamps={TOP: [-0.05, 0.0]}, image_dtype="uint8", batch_size=4, dali_graph=pipeline) as loader:
         for batch in loader:
             for shown in (held, batch):
                 if shown is not None:

@@ -227,7 +227,7 @@ def report(**given: Any) -> dict[str, Any]:
     numbers = ("samples_per_s first_batch_latency_s p50_sample_latency_ms p95_sample_latency_ms p99_sample_latency_ms "
                "decode_s_total fetch_s_total wait_s_total wallclock_s fetched_bytes decoded_per_delivered_frame "
                "unique_episodes_per_batch cpu_s_per_sample peak_rss_bytes fps")  # fmt: skip
-    counts = "ranks nodes batch_size num_batches warmup threads consumers episodes dataset_frames"
+    counts = "ranks nodes batch_size num_batches warmup num_threads consumers episodes dataset_frames"
     return {
         **dict.fromkeys(numbers.split(), 1.0), **dict.fromkeys(counts.split(), 1),
         "source": "a", "mode": "single", "decode": "auto", "frames_per_s_node": 1234.0, "peak_gpu_bytes": None,

@@ -25,7 +25,13 @@ from dali_stream.lerobot.combined import row_reader
 
 WRIST = "observation.images.wrist"
 KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}
-LOADER: dict[str, Any] = {"image_size": (48, 64), "image_dtype": "uint8", "consumers": 4, "episode_pool_size": 4, "threads": 2}
+LOADER: dict[str, Any] = {
+    "image_size": (48, 64),
+    "image_dtype": "uint8",
+    "consumers": 4,
+    "episode_pool_size": 4,
+    "num_threads": 2,
+}
 WINDOWS = {TOP: [-0.1, 0.0], "action": [0.0, 0.1, 0.3], "observation.state": [-0.2, 0.0]}
 ADDED = ("dataset", "dataset_index")
 
@@ -109,7 +115,7 @@ def test_batches_are_the_same_with_any_threads_and_memory(datasets: Mapping[str,
     options = {"batch_size": 6, "delta_timestamps": WINDOWS, "seed": 5}
     with (
         Loader(mixture(datasets), **options, **LOADER) as first,
-        Loader(mixture(datasets), **options, **LOADER | {"threads": 1, "memory_budget": budget, "prefetch": 1}) as second,
+        Loader(mixture(datasets), **options, **LOADER | {"num_threads": 1, "memory_budget": budget, "prefetch": 1}) as second,
     ):
         for _ in range(2):
             for one, other in zip(first, second, strict=True):
@@ -362,7 +368,7 @@ def test_requests_are_counted_once_and_with_those_of_a_copy(tmp_path: Path, copi
     with Server(write_wide(tmp_path, [30] * 4, 4)) as server:
         mixed = Mixture(Dataset(server.url).split({"a": 0.5, "b": 0.5}))
         mixed = pickle.loads(pickle.dumps(mixed)) if copied else mixed
-        with Loader(mixed, batch_size=8, consumers=4, threads=1) as loader:
+        with Loader(mixed, batch_size=8, consumers=4, num_threads=1) as loader:
             made, counted = len(server.requests), loader.stats()["requests"]
             assert len(list(loader)) == len(loader)
             made, counted = len(server.requests) - made, loader.stats()["requests"] - counted
@@ -451,7 +457,7 @@ def test_a_frame_that_cannot_be_decoded_is_named_with_its_dataset(tmp_path: Path
         values = [{"bytes": data, "path": None} for data in files]
         roots[name] = build(tmp_path / name, [4], {TOP: Column("image", [*ODD_SIZE, 3], values)})
     with (
-        Loader(Mixture(roots), batch_size=8, consumers=2, threads=1) as loader,
+        Loader(Mixture(roots), batch_size=8, consumers=2, num_threads=1) as loader,
         pytest.raises(DecodeError, match=f"{TOP}: dataset 'b', episode 0, frame 2: the image is damaged"),
     ):
         next(iter(loader))
@@ -517,7 +523,7 @@ def test_killed_ranks_continue_as_others_over_http_with_faults(demo: Path, h264_
     faults = [None] * 20 + [status(503), None, reset_inside, None, short]
     found: list[tuple[str, int]] = []
     state: dict[str, Any] = {}
-    options = {"image_size": [24, 32], "consumers": 4, "episode_pool_size": 4, "threads": 1, "seed": 2}
+    options = {"image_size": [24, 32], "consumers": 4, "episode_pool_size": 4, "num_threads": 1, "seed": 2}
     with Server(demo, faults=faults * 4) as one, Server(h264_demo, faults=faults * 4) as two:
         urls = {"demo": one.url, "h264": two.url}
         for world in (1, 2, 4, 1):

@@ -121,12 +121,12 @@ def test_a_deviation_that_rounding_left_behind_is_none(demo_copy: Path, caplog: 
 
 def test_it_is_done_behind_the_users_function(demo: Path) -> None:
     dataset = Dataset(demo, episodes=[0])
-    doubled = batches(dataset, pipeline=lambda nodes: nodes | {ACTION: nodes[ACTION] * 2.0}, normalize={ACTION: "min_max"})
+    doubled = batches(dataset, dali_graph=lambda nodes: nodes | {ACTION: nodes[ACTION] * 2.0}, normalize={ACTION: "min_max"})
     normalizer = Normalizer(dataset, {ACTION: "min_max"})
     for batch, plain in zip(doubled, batches(dataset), strict=True):
         torch.testing.assert_close(batch[ACTION], normalizer({ACTION: plain[ACTION] * 2})[ACTION])
     with pytest.raises(ValueError, match=r"action must have a shape that ends in \(4,\) to be normalized, got \(32, 1\)"):
-        batches(dataset, pipeline=lambda nodes: nodes | {ACTION: nodes[ACTION][0:1]}, normalize={ACTION: "min_max"})
+        batches(dataset, dali_graph=lambda nodes: nodes | {ACTION: nodes[ACTION][0:1]}, normalize={ACTION: "min_max"})
 
 
 @pytest.mark.parametrize("normalize", ["min_max", {ACTION: "min_max"}])
@@ -134,8 +134,8 @@ def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normal
     def renamed(nodes: dict[str, Any]) -> dict[str, Any]:
         return {"actions" if key == ACTION else key: node for key, node in nodes.items()}
 
-    with pytest.raises(ValueError, match=r"normalize names 'action', and pipeline returned no such key but .*actions"):
-        batches(Dataset(demo, cameras=[]), pipeline=renamed, normalize=normalize)
+    with pytest.raises(ValueError, match=r"normalize names 'action', and dali_graph returned no such key but .*actions"):
+        batches(Dataset(demo, cameras=[]), dali_graph=renamed, normalize=normalize)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import dali_stream
 roots = sys.argv[1:]
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range({taken})]
 mixture = dali_stream.Mixture({{f"d{{n}}": root for n, root in enumerate(roots)}})
-loader = dali_stream.Loader(mixture, batch_size=20, device="cpu", threads=2, last_batch="partial")
+loader = dali_stream.Loader(mixture, batch_size=20, device="cpu", num_threads=2, last_batch="partial")
 
 def open_data_files():
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))

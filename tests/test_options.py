@@ -105,8 +105,8 @@ def _planned(loader: Loader) -> int:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_change_nothing_but_the_speed(demo: Path, threads: int) -> None:
     dataset = Dataset(demo, episodes=[0, 3], cameras=[TOP])
-    expected = batches_of(dataset, threads=3, image_dtype="uint8")
-    with Loader(dataset, batch_size=32, threads=threads, image_dtype="uint8") as loader:
+    expected = batches_of(dataset, num_threads=3, image_dtype="uint8")
+    with Loader(dataset, batch_size=32, num_threads=threads, image_dtype="uint8") as loader:
         found, names = [], set()
         for batch in loader:
             found.append(batch)
@@ -228,7 +228,7 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert set(before) == set(stats) >= {
         "batches", "samples", "frames", "clips", "decoded_frames", "wait_s", "first_batch_s", "decode_s", "plan_s",
         "starved_s", "padded", "substituted", "route_changes", "resident_bytes",
-        "read_s", "pack_s", "resize_s", "rows_s", "gather_s", "graph_s", "consumer_s",
+        "read_s", "pack_s", "resize_s", "rows_s", "gather_s", "graph_s", "training_s",
     }  # fmt: skip
     assert stats["batches"] == count == len(loader)
     assert stats["samples"] >= 32 * count
@@ -236,7 +236,7 @@ def test_stats_are_plain_and_plausible(demo: Path) -> None:
     assert stats["decoded_frames"] >= 0.5 * stats["frames"]  # a step and its neighbour may be the same frame
     assert stats["first_batch_s"] > 0
     assert stats["wait_s"] > 0
-    for stage in ("read_s", "pack_s", "decode_s", "rows_s", "gather_s", "plan_s", "starved_s", "graph_s", "consumer_s"):
+    for stage in ("read_s", "pack_s", "decode_s", "rows_s", "gather_s", "plan_s", "starved_s", "graph_s", "training_s"):
         assert stats[stage] > 0, stage
     assert stats["starved_s"] + stats["graph_s"] <= stats["wait_s"], "the parts of a thread's time do not overlap"
     assert (stats["substituted"], stats["padded"], stats["route_changes"]) == (0, 0, 0)
@@ -284,7 +284,7 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"device": "gpu"}, "device is 'gpu'; allowed"),
         ({"device": "cpu:1"}, "device is 'cpu:1'"),
         ({"decode": "nvdec"}, "decode is 'nvdec'; allowed are 'auto', 'dali', 'torchcodec'"),
-        ({"threads": 0}, "threads is 0"),
+        ({"num_threads": 0}, "num_threads is 0"),
         ({"prefetch": 0}, "prefetch is 0"),
         ({"memory_budget": "lots"}, "memory_budget is 'lots'"),
         ({"memory_budget": 0}, "memory_budget is 0"),
@@ -324,7 +324,7 @@ def test_arguments_of_a_dataloader_are_answered_with_those_of_a_loader(rows_only
         with pytest.raises(TypeError, match=rf"Loader has no argument '{name}'\. (Use|Leave|Change) .*\. Its arguments: "):
             Loader(rows_only, **{name: 1})
     for name, hint in (
-        ("num_workers", "Use threads=,"),
+        ("num_workers", "Use num_threads=,"),
         ("drop_last", 'Use last_batch="drop"'),
         ("prefetch_factor", "prefetch="),
     ):
@@ -424,7 +424,7 @@ def test_bad_selections_are_refused(demo: Path, arguments: dict[str, Any], messa
         ({"rank": "0", "world_size": 1}, "rank is '0'"),
         ({"rank": 0.0, "world_size": 1}, "rank is 0.0"),
         ({"delta_timestamps": [1]}, r"delta_timestamps must be a dict .*, got \[1\]"),
-        ({"pipeline": 3}, "pipeline is 3"),
+        ({"dali_graph": 3}, "dali_graph must be a function"),
     ],
 )
 def test_arguments_of_the_wrong_kind(demo: Path, arguments: dict[str, Any], message: str) -> None:

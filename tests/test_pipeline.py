@@ -26,7 +26,7 @@ def dataset(demo: Path) -> Dataset:
 
 def first(dataset: Dataset | Path, pipeline: Any = None, **arguments: Any) -> dict[str, Any]:
     """The first batch, recorded order."""
-    with Loader(dataset, **({"batch_size": 6, "shuffle": False, "pipeline": pipeline} | arguments)) as loader:
+    with Loader(dataset, **({"batch_size": 6, "shuffle": False, "dali_graph": pipeline} | arguments)) as loader:
         return next(iter(loader))
 
 
@@ -118,7 +118,7 @@ def test_keys_are_added_and_dropped(dataset: Dataset) -> None:
 )
 def test_what_is_kept_does_not_depend_on_what_is_dropped(dataset: Dataset, kept: tuple[str, ...], image_dtype: str) -> None:
     def epoch(function: Any) -> list[dict[str, Any]]:
-        with Loader(dataset, batch_size=6, pipeline=function, image_dtype=image_dtype, device="cpu") as loader:
+        with Loader(dataset, batch_size=6, dali_graph=function, image_dtype=image_dtype, device="cpu") as loader:
             return list(loader)
 
     plain = epoch(None)
@@ -167,7 +167,7 @@ def test_every_batch_of_every_epoch_goes_through_the_function(demo: Path) -> Non
         calls.append(1)
         return nodes | {"next": nodes["index"] + 1}
 
-    with Loader(dataset, batch_size=16, pipeline=offset, last_batch="partial") as loader:
+    with Loader(dataset, batch_size=16, dali_graph=offset, last_batch="partial") as loader:
         for _ in range(2):
             for batch in loader:
                 assert torch.equal(batch["next"], batch["index"] + 1)
@@ -195,12 +195,12 @@ def test_frames_of_the_dali_route_go_through_the_function(vp9_demo: Path) -> Non
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda nodes: None, "pipeline returned NoneType; it is to return a dict of DALI DataNodes"),
-        (lambda nodes: list(nodes.values()), "pipeline returned list"),
-        (lambda nodes: {}, "pipeline returned dict"),
-        (lambda nodes: {"index": 3}, "pipeline returned 'index': int; it is to return DALI DataNodes by key"),
-        (lambda nodes: {3: nodes["index"]}, "pipeline returned 3: DataNode"),
-        (lambda nodes: nodes | {"index": np.zeros(3)}, "pipeline returned 'index': ndarray"),
+        (lambda nodes: None, "dali_graph must return a dict of DALI DataNodes by key, got NoneType"),
+        (lambda nodes: list(nodes.values()), "got list"),
+        (lambda nodes: {}, "got dict"),
+        (lambda nodes: {"index": 3}, "dali_graph must return DALI DataNodes by key, got 'index': int"),
+        (lambda nodes: {3: nodes["index"]}, "got 3: DataNode"),
+        (lambda nodes: nodes | {"index": np.zeros(3)}, "got 'index': ndarray"),
     ],
 )
 def test_wrong_values_are_refused(dataset: Dataset, returned: Any, message: str) -> None:
@@ -221,7 +221,7 @@ def test_a_key_that_the_function_does_not_get_is_an_error_that_names_the_others(
         return {"wrist": nodes["observation.images.wrist"]}
 
     with pytest.raises(
-        ValueError, match=r"pipeline raised KeyError: 'observation\.images\.wrist'\. Keys of its argument: "
+        ValueError, match=r"dali_graph raised KeyError: 'observation\.images\.wrist'\. Keys of its argument: "
     ) as raised:
         first(dataset, wrong)
     named = str(raised.value).partition("argument: ")[2].split(", ")
@@ -274,7 +274,7 @@ def test_a_camera_under_another_key_is_not_said_to_be_dropped(dataset: Dataset, 
         return {"top": fn.flip(nodes[TOP]), "index": nodes["index"]}
 
     assert first(dataset, rename)["top"].shape == (6, 3, 128, 160)
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == [f"pipeline drops {SIDE}"]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [f"dali_graph drops {SIDE}"]
 
 
 def test_a_loader_goes_on_after_the_function_failed(dataset: Dataset) -> None:
@@ -286,7 +286,7 @@ def test_a_loader_goes_on_after_the_function_failed(dataset: Dataset) -> None:
             raise ZeroDivisionError
         return nodes
 
-    with Loader(dataset, batch_size=6, pipeline=once) as loader:
+    with Loader(dataset, batch_size=6, dali_graph=once) as loader:
         with pytest.raises(ZeroDivisionError):
             next(iter(loader))
         fail.append(False)

@@ -114,7 +114,7 @@ def test_sarm_windows_are_the_frames_that_they_say(demo: Path, monkeypatch: pyte
     dataset, lengths = Dataset(demo), read_lengths(demo)
     assert sarm.past(8, 1.0, dataset.fps) == [-7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0]
     windows = dict.fromkeys(CAMERAS, sarm.past(8, 1.0, dataset.fps))
-    with Loader(dataset, batch_size=8, delta_timestamps=windows, pipeline=sarm.for_clip(CAMERAS)) as loader:
+    with Loader(dataset, batch_size=8, delta_timestamps=windows, dali_graph=sarm.for_clip(CAMERAS)) as loader:
         batch = next(iter(loader))
     mean, std = (torch.tensor(values)[:, None, None] * 255 for values in (sarm.CLIP_MEAN, sarm.CLIP_STD))
     for camera in CAMERAS:

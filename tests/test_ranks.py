@@ -25,7 +25,7 @@ from dali_stream import DaliStreamError, Dataset, FrameSampler, Loader
 
 root, store, out, rank = sys.argv[1:]
 dataset = Dataset(root, cameras=[])
-arguments = {"batch_size": 8, "consumers": 8, "last_batch": "partial", "threads": 1, "device": "cpu"}
+arguments = {"batch_size": 8, "consumers": 8, "last_batch": "partial", "num_threads": 1, "device": "cpu"}
 
 def frames(loader):
     try:
@@ -65,7 +65,7 @@ import dali_stream
 
 root, out, made = sys.argv[1:]
 dataset = dali_stream.Dataset(root, cameras=[])
-arguments = {"batch_size": 8, "consumers": 8, "last_batch": "partial", "device": "cpu", "threads": 1}
+arguments = {"batch_size": 8, "consumers": 8, "last_batch": "partial", "device": "cpu", "num_threads": 1}
 
 class Module(LightningModule):
     def __init__(self):

@@ -68,9 +68,9 @@ def resident():
 
 root, arguments = sys.argv[1], json.loads(sys.argv[2])
 graph = (lambda nodes: nodes) if arguments.pop("graph", False) else None
-with Loader(root, batch_size=1, image_size=(8, 8), device="cpu", pipeline=graph) as warm:  # loads libraries
+with Loader(root, batch_size=1, image_size=(8, 8), device="cpu", dali_graph=graph) as warm:  # loads libraries
     next(iter(warm))
-with Loader(root, device="cpu", pipeline=graph, **arguments) as loader:
+with Loader(root, device="cpu", dali_graph=graph, **arguments) as loader:
     required = sum(required_memory(loader._config, loader.dataset.cameras))
     before = resident()
     batches = iter(loader)

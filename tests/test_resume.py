@@ -31,7 +31,7 @@ def rows(odd: Path) -> Dataset:
 
 
 def make(dataset: Dataset, **arguments: Any) -> Loader:
-    return Loader(dataset, **({"batch_size": 4, "consumers": CONSUMERS, "episode_pool_size": 2, "threads": 1} | arguments))
+    return Loader(dataset, **({"batch_size": 4, "consumers": CONSUMERS, "episode_pool_size": 2, "num_threads": 1} | arguments))
 
 
 def resumed(dataset: Dataset, state: dict[str, Any], **arguments: Any) -> Loader:
@@ -175,7 +175,7 @@ def test_another_batch_size_goes_on_at_the_same_sample(rows: Dataset) -> None:
         next(it := iter(loader))
         state = loader.state_dict()
         del it
-    with resumed(rows, state, batch_size=3, last_batch="partial", threads=2) as loader:
+    with resumed(rows, state, batch_size=3, last_batch="partial", num_threads=2) as loader:
         assert samples(loader) == epoch_order(True, 0)[4:]
 
 
@@ -281,7 +281,7 @@ def test_frames_of_a_run_resumed_on_two_ranks_are_the_right_ones(small: Path) ->
 
 
 def plain(dataset: Dataset, batch_size: int, world: int = 1, **arguments: Any) -> Loader:
-    return Loader(dataset, batch_size=batch_size, rank=0, world_size=world, threads=1, last_batch="pad", **arguments)
+    return Loader(dataset, batch_size=batch_size, rank=0, world_size=world, num_threads=1, last_batch="pad", **arguments)
 
 
 def pools(loader: Loader) -> tuple[int, int]:

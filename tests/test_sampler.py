@@ -153,7 +153,9 @@ def test_a_dataloader_has_the_batches_of_a_loader(small: Path, shuffle: bool | s
             continue  # a Loader deals the last positions, fewer than ranks, to some of the ranks
         sampler = FrameSampler(dataset, rank=rank, world_size=world, **order)
         dataloader = load(sampler, 7, drop_last=last_batch == "drop")
-        with Loader(dataset, batch_size=7, last_batch=last_batch, rank=rank, world_size=world, threads=1, **order) as loader:
+        with Loader(
+            dataset, batch_size=7, last_batch=last_batch, rank=rank, world_size=world, num_threads=1, **order
+        ) as loader:
             assert len(dataloader) == len(loader)
             for _ in range(2):
                 assert [batch.tolist() for batch in dataloader] == [samples([batch]) for batch in loader]
@@ -212,7 +214,7 @@ def test_a_mixture_has_the_batches_of_a_loader(parts: dict[str, Dataset], shares
     for rank, world in ((0, 1), (1, 3)):
         sampler = FrameSampler(mixture, rank=rank, world_size=world, **order)
         dataloader = DataLoader(frames, batch_size=4, sampler=sampler, drop_last=True, collate_fn=list)
-        with Loader(mixture, batch_size=4, rank=rank, world_size=world, threads=1, **order) as loader:
+        with Loader(mixture, batch_size=4, rank=rank, world_size=world, num_threads=1, **order) as loader:
             assert len(dataloader) == len(loader)
             for _ in range(2):
                 assert list(dataloader) == [delivered(batch) for batch in loader]
@@ -223,7 +225,7 @@ def test_a_mixture_with_a_batch_size_has_the_defaults_of_a_loader(parts: dict[st
     mixture = Mixture(parts, temperature=2, epoch_samples=90)
     sampler = FrameSampler(mixture, batch_size=5, rank=1, world_size=2)
     dataloader = DataLoader(concatenated(parts), batch_size=5, sampler=sampler, drop_last=True, collate_fn=list)
-    with Loader(mixture, batch_size=5, rank=1, world_size=2, threads=1) as loader:
+    with Loader(mixture, batch_size=5, rank=1, world_size=2, num_threads=1) as loader:
         assert list(dataloader) == [delivered(batch) for batch in loader]
 
 
@@ -264,7 +266,7 @@ def test_what_does_not_fit_a_mixture_is_refused(parts: dict[str, Dataset]) -> No
 def test_with_its_batch_size_it_has_the_batches_of_a_loader_with_defaults(demo: Path, batch_size: int, world: int) -> None:
     dataset, ranks = Dataset(demo, cameras=[]), {"rank": world - 1, "world_size": world}
     sampler = FrameSampler(dataset, batch_size=batch_size, **ranks)
-    with Loader(dataset, batch_size=batch_size, threads=1, **ranks) as loader:
+    with Loader(dataset, batch_size=batch_size, num_threads=1, **ranks) as loader:
         assert [b.tolist() for b in load(sampler, batch_size, drop_last=True)] == [samples([batch]) for batch in loader]
         saved = loader.state_dict()["order"].items()
     assert saved <= sampler.state_dict(step=0, batch_size=batch_size)["order"].items()
@@ -441,7 +443,7 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_what_is_no_state_is_refused(demo: Path) -> None:
-    with Loader(Dataset(demo, cameras=[]), threads=1) as loader:
+    with Loader(Dataset(demo, cameras=[]), num_threads=1) as loader:
         others = [loader.state_dict(), None, [], {}, "state"]
     for other in others:
         with pytest.raises(ResumeError, match="this is no state of a FrameSampler"):
@@ -551,7 +553,7 @@ class Streamed(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.root = root
 
     def __iter__(self) -> Any:
-        with Loader(Dataset(self.root, cameras=[]), batch_size=8, threads=1) as loader:
+        with Loader(Dataset(self.root, cameras=[]), batch_size=8, num_threads=1) as loader:
             yield from loader
 
 

@@ -29,7 +29,7 @@ def rows(demo: Path) -> Dataset:
 
 
 def make(dataset: Dataset, **arguments: Any) -> Loader:
-    return Loader(dataset, **({"batch_size": 8, "threads": 1, "device": "cpu"} | arguments))
+    return Loader(dataset, **({"batch_size": 8, "num_threads": 1, "device": "cpu"} | arguments))
 
 
 def names(folder: Path) -> list[str]:

@@ -50,7 +50,7 @@ def order(root: Path, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("pipeline", [None, lambda nodes: nodes])
 def test_substitutes_are_whole_samples_of_their_batch_and_marked(root: Path, pipeline: Any) -> None:
     marked = 0
-    for planned, batch in zip(order(root), batches(root, pipeline=pipeline), strict=True):
+    for planned, batch in zip(order(root), batches(root, dali_graph=pipeline), strict=True):
         index, mask = batch["index"].tolist(), batch["is_substitute"]
         assert (mask.dtype, mask.shape) == (torch.bool, (len(planned),))
         assert mask.tolist() == [number in BROKEN for number in planned]
@@ -73,7 +73,7 @@ def test_they_are_counted(root: Path) -> None:
         assert loader.stats()["substituted"] == 2 * len(BROKEN)
 
 
-@pytest.mark.parametrize("changes", [{"threads": 1, "prefetch": 1}, {"memory_budget": "3MiB"}])
+@pytest.mark.parametrize("changes", [{"num_threads": 1, "prefetch": 1}, {"memory_budget": "3MiB"}])
 def test_they_are_the_same_in_every_run(root: Path, changes: dict[str, Any]) -> None:
     assert all(itertools.starmap(equal, zip(batches(root), batches(root, **changes), strict=True)))
 

@@ -110,7 +110,7 @@ import json, sys
 import dali_stream
 
 json.program = sys.modules["__main__"]  # as a library that has imported it: it outlives the modules of dali_stream
-loader = dali_stream.Loader(sys.argv[1], batch_size=8, device="cpu", pipeline=eval(sys.argv[2]))
+loader = dali_stream.Loader(sys.argv[1], batch_size=8, device="cpu", dali_graph=eval(sys.argv[2]))
 batches = iter(loader)
 next(batches)
 if sys.argv[3] == "close":
@@ -189,7 +189,7 @@ def test_after_an_error_in_the_pipeline_function(demo: Path) -> None:
         def wrong(nodes: dict[str, Any]) -> dict[str, Any]:
             raise ZeroDivisionError("of the user")
 
-        loader = Loader(demo, batch_size=8, pipeline=wrong)
+        loader = Loader(demo, batch_size=8, dali_graph=wrong)
         with pytest.raises(ZeroDivisionError, match="of the user"):
             next(iter(loader))
         loader.close()
@@ -203,7 +203,7 @@ def test_after_an_error_when_the_pipeline_runs(demo: Path) -> None:
 
             return nodes | {TOP: fn.crop(nodes[TOP], crop=(4000, 4000), out_of_bounds_policy="error")}
 
-        loader = Loader(demo, batch_size=8, pipeline=wrong)
+        loader = Loader(demo, batch_size=8, dali_graph=wrong)
         with pytest.raises(DaliStreamError, match="an operator of the DALI pipeline failed: Slice can't be placed"):
             next(iter(loader))
         loader.close()

@@ -10,7 +10,7 @@ import dali_stream
 
 
 def batches(spec: Spec) -> Iterator[Batch]:
-    chosen = {key: spec[key] for key in ("batch_size", "delta_timestamps", "seed", "threads", "device")}
+    chosen = {key: spec[key] for key in ("batch_size", "delta_timestamps", "seed", "device")} | {"num_threads": spec["threads"]}
     size = tuple(spec["image_size"]) if spec["image_size"] else None
     with dali_stream.Loader(spec["root"], image_size=size, **chosen) as loader:
         while True:

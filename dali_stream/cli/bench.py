@@ -24,7 +24,7 @@ def bench(
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch and rank.")] = 64,
     num_batches: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Timed batches.")] = 100,
     warmup: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Batches before timing starts.")] = 10,
-    threads: Annotated[
+    num_threads: Annotated[
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Decode threads; default: the number of cores.")
     ] = None,
     decode: Annotated[str, typer.Option(metavar="auto|dali|torchcodec", help="Decoder; auto: NVDEC where it can.")] = "auto",
@@ -68,7 +68,7 @@ def bench(
     place |= arguments.located_by(clock, tolerance_s)
     size = None if image_size == "recorded" else arguments.size("--image-size", image_size)
     loader: dict[str, Any] = {
-        "batch_size": batch_size, "threads": threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,
+        "batch_size": batch_size, "num_threads": num_threads, "decode": decode, "image_size": size, "image_dtype": image_dtype,
         "consumers": consumers, "memory_budget": memory_budget,
     }  # fmt: skip
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader}

@@ -1,6 +1,6 @@
 """Which stage limits a loader, and which change would help most: a pure function of its times and settings.
 
-    thread that iterates   consumer_s | wait_s = starved_s + graph_s + the rest      their sum is the time that passed
+    thread that iterates   training_s | wait_s = starved_s + graph_s + the rest      their sum is the time that passed
     planner thread         rows_s, gather_s, plan_s                                  of that time
     decode threads         read_s, pack_s, decode_s, resize_s                        of that time × threads
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STAGES = {
-    "iteration": {"consumer_s": "training loop", "starved_s": "waiting for frames", "graph_s": "copying frames, DALI graph"},
+    "iteration": {"training_s": "training loop", "starved_s": "waiting for frames", "graph_s": "copying frames, DALI graph"},
     "planner": {"rows_s": "reading rows", "gather_s": "gathering rows into batches", "plan_s": "planning"},
     "decode threads": {
         "read_s": "reading video", "pack_s": "packing clips", "decode_s": "decoding", "resize_s": "resizing"
@@ -66,7 +66,7 @@ class Setup:
     """What a loader is set to, as far as a change of it may help.
 
     Attributes:
-        threads: of the decode pool.
+        num_threads: Number of decode threads.
         cores: that this process may use.
         gpu: whether batches are made on a CUDA device.
         remote: whether bytes come over a network.
@@ -84,7 +84,7 @@ class Setup:
         block_bytes: Size of a block of encoded video.
     """
 
-    threads: int
+    num_threads: int
     cores: int
     gpu: bool = False
     remote: bool = False
@@ -94,7 +94,7 @@ class Setup:
     image_size: tuple[int, int] | None = None
     image_dtype: str = "float32"
     normalize: bool = False
-    pipeline: bool = False
+    dali_graph: bool = False
     warm: bool = False
     keeps_all: bool = False
     frames_budget: int | None = None
@@ -108,7 +108,7 @@ class Bottleneck:
     """What limits a loader.
 
     Attributes:
-        stage: "consumer" where the loader keeps up; "read", "pack", "decode", "resize" (decode threads); "rows", "gather",
+        stage: "training" where the loader keeps up; "read", "pack", "decode", "resize" (decode threads); "rows", "gather",
             "plan" (planner thread); "graph" (copying frames into batches, and DALI); "handover" (from DALI's outputs to a
             batch); "prefetch" where batches are waited for and no stage is busy.
         share: of the time of the threads that the stage has, 0 to 1.
@@ -133,13 +133,13 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     Returns:
         None where no time has passed.
     """
-    wall = times["wait_s"] + times["consumer_s"]
+    wall = times["wait_s"] + times["training_s"]
     if wall <= 0:
         return None
     wait = times["wait_s"] / wall
     if wait < KEEPS_UP:
         text = f"Loading keeps up: the training loop waits for batches {_percent(wait)} of the time."
-        return Bottleneck("consumer", 1 - wait, f"{text} A faster loader would not help.")
+        return Bottleneck("training", 1 - wait, f"{text} A faster loader would not help.")
     starved, graph = times["starved_s"] / wall, times["graph_s"] / wall
     handover = wait - starved - graph
     if starved >= max(graph, handover):
@@ -147,7 +147,7 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     if graph >= handover:
         resizes = " and resizes" if setup.image_size else ""
         decodes = f", which decodes{resizes} the videos," if "dali" in setup.videos.values() else ""
-        on_dali = decodes or setup.gpu or setup.pipeline
+        on_dali = decodes or setup.gpu or setup.dali_graph
         what = f"The DALI graph{decodes}" if on_dali else "Copying frames into batches"
         return _found("graph", graph, f"{what} takes", "time", wait, _graph_change(times, setup))
     return _found("handover", handover, "Handing batches over takes", "time", wait, _handover_change(setup))
@@ -155,7 +155,7 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
 
 def _upstream(times: Mapping[str, float], setup: Setup, wall: float, wait: float) -> Bottleneck:
     """What keeps frames from being there."""
-    pool = {key: times[key] / wall / setup.threads for key in STAGES["decode threads"]}
+    pool = {key: times[key] / wall / setup.num_threads for key in STAGES["decode threads"]}
     planner = {key: times[key] / wall for key in STAGES["planner"]}
     busy = {"pool": sum(pool.values()), "planner": sum(planner.values())}
     if max(busy.values()) < _IDLE:
@@ -169,7 +169,7 @@ def _upstream(times: Mapping[str, float], setup: Setup, wall: float, wait: float
         shares, names, whose = (
             pool,
             STAGES["decode threads"],
-            f"time of the {setup.threads} decode thread{'s' * (setup.threads > 1)}",
+            f"time of the {setup.num_threads} decode thread{'s' * (setup.num_threads > 1)}",
         )
     else:
         shares, names, whose = planner, STAGES["planner"], "time of the planner thread"
@@ -245,7 +245,7 @@ def _fetch_change(times: Mapping[str, float], setup: Setup) -> str:
         return f"{_reads_memory(setup)}, since {evicted}"
     if not setup.cached:
         return "cache_dir on a local disk, which later epochs and runs read instead of the network"
-    rate = times["fetched_bytes"] / 1e6 / (times["wait_s"] + times["consumer_s"])
+    rate = times["fetched_bytes"] / 1e6 / (times["wait_s"] + times["training_s"])
     return f"a faster connection, or storage that is nearer, since {rate:.3g} MB/s come over the network now"
 
 
@@ -255,8 +255,8 @@ def _graph_change(times: Mapping[str, float], setup: Setup) -> str:
         return shorter
     if on_dali and not setup.gpu:
         return 'decode="torchcodec", since DALI decodes on the CPU here'
-    if setup.pipeline:
-        return "fewer or cheaper operators in your pipeline function" + ("" if setup.gpu else ", which run on the CPU here")
+    if setup.dali_graph:
+        return "fewer or cheaper operators in your dali_graph" + ("" if setup.gpu else ", which run on the CPU here")
     if setup.image_size is None:
         return "image_size, since whole frames go through the graph now"
     if not setup.gpu and setup.image_dtype == "float32":
@@ -283,14 +283,14 @@ def _shorter_gop(times: Mapping[str, float], setup: Setup) -> str | None:
 
 
 def _more_cores(setup: Setup) -> str:
-    if setup.threads < setup.cores:
-        return f"threads={setup.cores}, as many as this process has cores"
+    if setup.num_threads < setup.cores:
+        return f"num_threads={setup.cores}, as many as this process has cores"
     return f"more CPU cores than the {setup.cores} of this process"
 
 
 def _more_decoding(setup: Setup) -> str:
     """More cores, or a GPU where there is video that it could decode."""
-    gpu = setup.videos and not setup.gpu and setup.threads >= setup.cores
+    gpu = setup.videos and not setup.gpu and setup.num_threads >= setup.cores
     return _more_cores(setup) + (", or a GPU that decodes the videos" if gpu else "")
 
 

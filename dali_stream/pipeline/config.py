@@ -38,7 +38,7 @@ class Config:
     windows: Windows
     arguments: OrderArguments
     rank: int
-    threads: int
+    num_threads: int
     prefetch: int | None
     memory_budget: int
     image_size: tuple[int, int] | None
@@ -70,7 +70,7 @@ class Config:
 
     @property
     def past_dali(self) -> bool:
-        """Whether frames that the CPU decoded go straight into batches: without a GPU or a `pipeline`, DALI would copy them."""
+        """Whether frames decoded on the CPU go straight into batches. Without a GPU or a `dali_graph`, DALI would copy them."""
         return self.gpu is None and not self.augments
 
     @property
@@ -79,7 +79,7 @@ class Config:
         if self.prefetch is not None:
             return self.prefetch
         frames = self.batches.batch_size * sum(map(self.windows.steps, self.dataset.cameras))
-        return batches_in_progress(self.threads, frames, CLIP_FRAMES)
+        return batches_in_progress(self.num_threads, frames, CLIP_FRAMES)
 
     def squeezed(self, camera: str) -> bool:
         """Whether a sample has one frame without a time axis. LeRobot drops the axis of one step for videos only."""
@@ -135,7 +135,7 @@ def delivered(dataset: S, offsets: Mapping[str, Any], augments: bool, substitute
     """
     if augments and SAMPLE in dataset.features:
         raise ValueError(
-            f"the dataset has a feature {SAMPLE!r}, the key under which pipeline gets random numbers; leave "
+            f"the dataset has a feature {SAMPLE!r}, the key under which dali_graph gets random numbers; leave "
             f"the feature out with dataset.without([{SAMPLE!r}])"
         )
     added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}

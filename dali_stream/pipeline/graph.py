@@ -33,7 +33,7 @@ and drop some. The node "sample" holds the random numbers for `dali_stream.augme
 Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
 _log = logging.getLogger("dali_stream")
 _HINT = (
-    ". To rename an output, change its key in the dict that pipeline returns and not DataNode.name; give two operators no "
+    ". To rename an output, change its key in the dict that dali_graph returns and not DataNode.name; give two operators no "
     "equal names; use gpu() only where there is a GPU"
 )
 _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np.dtype(np.bool_): types.BOOL}
@@ -61,7 +61,7 @@ def build(
         DaliStreamError: DALI does not build what it returns.
     """
     # The stage is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
-    pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, config.threads, prefetch=1)
+    pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, config.num_threads, prefetch=1)
     with pipeline:
         nodes = _read(config, producer, routes)
         for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
@@ -83,7 +83,7 @@ def build(
     used = _ancestors(nodes.values())
     for camera in config.dataset.cameras if user is not None else ():
         if _place(given[camera]) not in used:
-            _log.warning("pipeline drops %s, which is decoded nevertheless; leave it out of the dataset's cameras", camera)
+            _log.warning("dali_graph drops %s, which is decoded nevertheless; leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
 
 
@@ -179,12 +179,12 @@ def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
     except KeyError as error:
         if (key := error.args[0] if error.args else None) in nodes:
             raise
-        raise ValueError(f"pipeline raised KeyError: {key!r}. Keys of its argument: {', '.join(nodes)}") from error
+        raise ValueError(f"dali_graph raised KeyError: {key!r}. Keys of its argument: {', '.join(nodes)}") from error
     if isinstance(found, dict) and found.get(SAMPLE) is nodes[SAMPLE]:
         found = {key: node for key, node in found.items() if key != SAMPLE}
     if not isinstance(found, dict) or not found:
-        raise ValueError(f"pipeline returned {type(found).__name__}; it is to return a dict of DALI DataNodes by key")
+        raise ValueError(f"dali_graph must return a dict of DALI DataNodes by key, got {type(found).__name__}")
     for key, node in found.items():
         if not isinstance(key, str) or not isinstance(node, DataNode):
-            raise ValueError(f"pipeline returned {key!r}: {type(node).__name__}; it is to return DALI DataNodes by key")
+            raise ValueError(f"dali_graph must return DALI DataNodes by key, got {key!r}: {type(node).__name__}")
     return found

@@ -60,6 +60,6 @@ def abandon(iterator: Iterator) -> None:
 def _ragged(name: str, shapes: list[tuple[int, ...]]) -> str:
     other = next(shape for shape in shapes if shape != shapes[0])
     return (
-        f"{name!r} comes out of the graph with shapes that differ from sample to sample, such as {shapes[0]} and {other}; a "
-        "batch is one tensor, so bring the samples to one shape in pipeline (fn.resize, fn.crop, fn.pad), or leave the key out"
+        f"The graph must return samples of one shape for {name!r}, got {shapes[0]} and {other}. Use fn.resize, fn.crop or "
+        "fn.pad in dali_graph, or leave the key out"
     )

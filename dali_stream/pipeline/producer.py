@@ -1,7 +1,7 @@
 """The external source of the DALI pipeline: batches of rows, masks, clips and frames, made ahead by a planner and a pool.
 
 planner thread:  order -> rows -> decode tasks     one thread, a few batches ahead
-decode pool:     clips -> frames                   `threads` of them, the interpreter released while FFmpeg works
+decode pool:     clips -> frames                   `num_threads` of them, the interpreter released while FFmpeg works
 DALI's caller:   `BatchProducer.source()` and `frames()` take the next batch in order, wait for its frames and copy them
 """
 
@@ -119,8 +119,8 @@ class BatchProducer:
         self._stopping = False
         self._pid = os.getpid()
         self.delivered: deque[tuple[Texts, dict[str, torch.Tensor]]] = deque()  # past DALI, of batches that DALI has taken
-        self._pool = Workers("dali_stream decode", config.threads)
-        self._copiers = Workers("dali_stream copy", min(config.threads, _COPY_THREADS) - 1)
+        self._pool = Workers("dali_stream decode", config.num_threads)
+        self._copiers = Workers("dali_stream copy", min(config.num_threads, _COPY_THREADS) - 1)
         self._planner = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
 
     def start(self) -> None:

@@ -166,7 +166,7 @@ class BatchSource:
         stream, limit = self._stream, memory_limit()
         larger = sizes.frame_bytes > 0 and config.memory_budget < enough and (limit is None or enough <= limit.size)
         return Setup(
-            threads=config.threads,
+            num_threads=config.num_threads,
             cores=process.cores(),
             gpu=config.gpu is not None,
             remote=config.dataset.data_store.remote,
@@ -176,7 +176,7 @@ class BatchSource:
             image_size=config.image_size,
             image_dtype=config.image_dtype,
             normalize=normalize,
-            pipeline=config.augments,
+            dali_graph=config.augments,
             warm=warm,
             keeps_all=self.keeps_all,
             frames_budget=enough if larger else None,

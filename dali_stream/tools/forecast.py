@@ -72,7 +72,7 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
         offsets, gop = config.windows.widest(cameras[0]), median_gop([tables[cameras[0]]])
         limits = Limits(parts.frames, config.depth, order_horizon(parts, sizes))
         first, later = decodes(dataset.lengths, config.order, config.batches, offsets, gop, limits, config.rank)
-        rate = config.threads / (seconds * later) if later else None
+        rate = config.num_threads / (seconds * later) if later else None
         found.append(Forecast(budget, parts.frames, later, first, rate))
         if not later:
             break

@@ -42,7 +42,7 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--seed", type=int, default=0, help="of weights, order and augmentation")
     add("--consumers", type=int, help="of the order; a run can continue on any number of processes that divides it (default: "
         "chosen for --batch-size)")  # fmt: skip
-    add("--threads", type=int, help="of each process's decoders (default: its cores)")
+    add("--num-threads", type=int, help="of each process's decoders (default: its cores)")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto takes the GPU where there is one")
     add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
     add("--data-files-root", help="where data/ and videos/ lie, if not beside meta/")

@@ -71,14 +71,14 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         "batch_size": arguments.batch_size // ranks,
         "delta_timestamps": {ACTION: [step / fps for step in range(arguments.chunk)]},
         "device": str(accelerator.device),
-        "threads": arguments.threads,
+        "num_threads": arguments.num_threads,
     }
     plain = common | {"image_size": size}
     own = (plain if mixed else common) | {  # the augmentation resizes too, but needs frames of one size
         "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in train.features},
         "seed": arguments.seed,
         "consumers": arguments.consumers,
-        "pipeline": augmented(train.cameras, size),
+        "dali_graph": augmented(train.cameras, size),
     }
     # Each consumer has a part of the episodes of its own, so the 4 frames are of different places.
     one_rank = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}

@@ -80,7 +80,7 @@ def assert_same_but_for_frames(first: Path | str, second: Path | str) -> int:
 def _side_by_side(first: Path | str, second: Path | str) -> Iterator[tuple[Batch, Batch]]:
     options: dict[str, Any] = {
         "batch_size": 16, "shuffle": False, "image_dtype": "uint8", "last_batch": "partial",
-        "device": "cpu", "decode": "torchcodec", "threads": 2,
+        "device": "cpu", "decode": "torchcodec", "num_threads": 2,
     }  # fmt: skip
     with dali_stream.Loader(str(first), **options) as a, dali_stream.Loader(str(second), **options) as b:
         yield from zip(a, b, strict=True)

@@ -192,7 +192,7 @@ def loader(dataset: Path | str | dali_stream.Dataset, **options: object) -> dali
     """A Loader that keeps frames as they are and serves every sample."""
     defaults: dict[str, object] = {
         "batch_size": 16, "image_dtype": "uint8", "last_batch": "partial", "device": "cpu", "decode": "torchcodec",
-        "threads": 2, "consumers": 4, "episode_pool_size": 2,
+        "num_threads": 2, "consumers": 4, "episode_pool_size": 2,
     }  # fmt: skip
     return dali_stream.Loader(dataset, **{**defaults, **options})  # type: ignore[arg-type]
 

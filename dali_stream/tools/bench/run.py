@@ -64,7 +64,7 @@ def run(
             "dataset": dataset.uri, **head, "source": source, "mode": mode, "num_batches": num_batches, "warmup": warmup,
             "episodes": dataset.num_episodes, "dataset_frames": dataset.num_frames, "fps": dataset.fps,
             "cameras": {key: dataset.features[key].frame_size for key in dataset.cameras},
-            **loader, "threads": loader["threads"] or process.cores(),
+            **loader, "num_threads": loader["num_threads"] or process.cores(),
             **({"datasets": _delivered(dataset, ranks)} if isinstance(dataset, Mixture) else {}),
         },
     )  # fmt: skip

@@ -137,7 +137,7 @@ def _cores(cores: int, quota: float | None) -> Result:
     if quota is None or quota >= cores:
         return OK, text, ""
     text += f", and the container's quota is {quota:.3g}: the kernel pauses threads beyond that"
-    return WARNING, text, f"give Loader(threads={max(int(quota), 1)}), or the container more cores"
+    return WARNING, text, f"give Loader(num_threads={max(int(quota), 1)}), or the container more cores"
 
 
 def _memory(total: int, limit: int | None) -> Result:
