@@ -6,8 +6,8 @@ its default arguments, over its first epoch and its second: it decodes less, sin
 both epochs together.
 
 The floor of files is threads alone, one per core, that decode every frame of the files once in file order and resize it (see
-files_floor.py). The loader beside it delivers float32 of that size: its first epoch and its second. With `--decode dali` there
-is one floor, that of DALI's decoder: see nvdec_floor.py.
+files_floor.py). The loader beside it delivers float32 of that size: its first epoch and its second. With `--decode dali` it
+has a single floor, that of DALI's decoder: see nvdec_floor.py.
 
     python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
                                       [--batches 30] [--image-size 224 224] [--rounds 5] [--json]

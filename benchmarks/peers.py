@@ -311,5 +311,5 @@ def verdict(side: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no peer is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the peers, too
     sys.exit(main())

@@ -11,7 +11,7 @@ Instead of a dataset's URI, a mixture file (.yaml, .yml, .json) names several, s
 
 DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
 chunks.png. A run that was killed continues with --resume at the very next sample, on any number of processes that divides
---consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM or Ctrl-C the batch at hand
+--consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM or Ctrl-C the current batch
 is finished, the run saved, and each process exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill
 after 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
 

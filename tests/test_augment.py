@@ -255,7 +255,7 @@ def test_colours_stay_between_0_and_1(dataset: Dataset, image_dtype: str) -> Non
         assert frames.min() >= 0, name
         assert frames.max() <= 1, name
     frames, plain = jittered(dataset, image_dtype, brightness=(0.5, 3.0), contrast=1.0, saturation=(0.0, 4.0), hue=0.5)
-    assert (frames.min(), frames.max()) == (0, 1)  # there was something to clamp
+    assert (frames.min(), frames.max()) == (0, 1)  # some values were clamped
     assert np.abs(frames - plain).mean() > 0.1
 
 

@@ -149,7 +149,7 @@ def test_the_recorded_size_can_be_measured(capsys: pytest.CaptureFixture[str], d
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The batches that a measurement is given."""
+    """Return a list that receives the batches of a measurement."""
     found: list[Any] = []
     whole = Loader.__iter__
 

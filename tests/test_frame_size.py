@@ -80,7 +80,7 @@ class Parsed(Exception):
 
 
 def parsed(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """What a program reads off its command line."""
+    """Return the arguments that a program reads from its command line."""
     parse = argparse.ArgumentParser.parse_args
 
     def stop(self: argparse.ArgumentParser, *arguments: Any) -> None:

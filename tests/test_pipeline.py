@@ -256,7 +256,7 @@ def test_samples_of_different_shapes_are_refused(dataset: Dataset, key: str) -> 
         length = fn.cast(nodes["frame_index"] % 3 + 1, dtype=types.INT32)
         return nodes | {"cut": fn.slice(nodes[key], start=[0], shape=length, axes=[0])}
 
-    with pytest.raises(DaliStreamError, match=r"'cut' comes out of the graph with shapes .* such as \(1,.*\) and \(2,.*fn.pad"):
+    with pytest.raises(DaliStreamError, match=r"must return samples of one shape for 'cut', got \(1,.*\) and \(2,.*fn.pad"):
         first(dataset, ragged)
 
 

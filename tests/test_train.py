@@ -251,7 +251,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     with pytest.raises(SystemExit):
         program.main([*map(str, [demo, "--out", finished, *SMALL, "--val-episodes", 2, *arguments])])
     assert said in capsys.readouterr().err
-    assert losses(finished)  # it is as it was
+    assert losses(finished)  # still holds the run
 
 
 def test_help_says_what_the_defaults_are(program: Any, capsys: pytest.CaptureFixture[str]) -> None:

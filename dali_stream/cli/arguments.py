@@ -22,7 +22,7 @@ Uris = Annotated[
 ]
 Episodes = Annotated[str | None, typer.Option(metavar="LIST", help="Only these episodes, such as 0,3,5-8.")]
 Cameras = Annotated[str | None, typer.Option(metavar="LIST", help="Only these cameras, separated by commas.")]
-# Of every command that reads a dataset.
+# Options of every command that reads a dataset.
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository.")]
 DataFilesRoot = Annotated[
     str | None, typer.Option(metavar="URI", help="Location of data/ and videos/ if not next to meta/, such as a bucket.")
