@@ -102,6 +102,11 @@ def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
     return positive("the height of image_size", image_size[0]), positive("the width of image_size", image_size[1])
 
 
+def gibibytes(count: int) -> str:
+    """Return bytes in the form that `byte_count` takes, rounded up: "8.4GiB"."""
+    return f"{-(-count * 10 // (1 << 30)) / 10:.1f}GiB"
+
+
 def byte_count(budget: int | str, name: str = "memory_budget") -> int:
     """4294967296, "4GiB", "500 MB": bytes."""
     units = {

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dali_stream.arguments import gibibytes
+
 STAGES = {
     "iteration": {"training_s": "training loop", "starved_s": "waiting for frames", "graph_s": "copying frames, DALI graph"},
     "planner": {"rows_s": "reading rows", "gather_s": "gathering rows into batches", "plan_s": "planning"},
@@ -224,10 +226,10 @@ def _frames_memory(times: Mapping[str, float], setup: Setup) -> str | None:
     if setup.advice:
         advised, now, then = setup.advice
         decodes = f"{then:.2f} frames instead of {now:.2f} are decoded for each one delivered"
-        return f'memory_budget="{_gibibytes(advised)}", with which {decodes}'
+        return f'memory_budget="{gibibytes(advised)}", with which {decodes}'
     if setup.frames_budget is None:
         return None
-    budget = f'memory_budget="{_gibibytes(setup.frames_budget)}", which holds all decoded frames'
+    budget = f'memory_budget="{gibibytes(setup.frames_budget)}", which holds all decoded frames'
     if setup.warm:
         return f"{budget}, so that later epochs decode nothing"
     evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
@@ -295,12 +297,7 @@ def _more_decoding(setup: Setup) -> str:
 
 
 def _reads_memory(setup: Setup) -> str:
-    return f'memory_budget="{_gibibytes(setup.reads_budget or 0)}"'
-
-
-def _gibibytes(count: int) -> str:
-    """Bytes as memory_budget takes them, rounded up: "8.4GiB"."""
-    return f"{-(-count * 10 // (1 << 30)) / 10:.1f}GiB"
+    return f'memory_budget="{gibibytes(setup.reads_budget or 0)}"'
 
 
 def _percent(share: float) -> str:

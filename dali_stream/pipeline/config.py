@@ -104,6 +104,7 @@ class Config:
             windows={camera: self.windows.widest(camera) for camera in dataset.videos},
             fetched=dataset.data_store.remote,
             frame_bytes=sum(frame_bytes.values()),
+            scattered=self.arguments.shuffle == "global",
             in_progress=self.depth * self.batches.largest * sum(self.windows.steps(c) * n for c, n in frame_bytes.items()),
         )
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dali_stream.arguments import gibibytes
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.memory import Memory
 from dali_stream.cache.rows import SPARE, size_of
@@ -37,8 +38,8 @@ from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
 from dali_stream.process import trim_memory
-from dali_stream.schedule.advice import Advice
-from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon
+from dali_stream.schedule.advice import Advice, reread_remedies
+from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon, reads_budget
 from dali_stream.schedule.frames import NONE
 from dali_stream.schedule.reads import Storage
 from dali_stream.schedule.samples import samples
@@ -54,7 +55,6 @@ _TRIM_AFTER = 128 << 20  # bytes of RGB at full size per decode thread, after wh
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
 _COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
-_MORE_MEMORY = "The order stays the same. Give a larger memory_budget, a smaller episode_pool_size or a cache_dir"
 
 
 @dataclass
@@ -90,6 +90,9 @@ class BatchProducer:
         self._past_dali = self._on_cpu if config.past_dali else []
         sizes = config.sizes(self._on_cpu)
         self._parts, depth = divide(config.memory_budget, sizes), config.depth
+        self._remedies = reread_remedies(
+            reads_budget(self._parts, sizes), config.arguments.shuffle, dataset.data_store.remote, dataset.cache_dir is not None
+        )
         self._memory = Memory(dataset, config.indices, self._parts.encoded, counters)
         self._names = self._memory.names()
         self._schedule = Schedule(
@@ -362,8 +365,9 @@ class BatchProducer:
         if count and not getattr(self._counters, counter):
             _log.warning(
                 "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
-                "the episodes in use take: %s more than once. %s", self._parts.encoded, what, _MORE_MEMORY,
-            )  # fmt: skip
+                "the episodes in use take: %s more than once. The batches stay the same%s",
+                *(self._parts.encoded, what, self._remedies),
+            )
         setattr(self._counters, counter, self._before[counter] + count)
 
     def advice(self) -> tuple[int, float, float] | None:
@@ -381,8 +385,8 @@ class BatchProducer:
         shorter = ", and `dali-stream transcode URI OUT --codec h264 --gop 2` to 1.5 or less" if advice.now >= _COSTLY else ""
         _log.log(
             logging.WARNING if advice.now >= _COSTLY and self._config.rank == 0 else logging.INFO,
-            "GOP %d decodes %.2f frames per delivered frame; memory_budget=%.1fGiB would bring it to %.2f%s",
-            *(gop, advice.now, -(-budget * 10 // (1 << 30)) / 10, advice.then, shorter),
+            "GOP %d decodes %.2f frames per delivered frame; memory_budget=%s would bring it to %.2f%s",
+            *(gop, advice.now, gibibytes(budget), advice.then, shorter),
         )
 
     def _strings(self, columns: dict[str, Array], episode: Array, frame: Array) -> dict[str, list[Any]]:

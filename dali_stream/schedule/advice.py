@@ -1,9 +1,10 @@
-"""Whether more memory for decoded frames would help, found out during a run."""
+"""Whether more memory for decoded frames would help, and what helps if rows, indices or video are read more than once."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from dali_stream.arguments import gibibytes
 from dali_stream.schedule.frames import FrameCache, FrameStep
 
 _BATCHES = 200  # that are compared, once both caches are full
@@ -49,3 +50,22 @@ class Advisor:
         if self._then > _WORTH * self._now:
             return None
         return Advice(self._kept, self._now / self._shown, self._then / self._shown)
+
+
+def reread_remedies(larger: int | None, shuffle: bool | str, remote: bool, cached: bool) -> str:
+    """Return what helps if rows, indices or encoded video are read more than once, as the end of a message.
+
+    Args:
+        larger: Memory budget that holds those in use, in bytes. None if a larger budget would not help.
+        shuffle: Argument of the Loader.
+        remote: Whether the dataset is read over a network.
+        cached: Whether it has a `cache_dir`.
+    """
+    remedies = [f'a larger memory_budget, such as "{gibibytes(larger)}"'] if larger else []
+    if shuffle is True:
+        remedies.append("a smaller episode_pool_size for a new run")
+    if shuffle == "global":
+        remedies.append("shuffle=True for a new run, which draws from few episodes at a time")
+    if remote and not cached:
+        remedies.append("a cache_dir on a local disk")
+    return f". Give {' or '.join(remedies)}" if remedies else ""

@@ -19,6 +19,7 @@ from dali_stream.schedule.blocks import BLOCK
 
 Int64 = npt.NDArray[np.int64]
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
+_INDEX_SPARE = 17, 16  # memory of indices in use, as a fraction of theirs
 _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 
@@ -54,6 +55,7 @@ class Sizes:
         fetched: whether encoded video is held in memory.
         frame_bytes: of one decoded frame of each camera that the CPU decodes.
         in_progress: bytes of the decoded frames of all batches in progress.
+        scattered: Whether each batch draws from episodes anywhere in the dataset, so that the files of all episodes are in use.
     """
 
     lengths: Int64
@@ -67,6 +69,7 @@ class Sizes:
     fetched: bool
     frame_bytes: int
     in_progress: int
+    scattered: bool = False
 
     @property
     def frames_in_use(self) -> int:
@@ -153,7 +156,9 @@ def encoded_horizon(room: int, sizes: Sizes) -> int:
 def _in_use(sizes: Sizes) -> int:
     """About how many bytes the rows, indices and, of remote data, the encoded video of the episodes in use take."""
     frames = sizes.frames_in_use
-    indices = sum(index.nbytes * min(sizes.files[camera], sizes.episodes) for camera, index in sizes.indices.items())
+    files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
+    # A full cache evicts a share of it at once. The spare keeps indices from being among what is evicted.
+    indices = sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * _INDEX_SPARE[0] // _INDEX_SPARE[1]
     video = sum(frames * int(index.size.sum()) // len(index) for index in sizes.indices.values()) if sizes.fetched else 0
     return _rows(frames, sizes.row_bytes) + indices + video * 5 // 4 + (1 << 20)
 
