@@ -46,7 +46,7 @@ def main() -> int:
             options = {"anon": True, "endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
             dataset = dali_stream.Dataset("s3://robots", storage_options=options, cache_dir=f"{caches}/{number}")
             began, cpu = time.perf_counter(), time.process_time()
-            report = dali_stream.index(dataset)
+            report = dali_stream.tools.index(dataset)
             rounds.append({"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu})
             dataset.close()
             text = "{seconds:.1f} s, CPU {cpu_s:.1f} s".format(**rounds[-1])

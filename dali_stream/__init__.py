@@ -13,15 +13,9 @@ from dali_stream.order import Order
 from dali_stream.order.mixture import MixtureOrder
 
 if TYPE_CHECKING:
-    from dali_stream import augment
-    from dali_stream.decode.route import Route
+    from dali_stream import augment, tools, types
     from dali_stream.loader import Loader
     from dali_stream.sampler import FrameSampler
-    from dali_stream.tools.describe import describe
-    from dali_stream.tools.doctor import doctor
-    from dali_stream.tools.index import index
-    from dali_stream.tools.reshard import convert, reshard
-    from dali_stream.tools.transcode import transcode
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,32 +31,21 @@ __all__ = [
     "Normalizer",
     "Order",
     "ResumeError",
-    "Route",
     "StorageError",
     "augment",
-    "convert",
-    "describe",
-    "doctor",
-    "index",
-    "reshard",
-    "transcode",
+    "tools",
+    "types",
 ]
 
 # Imported on first use: torch and DALI take a second, and orders and metadata do not need them.
-_LAZY = {
-    "FrameSampler": "dali_stream.sampler",
-    "Loader": "dali_stream.loader",
-    "Route": "dali_stream.decode.route",
-    "convert": "dali_stream.tools.reshard",
-    **{name: f"dali_stream.tools.{name}" for name in ("describe", "doctor", "index", "reshard", "transcode")},
-}
+_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    if name == "augment":
-        return importlib.import_module("dali_stream.augment")
+    if name in ("augment", "tools", "types"):
+        return importlib.import_module(f"dali_stream.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Available: {', '.join(__all__)}")
 
 

@@ -34,7 +34,6 @@ from nvidia.dali import math as dali_math
 if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
 
-Range = tuple[float, float]
 
 # DALI's color_twist would do all steps at once, and clamp none.
 _COLOR_STEPS: dict[str, Any] = {
@@ -85,8 +84,8 @@ def random_resized_crop(
     draw: Draw,
     *,
     size: tuple[int, int],
-    scale: Range = (0.7, 1.0),
-    ratio: Range = (0.9, 1.1),
+    scale: tuple[float, float] = (0.7, 1.0),
+    ratio: tuple[float, float] = (0.9, 1.1),
 ) -> DataNode:
     """Cuts a random part out and resizes it. Draws 4 numbers.
 
@@ -109,7 +108,7 @@ def random_shift(frame: DataNode, draw: Draw, *, pixels: tuple[int, int]) -> Dat
     return fn.warp_affine(frame, matrix=moved, inverse_map=True, interp_type=types.INTERP_NN)
 
 
-def random_rotation(frame: DataNode, draw: Draw, *, degrees: float | Range) -> DataNode:
+def random_rotation(frame: DataNode, draw: Draw, *, degrees: float | tuple[float, float]) -> DataNode:
     """Turn the frame about its middle and keep its size. The edge is repeated. Draws 1 number."""
     return fn.rotate(frame, angle=draw.uniform(*_around("degrees", degrees, 0.0)), keep_size=True)
 
@@ -118,10 +117,10 @@ def color_jitter(
     frame: DataNode,
     draw: Draw,
     *,
-    brightness: float | Range = 0.0,
-    contrast: float | Range = 0.0,
-    saturation: float | Range = 0.0,
-    hue: float | Range = 0.0,
+    brightness: float | tuple[float, float] = 0.0,
+    contrast: float | tuple[float, float] = 0.0,
+    saturation: float | tuple[float, float] = 0.0,
+    hue: float | tuple[float, float] = 0.0,
 ) -> DataNode:
     """Change contrast, brightness, saturation and hue, in this order. Draws 4 numbers.
 
@@ -132,10 +131,10 @@ def color_jitter(
     Args:
         frame: Frames, see the module.
         draw: Random numbers, see the module.
-        brightness: Range of factors, or largest distance from 1.
-        contrast: Range of factors, or largest distance from 1.
-        saturation: Range of factors, or largest distance from 1.
-        hue: Range of turns of the colour circle, or largest turn to either side. 0.5 is the opposite colour.
+        brightness: tuple[float, float] of factors, or largest distance from 1.
+        contrast: tuple[float, float] of factors, or largest distance from 1.
+        saturation: tuple[float, float] of factors, or largest distance from 1.
+        hue: tuple[float, float] of turns of the colour circle, or largest turn to either side. 0.5 is the opposite colour.
     """
     factors = {"brightness": brightness, "contrast": contrast, "saturation": saturation}
     ranges = {name: _around(name, value, 1.0, least=0.0) for name, value in factors.items()} | {"hue": _around("hue", hue, 0.0)}
@@ -148,7 +147,9 @@ def color_jitter(
     return frame
 
 
-def gaussian_blur(frame: DataNode, draw: Draw, *, sigma: Range = (0.1, 2.0), probability: float = 0.5) -> DataNode:
+def gaussian_blur(
+    frame: DataNode, draw: Draw, *, sigma: tuple[float, float] = (0.1, 2.0), probability: float = 0.5
+) -> DataNode:
     """Blurs some frames, with a standard deviation of `sigma` pixels. Draws 2 numbers."""
     drawn, blurred = draw.uniform(*_range("sigma", sigma, 0, math.inf)), draw.coin(probability)
     return fn.gaussian_blur(frame, sigma=blurred * (drawn - _NO_BLUR) + _NO_BLUR)
@@ -159,8 +160,8 @@ def random_erasing(
     draw: Draw,
     *,
     probability: float = 0.5,
-    scale: Range = (0.02, 0.2),
-    ratio: Range = (0.5, 2.0),
+    scale: tuple[float, float] = (0.02, 0.2),
+    ratio: tuple[float, float] = (0.5, 2.0),
     value: float = 0.0,
 ) -> DataNode:
     """Fills a rectangle of some frames with one value, as if something stood before the camera. Draws 5 numbers.
@@ -188,7 +189,7 @@ def _limits(frame: DataNode) -> tuple[DataNode, DataNode]:
     return tuple(fn.brightness_contrast(pixel, brightness=0.0, brightness_shift=shift) for shift in (0.0, 1.0))
 
 
-def _part(draw: Draw, scale: Range, ratio: Range) -> tuple[DataNode, DataNode, DataNode, DataNode]:
+def _part(draw: Draw, scale: tuple[float, float], ratio: tuple[float, float]) -> tuple[DataNode, DataNode, DataNode, DataNode]:
     """(top, left, height, width) of a random part of the frame, as shares of its sides. Draws 4 numbers."""
     area = draw.uniform(*_range("scale", scale, 0, 1))
     low, high = _range("ratio", ratio, 0, math.inf)
@@ -197,14 +198,14 @@ def _part(draw: Draw, scale: Range, ratio: Range) -> tuple[DataNode, DataNode, D
     return draw.uniform() * (1 - height), draw.uniform() * (1 - width), height, width
 
 
-def _range(name: str, given: Range, least: float, most: float) -> tuple[float, float]:
+def _range(name: str, given: tuple[float, float], least: float, most: float) -> tuple[float, float]:
     low, high = given
     if not least < low <= high <= most:
         raise ValueError(f"{name} is {given!r}; it is (low, high), above {least} and up to {most}")
     return float(low), float(high)
 
 
-def _around(name: str, given: float | Range, middle: float, least: float = -math.inf) -> tuple[float, float]:
+def _around(name: str, given: float | tuple[float, float], middle: float, least: float = -math.inf) -> tuple[float, float]:
     """The range that a number means: as far as that from the middle to either side."""
     low, high = (middle - given, middle + given) if isinstance(given, (int, float)) else given
     if not low <= high or low < least or (isinstance(given, (int, float)) and given < 0):

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from dali_stream import process
 from dali_stream.arguments import INSTEAD_OF_DATALOADER, byte_count, known_arguments_or, one_of, picture_size, positive, share
@@ -25,6 +25,7 @@ from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import OrderArguments, check_state, noted
 from dali_stream.pipeline import bottleneck
+from dali_stream.pipeline.bottleneck import Bottleneck
 from dali_stream.pipeline.config import Config, delivered
 from dali_stream.pipeline.graph import Graph
 from dali_stream.pipeline.required_memory import check_memory
@@ -32,71 +33,71 @@ from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.schedule.budget import divide
 from dali_stream.state_file import load_state, write_state
 
+if TYPE_CHECKING:
+    import torch
+
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
 class Loader:
-    """Batches of a LeRobot dataset, epoch after epoch.
+    """Iterator over the batches of a LeRobot dataset, one epoch after the other.
 
-    A batch equals what `torch.utils.data.default_collate` makes of LeRobotDataset's items, key for key: video
-    `(B, C, H, W)`, or `(B, T, C, H, W)` for a window of more than one step; tabular `(B, D)` and `(B, T, D)`, without D
-    where the feature's shape is (1,); `<key>_is_pad` bool `(B, T)` for each key with a window; `task`, a list of str.
-    Frames lie in memory with their channels last. C is 3, or 1 or 4 for grey and RGBA images. A feature of the dataset that
-    has the key of a mask or of `task` is left out, which is logged.
+    A batch equals `torch.utils.data.default_collate` of LeRobotDataset's items, key for key. Video has shape (B, C, H, W), or
+    (B, T, C, H, W) for a window of several steps. Tabular features have shape (B, D) and (B, T, D), without D if the feature
+    has shape (1,). `<key>_is_pad` is bool of shape (B, T) for each key with a window, and `task` is a list of str. The memory
+    format of frames is channels last. C is 3, or 1 or 4 for grey and RGBA images. A feature that has the key of a mask or of
+    `task` is left out, and the log names it.
 
-    Iterate a Loader itself, in the process that trains: it takes the place of PyTorch's DataLoader, and cannot be copied.
+    Iterate a Loader directly in the training process. It replaces PyTorch's DataLoader, and cannot be copied.
 
     Args:
-        dataset: a `Dataset`, or anything that it takes; or a `Mixture` of several.
-        batch_size: samples per batch and rank.
-        delta_timestamps: per key, seconds relative to the current frame; multiples of 1/fps, such as
-            `{"action": [i / dataset.fps for i in range(16)]}`. A step shows the row that is round(seconds * fps) rows away in
-            the episode, as in LeRobot, whatever the rows' timestamps are.
-        dali_graph: a function from a dict of DALI nodes to one, put at the end of the graph. Frames come in as HWC or FHWC,
-            resized and normalised; what it returns with a layout that ends in HWC is delivered channels first. The node
-            "sample" brings random numbers for augmentation, see `dali_stream.augment`; it is not delivered.
-        image_size: (height, width) in pixels to resize to; None keeps the recorded size, which all datasets of a mixture have
-            to share then. The whole frame is stretched or squeezed to that size, so another aspect ratio distorts it; crop in
-            `dali_graph` to keep the ratio.
-        image_dtype: "float32", in [0, 1], or "uint8".
-        normalize: {key: "mean_std", "min_max", "quantiles" or None}, or one of them for the action and observations, see
-            `Normalizer`; done last, behind `dali_graph`. `normalizer.inverse` takes it back. Of a mixture also
-            "min_max_per_dataset" and the like, by each sample's own dataset.
-        shuffle: True, every consumer draws out of a pool of episodes; "global", one permutation of all frames, for data
-            that is local; False, recorded order.
-        seed: of the order, and of augmentation.
-        consumers, episode_pool_size: see `Order`; only for `shuffle=True`. None: chosen for the global batch, batch_size times
-            the world size, see `dali_stream.order.default_pools` and docs/order.md (32 and 8 for 64 samples); a resumed run
-            keeps those of its state. A run can be resumed on every world size that divides its `consumers`.
-        device: "auto", "cpu", "cuda" or "cuda:1". "auto" is this process's GPU where there is one.
-        decode: "auto", NVDEC where the driver says that it decodes the camera's video and torchcodec otherwise; "dali";
-            "torchcodec".
+        dataset: `Dataset`, or any value that `Dataset` accepts, or a `Mixture` of several datasets.
+        batch_size: Number of samples per batch and rank.
+        delta_timestamps: Times of a window in seconds relative to the current frame, per key, in multiples of 1/fps, such as
+            `{"action": [i / dataset.fps for i in range(16)]}`. As in LeRobot, a step selects the row that is
+            round(seconds * fps) rows away in the episode, whatever its timestamp is.
+        dali_graph: Function from a dict of DALI nodes to another dict, which is added at the end of the DALI graph. Frames are
+            HWC or FHWC, resized and converted to `image_dtype`. An output whose layout ends in HWC is delivered channels first.
+            The node "sample" contains random numbers for augmentation, see `dali_stream.augment`, and is not delivered.
+        image_size: Size (height, width) in pixels to which frames are resized, without keeping their aspect ratio. To keep it,
+            crop in `dali_graph`. Default: the recorded size, which must be the same for all datasets of a mixture.
+        image_dtype: "float32" or `torch.float32` for values in [0, 1], "uint8" or `torch.uint8` for values in [0, 255].
+        normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for action and observations,
+            see `Normalizer`. For a mixture, "min_max_per_dataset" and the like use the statistics of each sample's own dataset.
+            It is applied after `dali_graph`, and `normalizer.inverse` undoes it.
+        shuffle: True for pools of episodes, "global" for one permutation of all frames, which suits local data, or False for
+            the recorded order.
+        seed: Seed of the order and of augmentation.
+        consumers, episode_pool_size: See `Order`. Only for `shuffle=True`. Default: chosen for the global batch, which is
+            batch_size times the world size, such as 32 and 8 for 64 samples; a resumed run keeps those of its state. A run can
+            be resumed on every world size that divides `consumers`.
+        device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one.
+        decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "dali", or "torchcodec".
         num_threads: Number of decode threads, on the CPU and of DALI for NVDEC. Default: the number of cores of this process.
-        prefetch: batches that are made ahead of the one being trained on; None: enough for every thread to have work, 2 to 16.
-        memory_budget: bytes for rows, indices of video files, encoded video of remote data, decoded frames of the batches in
-            progress, and decoded frames that are kept for later batches; an int, or such as "4GiB". The first three get what
-            the episodes in use need, up to half of it, and frames the rest. Where that does not hold the frames of the batches
-            in progress, or holds all frames of the dataset, those in progress come on top.
-        last_batch: what becomes of the samples at the end of an epoch that fill no whole batch. "drop" leaves them out;
-            "partial" delivers a smaller batch; "pad" fills the batch up with the first samples of the epoch.
-        on_error: "raise", or "substitute": a sample that cannot be decoded is replaced by another of its batch, with a
-            warning, and counted in `stats()`. `is_substitute`, bool (B,), says where. Which one depends on the batch alone, so
-            a run that is resumed with the same ranks and batch size has the same.
-        max_substitutes: share of a batch that may be replaced, above 0 and up to 1. Where more samples cannot be decoded, the
-            first of their errors is raised.
+        prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
+        memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or
+            such as "4GiB". The first three get what the episodes in use need, up to half of the budget, and frames the rest.
+            In-flight frames are not counted if they exceed the budget, or if it holds all frames of the dataset.
+        last_batch: What to do with samples that do not fill the last batch of an epoch: "drop" them, deliver a "partial" batch,
+            or "pad" the batch with the first samples of the epoch.
+        on_error: "raise", or "substitute" to replace a sample that cannot be decoded by another one of its batch. Substitutes
+            are logged, counted in `stats()`, and marked in `is_substitute`, bool of shape (B,). They depend on the batch only,
+            so a run that is resumed with the same ranks and batch size has the same ones.
+        max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be decoded,
+            the first error is raised.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
             initialized, else of the environment variables `RANK` and `WORLD_SIZE`, else 0 of 1. Iterating raises an error if
             torch.distributed has been initialized with other values since. Explicit values are not compared with it, so
             several processes may share a rank, as in tensor parallelism.
 
     Raises:
-        ValueError: a bad argument.
-        DatasetError: as `Dataset`.
+        ValueError: If an argument is invalid.
+        DatasetError: See `Dataset`.
         MemoryBudgetError: If `memory_budget` does not hold one batch, or the frames of the batches in progress need more memory
             than this machine or the cgroup of this process has.
-        DaliStreamError: it is made in a worker of a DataLoader, where each worker would deliver the same batches.
+        DaliStreamError: If the Loader is made in a worker of a DataLoader, where each worker would deliver the same batches.
     """
 
     @known_arguments_or(INSTEAD_OF_DATALOADER)
@@ -108,7 +109,7 @@ class Loader:
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         dali_graph: Graph | None = None,
         image_size: tuple[int, int] | None = None,
-        image_dtype: str = "float32",
+        image_dtype: str | torch.dtype = "float32",
         normalize: Modes = None,
         shuffle: Shuffle = True,
         seed: int = 0,
@@ -126,6 +127,7 @@ class Loader:
         world_size: int | None = None,
     ) -> None:
         process.refuse_workers()
+        image_dtype = str(image_dtype).removeprefix("torch.")
         one_of("image_dtype", image_dtype, ("float32", "uint8"))
         one_of("decode", decode, DECODE)
         one_of("last_batch", last_batch, LAST_BATCH)
@@ -372,7 +374,7 @@ class Loader:
         traffic = {name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC}
         return asdict(self._counters) | traffic
 
-    def bottleneck(self, since: Mapping[str, Any] | None = None) -> bottleneck.Bottleneck | None:
+    def bottleneck(self, since: Mapping[str, Any] | None = None) -> Bottleneck | None:
         """What limits this loader and which change would help most, for people as `str()`.
 
         It judges the last 200 batches. Those of the first epoch are never judged together with later ones, which may find

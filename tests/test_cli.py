@@ -22,9 +22,9 @@ from support.videos import b_frames
 import dali_stream
 from dali_stream.cli import main
 from dali_stream.demo import read_identities
-from dali_stream.tools.describe import describe
-from dali_stream.tools.doctor.dataset import examine
-from dali_stream.tools.doctor.frames import Decoders
+from dali_stream.tools.description import describe
+from dali_stream.tools.diagnosis.dataset import examine
+from dali_stream.tools.diagnosis.frames import Decoders
 
 SIZE, EPISODES = (128, 160), 4  # of `made`
 
@@ -170,7 +170,7 @@ def test_info_names_the_route_that_a_loader_takes(made: Path, capsys: pytest.Cap
         routes = loader.routes
     assert main(["info", str(made), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {key: dali_stream.Route(**camera["route"]) for key, camera in found["cameras"].items()} == routes
+    assert {key: dali_stream.types.Route(**camera["route"]) for key, camera in found["cameras"].items()} == routes
 
 
 def test_info_as_text(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from support.programs import failed
 from support.slow import slow
 
 from dali_stream.cli import main
-from dali_stream.tools.doctor.machine import container, cpu_quota, memory_limit
-from dali_stream.tools.doctor.machine import examine as examine_machine
+from dali_stream.tools.diagnosis.machine import container, cpu_quota, memory_limit
+from dali_stream.tools.diagnosis.machine import examine as examine_machine
 
 CODECS = ("H.264", "HEVC", "AV1", "VP9", "MPEG-4")
 

@@ -30,10 +30,10 @@ from support.videos import CAMERA, av1, draw, encode, ffmpeg, h264, hevc, loader
 import dali_stream
 from dali_stream import Dataset
 from dali_stream.lerobot.metadata import INFO
-from dali_stream.tools.doctor import Finding, frames
-from dali_stream.tools.doctor.dataset import examine as examine_dataset
-from dali_stream.tools.doctor.dataset import opened as opened_dataset
-from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoders, Deep, psnr
+from dali_stream.tools.diagnosis import Finding, frames
+from dali_stream.tools.diagnosis.dataset import examine as examine_dataset
+from dali_stream.tools.diagnosis.dataset import opened as opened_dataset
+from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoders, Deep, psnr
 
 NO_DECODER = Decoders(False, False, {})
 TORCHCODEC = Decoders(True, False, {})

@@ -147,7 +147,7 @@ def test_convert_renews_the_statistics_of_timestamps(wall_clock: Path, plain_v21
 
 def test_reshard_keeps_the_timestamps_of_a_wall_clock(wall_clock: Path, tmp_path: Path) -> None:
     dataset = Dataset(wall_clock, clock="frame_index")
-    dali_stream.reshard(dataset, tmp_path / "out")
+    dali_stream.tools.reshard(dataset, tmp_path / "out")
     before = np.concatenate([pq.read_table(wall_clock / v2_path(V2_ROWS, e))["timestamp"].to_numpy() for e in range(3)])
     np.testing.assert_array_equal(pq.read_table(tmp_path / "out/data")["timestamp"].to_numpy(), before)
     assert set(frames_of(Dataset(tmp_path / "out", clock="frame_index"))) == EVERY_FRAME

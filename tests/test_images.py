@@ -117,7 +117,7 @@ def test_a_file_of_an_image_that_is_missing_or_outside_is_named(tmp_path: Path) 
 @pytest.mark.parametrize("stored", ELSEWHERE)
 def test_images_in_files_of_their_own_are_not_resharded(tmp_path: Path, stored: str) -> None:
     with pytest.raises(DatasetError, match="only those in the rows are copied"):
-        dali_stream.reshard(Dataset(with_files(tmp_path / "data", stored)), tmp_path / "out")
+        dali_stream.tools.reshard(Dataset(with_files(tmp_path / "data", stored)), tmp_path / "out")
 
 
 @pytest.mark.parametrize("value", [None, {"bytes": None, "path": None}])

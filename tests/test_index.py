@@ -138,10 +138,10 @@ def test_an_interrupted_run_goes_on_where_it_was(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        dali_stream.index(Dataset(server.url, cache_dir=tmp_path), stop)
+        dali_stream.tools.index(Dataset(server.url, cache_dir=tmp_path), stop)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dali_stream output")]
     seen: list[tuple[int, int]] = []
-    report = dali_stream.index(Dataset(server.url, cache_dir=tmp_path), lambda done, total: seen.append((done, total)))
+    report = dali_stream.tools.index(Dataset(server.url, cache_dir=tmp_path), lambda done, total: seen.append((done, total)))
     assert report.cached_bytes > 0
     assert seen == [(done, report.files) for done in range(report.files + 1)]
 
@@ -166,7 +166,7 @@ def test_a_server_that_is_gone_ends_it(server: Server, demo_copy: Path, tmp_path
     dataset = Dataset(server.url, cache_dir=tmp_path / "cache", give_up_after_s=1)
     server.set_faults({path: [hang] * 99 for path in files(demo_copy, "*.mp4")})
     with pytest.raises(StorageError, match=r"\.mp4"):
-        dali_stream.index(dataset)
+        dali_stream.tools.index(dataset)
 
 
 def test_a_local_dataset_needs_none(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

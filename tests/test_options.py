@@ -264,7 +264,7 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         assert loader.dataset is dataset
     with Loader(str(demo), batch_size=4) as loader:
         assert loader.dataset.fingerprint == dataset.fingerprint
-        assert isinstance(loader.routes[TOP], dali_stream.Route)
+        assert isinstance(loader.routes[TOP], dali_stream.types.Route)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from dali_stream.mp4.boxes import UPRIGHT, box
 from dali_stream.mp4.index import read_index
 from dali_stream.mp4.muxer import Track, head
 from dali_stream.storage import LocalStore
-from dali_stream.tools.reshard import reshard
+from dali_stream.tools.rewriting import reshard
 
 
 @pytest.fixture(scope="module")

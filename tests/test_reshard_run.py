@@ -23,7 +23,7 @@ from support.tools import resharded as written
 import dali_stream
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError
 from dali_stream.cli import main
-from dali_stream.tools.reshard import reshard
+from dali_stream.tools.rewriting import reshard
 
 OPTIONS = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -57,7 +57,7 @@ def interrupted(source: Path, out: Path, stage: str, share: float, **options: An
 _KILLED = """
 import os, signal, sys
 from dali_stream import Dataset
-from dali_stream.tools.reshard import reshard
+from dali_stream.tools.rewriting import reshard
 
 def progress(stage, done, total):
     if stage == sys.argv[3] and done >= float(sys.argv[4]) * total:

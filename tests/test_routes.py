@@ -77,7 +77,7 @@ def test_a_gpu_without_the_decoder_leaves_it_to_torchcodec(
     monkeypatch: pytest.MonkeyPatch, closed: VideoIndex, store: Store
 ) -> None:
     asked(monkeypatch, Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
-    assert route.choose("auto", 0, AV1, closed, store) == dali_stream.Route(
+    assert route.choose("auto", 0, AV1, closed, store) == dali_stream.types.Route(
         "torchcodec", "this GPU has no NVDEC decoder for av1 420 8 bit"
     )
     with pytest.raises(ValueError, match="no NVDEC decoder for av1"):

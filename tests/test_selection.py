@@ -273,5 +273,5 @@ def test_shares_that_make_no_sense_are_refused(demo: Path, split: Callable[[Data
 @pytest.mark.parametrize("arguments", [{"drop_first": 1}, {"episodes": [0]}, {"episode_filter": pc.field("length") > 60}])
 def test_a_part_is_not_rewritten(demo: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="only a part of the dataset is selected"):
-        dali_stream.reshard(Dataset(demo, **arguments), tmp_path / "out")
+        dali_stream.tools.reshard(Dataset(demo, **arguments), tmp_path / "out")
     assert not (tmp_path / "out").exists()

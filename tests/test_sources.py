@@ -19,7 +19,7 @@ from support.stores import Clock
 
 from dali_stream import Dataset, DatasetError, Loader, StorageError
 from dali_stream.cli import main
-from dali_stream.tools.reshard import reshard
+from dali_stream.tools.rewriting import reshard
 
 REPOSITORY = "someone/demo"
 TOKEN = "hf_aVerySecretToken"

@@ -22,9 +22,9 @@ from support.tools import assert_rest_is_the_same, table_of, transcoded
 from support.videos import colourful, difference, probe, recorded
 
 from dali_stream import Dataset, DecodeError, Loader
-from dali_stream.tools.transcode.encoders import encoder
-from dali_stream.tools.transcode.job import renewed
-from dali_stream.tools.transcode.video import Share
+from dali_stream.tools.transcoding.encoders import encoder
+from dali_stream.tools.transcoding.job import renewed
+from dali_stream.tools.transcoding.video import Share
 
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
 

@@ -21,7 +21,7 @@ from support.tools import FAST, stub, transcoded
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError
 from dali_stream.cli import main
-from dali_stream.tools.transcode import transcode
+from dali_stream.tools.transcoding import transcode
 
 pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmpeg program is not installed")
 
@@ -39,7 +39,7 @@ def whole(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
 _KILLED = """
 import os, signal, sys
 from dali_stream import Dataset
-from dali_stream.tools.transcode import transcode
+from dali_stream.tools.transcoding import transcode
 
 def progress(stage, done, total):
     if stage == sys.argv[3] and done >= float(sys.argv[4]) * total and os.path.exists(sys.argv[5]):

@@ -79,7 +79,7 @@ def root(roots: dict[str, Path], tmp_path: Path) -> Path:
 def convert(source: Path | str, out: Path, **options: Any) -> Path:
     dataset = Dataset(source)
     try:
-        dali_stream.convert(dataset, out, **options)
+        dali_stream.tools.convert(dataset, out, **options)
     finally:
         dataset.close()
     return out
@@ -143,7 +143,7 @@ def test_remote_data_takes_one_request_per_file_of_rows(version: str, roots: dic
 
 def test_index_takes_one_request_per_file_of_rows(roots: dict[str, Path], tmp_path: Path) -> None:
     with Server(roots["v2.1"]) as server:
-        report = dali_stream.index(Dataset(server.url, cache_dir=tmp_path))
+        report = dali_stream.tools.index(Dataset(server.url, cache_dir=tmp_path))
         rows = [request.path for request in server.requests if request.path.startswith("/data/")]
         assert sorted(rows) == [f"/{v2_path(V2_ROWS, episode)}" for episode in range(len(LENGTHS))]
     assert report.broken == {}
@@ -494,7 +494,7 @@ def test_tasks_that_are_no_texts_are_not_converted(root: Path, tmp_path: Path) -
 def test_a_part_is_not_converted(root: Path, tmp_path: Path) -> None:
     for part in ({"episodes": [0]}, {"drop_first": 1}, {"frames": {0: [(0, 3)]}}):
         with pytest.raises(ValueError, match="only a part of the dataset is selected"):
-            dali_stream.convert(Dataset(root, **part), tmp_path / "out")
+            dali_stream.tools.convert(Dataset(root, **part), tmp_path / "out")
 
 
 def test_episodes_are_selected_by_what_only_some_have(root: Path) -> None:

@@ -79,7 +79,7 @@ def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
 def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
     try:
         dataset = dali_stream.Dataset(root)
-        report = dali_stream.describe(dataset, look_at=1)
+        report = dali_stream.tools.describe(dataset, look_at=1)
     except DaliStreamError as error:
         raise DatasetError(
             f"{root} is not empty, and holds no demo dataset ({error}); give another folder with --root"

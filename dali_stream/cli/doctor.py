@@ -13,7 +13,7 @@ from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.doctor import Report
+    from dali_stream.tools.diagnosis import DoctorReport
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -49,7 +49,7 @@ def doctor(
         place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
         place |= arguments.located_by(clock, tolerance_s)
     with console.progress("examining") as show:
-        report = dali_stream.doctor(uri, **place, deep=deep, progress=show)
+        report = dali_stream.tools.doctor(uri, **place, deep=deep, progress=show)
     if as_json:
         console.print_json(report.as_dict())
     else:
@@ -59,7 +59,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _table(report: Report) -> Table:
+def _table(report: DoctorReport) -> Table:
     made = console.pairs()
     made.add_column(overflow="fold")
     area = ""
@@ -73,7 +73,7 @@ def _table(report: Report) -> Table:
     return made
 
 
-def _sum(report: Report) -> str:
+def _sum(report: DoctorReport) -> str:
     counts = [(sum(finding.status == status for finding in report.findings), status) for status in _STYLES]
     plural = ", ".join(f"{count} ok" if status == "ok" else counted(count, status) for count, status in reversed(counts))
     return f"{report.status}: {plural}"

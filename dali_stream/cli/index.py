@@ -13,7 +13,7 @@ from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.index import IndexReport
+    from dali_stream.tools.indexing import IndexReport
 
 _SHOWN = 20  # broken files in the text
 
@@ -37,7 +37,7 @@ def index(
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"storage_options": storage_options, "cache_bytes": cache_bytes, "cameras": arguments.names(cameras)}
     with arguments.opened(uri, **place) as dataset, console.progress("reading indices") as show:
-        report = dali_stream.index(dataset, show)
+        report = dali_stream.tools.index(dataset, show)
     if as_json:
         console.print_json(dataclasses.asdict(report))
     else:

@@ -13,7 +13,7 @@ from dali_stream import Dataset
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 from dali_stream.mixture import open_all
-from dali_stream.tools.describe import CameraReport, DatasetReport
+from dali_stream.tools.description import CameraReport, DatasetReport
 from dali_stream.tools.mixture import MixtureReport, describe_mixture
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def info(
         _mixture(mixed, as_json)
         return
     with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
-        report = dali_stream.describe(dataset)
+        report = dali_stream.tools.describe(dataset)
         forecasts = _forecasts(dataset, size) if size else []
     if as_json:
         memory = {"memory": [dataclasses.asdict(forecast) for forecast in forecasts]} if size else {}

@@ -13,7 +13,7 @@ from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.reshard import Report
+    from dali_stream.tools.rewriting import RewriteReport
 
 _FILES = ("footers", "indices")  # stages that count files; the others count bytes
 
@@ -44,7 +44,7 @@ def reshard(
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
     with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as show:
-        report = dali_stream.reshard(dataset, out, **sizes, progress=console.stages(show, *_FILES))
+        report = dali_stream.tools.reshard(dataset, out, **sizes, progress=console.stages(show, *_FILES))
     _say(out, report, as_json)
 
 
@@ -71,11 +71,11 @@ def convert(
     place |= arguments.located_by(clock, tolerance_s)
     sizes = {"data_file_size": data_file_size, "video_file_size": video_file_size}
     with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as show:
-        report = dali_stream.convert(dataset, out, **sizes, progress=console.stages(show, *_FILES))
+        report = dali_stream.tools.convert(dataset, out, **sizes, progress=console.stages(show, *_FILES))
     _say(out, report, as_json)
 
 
-def _say(out: Path, report: Report, as_json: bool) -> None:
+def _say(out: Path, report: RewriteReport, as_json: bool) -> None:
     if as_json:
         console.print_json(report.as_dict())
         return
@@ -86,7 +86,7 @@ def _say(out: Path, report: Report, as_json: bool) -> None:
     )
 
 
-def _table(report: Report) -> Table:
+def _table(report: RewriteReport) -> Table:
     made = console.table("", "source", "out", right=("source", "out"))
     source, out = report.source, report.out
     made.add_row("data files", str(source.data_files), str(out.data_files))

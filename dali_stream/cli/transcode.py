@@ -13,7 +13,7 @@ from dali_stream.cli.reshard import Json, Out, Uri
 from dali_stream.errors import counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.transcode import Report
+    from dali_stream.tools.transcoding import TranscodeReport
 
 _FILES = ("sizes",)  # the stage that counts files; the others count bytes of the source
 
@@ -49,7 +49,7 @@ def transcode(
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     with arguments.opened(uri, storage_options=storage_options, **place) as dataset, console.progress() as show:
         options: dict[str, Any] = {"codec": codec, "gop": gop, "encoder": encoder, "crf": crf, "jobs": jobs}
-        report = dali_stream.transcode(dataset, out, **options, progress=console.stages(show, *_FILES))
+        report = dali_stream.tools.transcode(dataset, out, **options, progress=console.stages(show, *_FILES))
     if as_json:
         console.print_json(report.as_dict())
         return
@@ -57,7 +57,7 @@ def transcode(
     typer.echo(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {_compared(report)}")
 
 
-def _table(report: Report) -> Table:
+def _table(report: TranscodeReport) -> Table:
     numbers = ("files", "frames", "PSNR min", "mean")
     made = console.table("camera", "files", "frames", "codec", "bytes", "encoder", "PSNR min", "mean", right=numbers)
     for name, camera in report.cameras.items():
@@ -68,7 +68,7 @@ def _table(report: Report) -> Table:
     return made
 
 
-def _compared(report: Report) -> str:
+def _compared(report: TranscodeReport) -> str:
     files, copied = (sum(getattr(camera, name) for camera in report.cameras.values()) for name in ("files", "copied"))
     if copied == files:
         return f"its {files} video files already fit and are copied"

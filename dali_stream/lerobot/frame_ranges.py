@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 Frames = Mapping[int, Sequence[Sequence[int]]] | Mapping[str, Sequence[Sequence[int]]]
+"""{episode index: [(start, stop), ...]}, ranges of frames within each episode, without `stop`."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ SUBTASKS = "meta/subtasks.parquet"
 TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
-Stats = dict[str, dict[str, npt.NDArray[Any]]]  # {key: {"mean": (*shape), …}}; a camera's are (3, 1, 1), of values in [0, 1]
+Stats = dict[str, dict[str, npt.NDArray[Any]]]
+"""{key: {"mean": array, ...}}. Arrays have the shape of a row, or for a camera (3, 1, 1) with values in [0, 1]."""
 _log = logging.getLogger("dali_stream")
 
 

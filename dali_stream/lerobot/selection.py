@@ -14,6 +14,7 @@ from dali_stream.lerobot import metadata
 
 Int64 = npt.NDArray[np.int64]
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
+"""Function of one episode's columns that returns whether to use the episode, or a `pyarrow.compute` expression."""
 
 
 class ReadColumns(Protocol):

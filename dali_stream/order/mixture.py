@@ -108,7 +108,9 @@ class MixtureOrder:
     def __len__(self) -> int:
         return self._positions
 
-    def read(self, start: int, count: int, rank: int = 0, world_size: int = 1) -> tuple[Int64, Int64]:
+    def read(
+        self, start: int, count: int, rank: int = 0, world_size: int = 1
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The next `count` samples that `rank` serves at or after position `start`.
 
         Reading on from where the last call ended is cheap; going back replays the rank's draws from the epoch's start.

@@ -23,6 +23,7 @@ from dali_stream.errors import counted
 from dali_stream.order.rng import mix, philox
 
 Shuffle = bool | str
+"""True (pools of episodes), "global" (one permutation of all frames) or False (recorded order)."""
 _CONSUMERS, _SEGMENTS = 32, 256  # what `default_pools` aims at
 _RANKS = 1 << 16  # the largest world size that an error suggests
 

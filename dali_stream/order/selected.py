@@ -13,15 +13,15 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Ranges(Protocol):
-    """Frames of episodes, such as `lerobot.frame_ranges.FrameRanges`."""
+    """Frames of each episode that are sampled, such as `Dataset.frame_ranges`."""
 
     @property
-    def counts(self) -> Int64:
-        """(E,) frames of each episode."""
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Return the number of sampled frames of each episode, shape (E,)."""
         ...
 
-    def frames(self, episode: Int64, number: Int64) -> Int64:
-        """The `number`-th frame of each `episode`."""
+    def frames(self, episode: npt.NDArray[np.int64], number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the `number`-th sampled frame of each `episode`."""
         ...
 
 

@@ -24,28 +24,28 @@ _POSITIONS = 1 << 42  # of an epoch: keeps the order's products within int64
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """The samples of M datasets in an epoch of their mixture, as `shares` gives them.
+    """Number of samples of each of M datasets in an epoch of their mixture.
 
     Attributes:
-        frames: (M,) sampled frames of each dataset.
+        frames: Number of sampled frames of each dataset, shape (M,).
         kind: "union", "repeats", "weights" or "temperature".
-        weights: (M,) integers of 1 or more. The share of dataset i is weights[i] / weights.sum(). Of "union" and "repeats"
-            they are the samples of each epoch; of the others an epoch has that share of its samples, rounded up or down.
-        epoch_samples: positions of an epoch.
+        weights: Integers of at least 1, shape (M,). The share of dataset i is weights[i] / weights.sum(). For "union" and
+            "repeats", these are the samples of an epoch. For the others, the samples of an epoch are rounded up or down.
+        epoch_samples: Number of samples in an epoch.
     """
 
-    frames: Int64
+    frames: npt.NDArray[np.int64]
     kind: str
-    weights: Int64
+    weights: npt.NDArray[np.int64]
     epoch_samples: int
 
     @property
-    def targets(self) -> Float64:
-        """(M,) shares of the samples. They add up to 1."""
+    def targets(self) -> npt.NDArray[np.float64]:
+        """Return the share of the samples of each dataset, shape (M,). The sum is 1."""
         return self.weights / self.weights.sum()
 
     @property
-    def passes(self) -> Float64:
+    def passes(self) -> npt.NDArray[np.float64]:
         """(M,) how often an epoch shows each frame of a dataset, on average."""
         return self.targets * self.epoch_samples / self.frames
 

@@ -107,14 +107,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What limits a loader.
+    """Stage that limits a loader.
 
     Attributes:
-        stage: "training" where the loader keeps up; "read", "pack", "decode", "resize" (decode threads); "rows", "gather",
-            "plan" (planner thread); "graph" (copying frames into batches, and DALI); "handover" (from DALI's outputs to a
-            batch); "prefetch" where batches are waited for and no stage is busy.
-        share: of the time of the threads that the stage has, 0 to 1.
-        text: one to three sentences for people: the stage, its share and the change that would help most.
+        stage: "training" if the loader keeps up. Otherwise "read", "pack", "decode" or "resize" (decode threads), "rows",
+            "gather" or "plan" (planner thread), "graph" (copying frames into batches, and DALI), "handover" (from DALI to a
+            batch), or "prefetch" if training waits although no stage is busy.
+        share: Share of the time that the stage takes of its threads, 0 to 1.
+        text: One to three sentences with the stage, its share and the change that would help most.
     """
 
     stage: str

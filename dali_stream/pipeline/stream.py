@@ -22,6 +22,7 @@ from dali_stream.pipeline.producer import MEMORY, BatchProducer, closed
 from dali_stream.schedule.budget import divide, frames_budget, reads_budget
 
 Batch = dict[str, Any]
+"""{key: tensor, or list of str for text}, with the batch as first dimension."""
 _log = logging.getLogger("dali_stream")
 _TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()

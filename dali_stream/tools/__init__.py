@@ -1,1 +1,63 @@
-"""Programs on top of the library: doctor, describe, selftest, bench, reshard, transcode, index. Nothing else imports them."""
+"""Functions behind the commands of `dali-stream`. The rest of the library does not import them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dali_stream.tools.description import CameraReport, DatasetReport, FeatureReport, describe
+    from dali_stream.tools.diagnosis import DoctorReport, Finding, doctor
+    from dali_stream.tools.diagnosis.report import Area, Status
+    from dali_stream.tools.indexing import IndexReport, index
+    from dali_stream.tools.output.work import Progress
+    from dali_stream.tools.rewriting import RewriteReport, Side, convert, reshard
+    from dali_stream.tools.transcoding import TranscodedCamera, TranscodeReport, transcode
+    from dali_stream.tools.transcoding.encoders import Codec, EncoderChoice
+
+__all__ = [
+    "Area",
+    "CameraReport",
+    "Codec",
+    "DatasetReport",
+    "DoctorReport",
+    "EncoderChoice",
+    "FeatureReport",
+    "Finding",
+    "IndexReport",
+    "Progress",
+    "RewriteReport",
+    "Side",
+    "Status",
+    "TranscodeReport",
+    "TranscodedCamera",
+    "convert",
+    "describe",
+    "doctor",
+    "index",
+    "reshard",
+    "transcode",
+]
+
+_MODULES = {
+    "description": ("CameraReport", "DatasetReport", "FeatureReport", "describe"),
+    "diagnosis": ("DoctorReport", "Finding", "doctor"),
+    "diagnosis.report": ("Area", "Status"),
+    "indexing": ("IndexReport", "index"),
+    "output.work": ("Progress",),
+    "rewriting": ("RewriteReport", "Side", "convert", "reshard"),
+    "transcoding": ("TranscodeReport", "TranscodedCamera", "transcode"),
+    "transcoding.encoders": ("Codec", "EncoderChoice"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    # Modules are imported on first use, since a command needs only one of them.
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Available: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return [name for name in globals() if name.startswith("__")] + __all__

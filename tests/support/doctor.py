@@ -62,13 +62,13 @@ def cpu_torch() -> str:
 def doctor(
     *arguments: Any, environment: Mapping[str, str] | None = None, libraries: Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """What `dali_stream.doctor` reports where the processes that it starts have these variables and packages."""
+    """What `dali_stream.tools.doctor` reports where the processes that it starts have these variables and packages."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
         if libraries is not None:
             patch.syspath_prepend(libraries)
-        report: dict[str, Any] = json.loads(json.dumps(dali_stream.doctor(*arguments, **options).as_dict()))
+        report: dict[str, Any] = json.loads(json.dumps(dali_stream.tools.doctor(*arguments, **options).as_dict()))
     return report
 
 

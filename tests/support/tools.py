@@ -14,14 +14,14 @@ from dali_stream import Dataset
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
-from dali_stream.tools.reshard import Report as ReshardReport
-from dali_stream.tools.reshard import reshard
-from dali_stream.tools.transcode import Report, transcode
+from dali_stream.tools import RewriteReport, TranscodeReport
+from dali_stream.tools.rewriting import reshard
+from dali_stream.tools.transcoding import transcode
 
 SMALL = {"data_file_size": 15_000, "video_file_size": 100_000}  # several files of each kind out of a demo
 
 
-def resharded(source: Path | str, out: Path, **options: Any) -> ReshardReport:
+def resharded(source: Path | str, out: Path, **options: Any) -> RewriteReport:
     """Reshards."""
     dataset = Dataset(source)
     try:
@@ -33,7 +33,7 @@ def resharded(source: Path | str, out: Path, **options: Any) -> ReshardReport:
 FAST = ["--codec", "h264", "--encoder", "cpu"]
 
 
-def transcoded(source: Path | str, out: Path, **options: Any) -> Report:
+def transcoded(source: Path | str, out: Path, **options: Any) -> TranscodeReport:
     """Transcodes."""
     dataset = Dataset(source)
     try:

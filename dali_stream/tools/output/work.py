@@ -12,6 +12,7 @@ THREADS = 4
 T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[str, int, int], None]
+"""Function that is called as (stage, done, total)."""
 
 
 class Work:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import counted
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Result
 from dali_stream.tools.isolated import Answer
 
 NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "MPEG-4"}

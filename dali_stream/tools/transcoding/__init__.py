@@ -12,8 +12,8 @@ job        `transcode`
 
 from __future__ import annotations
 
-from dali_stream.tools.transcode.encoders import CODECS, ENCODERS
-from dali_stream.tools.transcode.job import transcode
-from dali_stream.tools.transcode.report import Camera, Report
+from dali_stream.tools.transcoding.encoders import CODECS, ENCODERS
+from dali_stream.tools.transcoding.job import transcode
+from dali_stream.tools.transcoding.report import TranscodedCamera, TranscodeReport
 
-__all__ = ["CODECS", "ENCODERS", "Camera", "Report", "transcode"]
+__all__ = ["CODECS", "ENCODERS", "TranscodeReport", "TranscodedCamera", "transcode"]

@@ -24,8 +24,8 @@ from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
-from dali_stream.tools.doctor import answers
-from dali_stream.tools.doctor.report import OK, PROBLEM, Result
+from dali_stream.tools.diagnosis import answers
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
 from dali_stream.tools.isolated import Call, call_each
 
 # Of luma, since decoders upsample chroma differently: in RGB, DALI and FFmpeg differ by 31 dB in saturated colours. Measured in

@@ -25,12 +25,12 @@ from dali_stream.tools.output.checks import check_apart, content_hash, identity,
 from dali_stream.tools.output.copy import read_samples, write_meta
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
-from dali_stream.tools.reshard import meta, rows, video
-from dali_stream.tools.reshard.meta import DATA_PATH, VIDEO_PATH, Layout
-from dali_stream.tools.reshard.report import Reads, Report, Side, side
-from dali_stream.tools.reshard.rows import DataFile, EpisodeRows, Parquet
-from dali_stream.tools.reshard.stores import Recorder, Window
-from dali_stream.tools.reshard.video import Source, VideoFile
+from dali_stream.tools.rewriting import meta, rows, video
+from dali_stream.tools.rewriting.meta import DATA_PATH, VIDEO_PATH, Layout
+from dali_stream.tools.rewriting.report import Reads, RewriteReport, Side, side
+from dali_stream.tools.rewriting.rows import DataFile, EpisodeRows, Parquet
+from dali_stream.tools.rewriting.stores import Recorder, Window
+from dali_stream.tools.rewriting.video import Source, VideoFile
 
 _LAYOUT = 1  # increased when the same dataset and options are written differently
 _TABLES = 16  # video indices kept in memory
@@ -82,7 +82,7 @@ class Job:
         meta.write_episodes(self.folder, self.dataset, self.table, self.layout, self._sizes[0])
         return data_files, video_files
 
-    def report(self, out: Side) -> Report:
+    def report(self, out: Side) -> RewriteReport:
         """The report, with the source beside `out`."""
         table, dataset = self.table, self.dataset
         paths = [path for camera in self.videos for path in table.video[camera].paths]
@@ -90,7 +90,7 @@ class Job:
         nbytes += sum(map(self.store.size, [*table.data.paths, *paths]))
         files = len(table.data.paths), len(paths)
         before = side(dataset.store.address, files, nbytes, self._index_reads, self._row_reads)
-        return Report(len(table.index), int(table.length.sum()), tuple(self.videos), before, out)
+        return RewriteReport(len(table.index), int(table.length.sum()), tuple(self.videos), before, out)
 
     # ---- rows
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import Episodes, parquet_errors
 from dali_stream.storage import Store
-from dali_stream.tools.reshard.stores import Window
+from dali_stream.tools.rewriting.stores import Window
 
 ROW_GROUP = 32 << 20
 WINDOW = 16 << 20  # bytes of row groups fetched together; a single one may be larger

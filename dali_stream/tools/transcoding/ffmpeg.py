@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dali_stream.arguments import one_of
 from dali_stream.errors import DaliStreamError, DecodeError
-from dali_stream.tools.transcode.encoders import ENCODERS, Codec, Encoder, EncoderChoice, encoder
+from dali_stream.tools.transcoding.encoders import ENCODERS, Codec, Encoder, EncoderChoice, encoder
 
 _LINES = 40  # of its stderr that are kept
 _SAID = 400  # of these in an error

@@ -13,8 +13,8 @@ from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, count
 from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, explain, find_packets
-from dali_stream.tools.doctor.looks import look
-from dali_stream.tools.doctor.report import OK, PROBLEM, Result
+from dali_stream.tools.diagnosis.looks import look
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
 
 LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
 _NAMES = ("task_index", "subtask_index")

@@ -12,7 +12,7 @@ from typing import Any
 
 from dali_stream.install import install_command
 from dali_stream.tools import environment
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Result
 from dali_stream.tools.isolated import Answer
 
 _DRIVERS = {12: "525", 13: "580"}  # the first driver for this CUDA: CUDA's release notes, table "toolkit driver versions"

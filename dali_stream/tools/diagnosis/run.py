@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.tools.doctor import answers, dataset, gpu, machine, software
-from dali_stream.tools.doctor.frames import Decoders, Deep, Progress
-from dali_stream.tools.doctor.report import Finding, Report
+from dali_stream.tools.diagnosis import answers, dataset, gpu, machine, software
+from dali_stream.tools.diagnosis.frames import Decoders, Deep
+from dali_stream.tools.diagnosis.report import DoctorReport, Finding
 from dali_stream.tools.isolated import Answer, Call, call, calling
 
 
@@ -19,9 +20,9 @@ def doctor(
     cache_dir: str | os.PathLike[str] | None = None,
     limit_s: float = 120.0,
     deep: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
-) -> Report:
+) -> DoctorReport:
     """Examines this machine, and optionally a dataset. Whatever is wrong with them becomes a finding, not an exception.
 
     Args:
@@ -64,7 +65,7 @@ def doctor(
             found, seen = dataset.examine(opened, Decoders(not torchcodec.error, not dali.error, usable), limit_s, every)
             findings += found
     findings += [opened] if isinstance(opened, Finding) else []
-    return Report(tuple(findings), tuple(gpus), versions, facts, seen)
+    return DoctorReport(tuple(findings), tuple(gpus), versions, facts, seen)
 
 
 def _calls(*names: str) -> list[Call]:

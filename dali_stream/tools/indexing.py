@@ -11,7 +11,7 @@ from dali_stream.errors import DatasetError, DecodeError
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.rows import open_parquet
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.describe import used
+from dali_stream.tools.description import used
 from dali_stream.tools.output.work import Work
 
 THREADS = 16  # nearly all time is spent waiting for responses

@@ -12,7 +12,9 @@ from typing import Literal, get_args
 from dali_stream.arguments import one_of, positive
 
 Codec = Literal["hevc", "h264", "av1", "vp9"]
+"""Codec of the new videos."""
 EncoderChoice = Literal["auto", "nvenc", "cpu"]
+"""Encoder; "auto" is NVENC if it works."""
 CODECS: tuple[Codec, ...] = get_args(Codec)
 ENCODERS: tuple[EncoderChoice, ...] = get_args(EncoderChoice)
 _LONGEST_GOP = 10_000

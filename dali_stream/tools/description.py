@@ -131,7 +131,7 @@ class DatasetReport:
         return dataclasses.asdict(self)
 
 
-def describe(dataset: Dataset, *, look_at: int = LOOK_AT) -> DatasetReport:
+def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
     """Describes a dataset from its metadata and the indices of its video files.
 
     Args:

@@ -12,7 +12,7 @@ run      `reshard` and `convert`
 
 from __future__ import annotations
 
-from dali_stream.tools.reshard.report import Report, Side
-from dali_stream.tools.reshard.run import convert, reshard
+from dali_stream.tools.rewriting.report import RewriteReport, Side
+from dali_stream.tools.rewriting.run import convert, reshard
 
-__all__ = ["Report", "Side", "convert", "reshard"]
+__all__ = ["RewriteReport", "Side", "convert", "reshard"]

@@ -16,13 +16,13 @@ from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.index import read_index
 from dali_stream.tools.output.copy import check_same, read_samples
 from dali_stream.tools.output.folder import AGAIN
-from dali_stream.tools.reshard import rows, video
-from dali_stream.tools.reshard.job import Job
-from dali_stream.tools.reshard.meta import copied_files, episode_tables, info, renewed, written_files
-from dali_stream.tools.reshard.report import Side, side
-from dali_stream.tools.reshard.rows import DataFile, EpisodeRows, RowDigest
-from dali_stream.tools.reshard.stores import Recorder, Window
-from dali_stream.tools.reshard.video import VideoFile
+from dali_stream.tools.rewriting import rows, video
+from dali_stream.tools.rewriting.job import Job
+from dali_stream.tools.rewriting.meta import copied_files, episode_tables, info, renewed, written_files
+from dali_stream.tools.rewriting.report import Side, side
+from dali_stream.tools.rewriting.rows import DataFile, EpisodeRows, RowDigest
+from dali_stream.tools.rewriting.stores import Recorder, Window
+from dali_stream.tools.rewriting.video import VideoFile
 
 
 def verify(job: Job, data_files: list[DataFile], video_files: dict[str, list[VideoFile]]) -> Side:

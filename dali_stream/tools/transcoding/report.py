@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Camera:
+class TranscodedCamera:
     """One camera.
 
     Attributes:
@@ -36,21 +36,21 @@ class Camera:
 
 
 @dataclass(frozen=True)
-class Report:
+class TranscodeReport:
     """A dataset. `codec` and `gop` are as requested."""
 
     episodes: int
     frames: int
     codec: str
     gop: int
-    cameras: dict[str, Camera]
+    cameras: dict[str, TranscodedCamera]
 
     def as_dict(self) -> dict[str, Any]:
         """The same as dicts and lists for JSON."""
         return dataclasses.asdict(self)
 
 
-def camera(notes: Sequence[dict[str, Any]]) -> Camera:
+def camera(notes: Sequence[dict[str, Any]]) -> TranscodedCamera:
     """Sums up the notes of its files."""
     episodes = {
         int(e): (low, mean) for note in notes for e, (low, mean) in sorted(note["psnr"].items(), key=lambda e: int(e[0]))
@@ -60,7 +60,7 @@ def camera(notes: Sequence[dict[str, Any]]) -> Camera:
     def names(key: str) -> str:
         return ", ".join(sorted({note[key] for note in notes} - {""}))
 
-    return Camera(
+    return TranscodedCamera(
         files=len(notes),
         copied=sum(not note["encoder"] for note in notes),
         frames=sum(note["frames"] for note in notes),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream import process
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Finding, Result
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Result
 
 CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
 _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30

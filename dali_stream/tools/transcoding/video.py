@@ -19,9 +19,9 @@ from dali_stream.storage import LocalStore, Store
 from dali_stream.tools.output.checks import refuse_sound, shown
 from dali_stream.tools.output.copy import copy
 from dali_stream.tools.output.folder import Folder
-from dali_stream.tools.transcode.check import Video, check_times, compare, refusal, scan
-from dali_stream.tools.transcode.encoders import Encoder
-from dali_stream.tools.transcode.ffmpeg import Program
+from dali_stream.tools.transcoding.check import Video, check_times, compare, refusal, scan
+from dali_stream.tools.transcoding.encoders import Encoder
+from dali_stream.tools.transcoding.ffmpeg import Program
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.schedule import Limits
-from dali_stream.tools.describe import CameraReport, contradictions, describe_video, video_files
-from dali_stream.tools.doctor.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task
-from dali_stream.tools.doctor.gpu import NOTHING_TO_DO
-from dali_stream.tools.doctor.looks import look
-from dali_stream.tools.doctor.report import OK, PROBLEM, WARNING, Result
-from dali_stream.tools.doctor.rows import Rows, Timing, spread
+from dali_stream.tools.description import CameraReport, contradictions, describe_video, video_files
+from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task
+from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
+from dali_stream.tools.diagnosis.looks import look
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.diagnosis.rows import Rows, Timing, spread
 from dali_stream.tools.forecast import decodes, median_gop
 
 _SHOWN = 3  # broken files reported per camera

@@ -10,9 +10,9 @@ from dali_stream.dataset import Dataset
 from dali_stream.tools.output.checks import check_outside
 from dali_stream.tools.output.folder import Folder
 from dali_stream.tools.output.work import Progress
-from dali_stream.tools.reshard.job import Job
-from dali_stream.tools.reshard.report import Report
-from dali_stream.tools.reshard.verify import verify
+from dali_stream.tools.rewriting.job import Job
+from dali_stream.tools.rewriting.report import RewriteReport
+from dali_stream.tools.rewriting.verify import verify
 
 STAGE = ".reshard"
 
@@ -24,7 +24,7 @@ def reshard(
     data_file_size: int | str = "100MiB",
     video_file_size: int | str = "200MiB",
     progress: Progress | None = None,
-) -> Report:
+) -> RewriteReport:
     """Rewrites a dataset for streaming into a local folder, and verifies it: large row groups, few files, MP4s with their
     index in front. Rows and encoded frames stay as they are. A dataset of v2.x becomes one of v3.0.
 
@@ -59,7 +59,7 @@ def convert(
     data_file_size: int | str = "100MiB",
     video_file_size: int | str = "200MiB",
     progress: Progress | None = None,
-) -> Report:
+) -> RewriteReport:
     """Convert a dataset to LeRobot v3.0 in a local folder, and verify it.
 
     Encoded frames stay as they are. Rows stay as they are, too, unless the dataset is opened with `clock="frame_index"`: then
@@ -87,7 +87,7 @@ def _rewrite(
     video_file_size: int | str,
     progress: Progress | None,
     regular: bool,
-) -> Report:
+) -> RewriteReport:
     sizes = byte_count(data_file_size, "data_file_size"), byte_count(video_file_size, "video_file_size")
     check_outside(dataset, out)
     job = Job(dataset, *sizes, progress, regular)

@@ -11,13 +11,13 @@ from dali_stream.dataset import Dataset
 from dali_stream.decode import images as image
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.tools.describe import missing_files
-from dali_stream.tools.doctor import frames
-from dali_stream.tools.doctor.camera import Camera
-from dali_stream.tools.doctor.frames import Decoded, Decoders, Deep
-from dali_stream.tools.doctor.report import OK, PROBLEM, Finding, Result
-from dali_stream.tools.doctor.rows import Rows, examine_names, spread
-from dali_stream.tools.doctor.rows import examine as examine_rows
+from dali_stream.tools.description import missing_files
+from dali_stream.tools.diagnosis import frames
+from dali_stream.tools.diagnosis.camera import Camera
+from dali_stream.tools.diagnosis.frames import Decoded, Decoders, Deep
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, Finding, Result
+from dali_stream.tools.diagnosis.rows import Rows, examine_names, spread
+from dali_stream.tools.diagnosis.rows import examine as examine_rows
 
 _SHOWN = 5  # missing files named
 

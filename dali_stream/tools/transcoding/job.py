@@ -25,11 +25,11 @@ from dali_stream.tools.output.checks import check_apart, check_outside, identity
 from dali_stream.tools.output.copy import AT_THE_ROOT, check_same, copy, episode_files, small_files, write_meta
 from dali_stream.tools.output.folder import AGAIN, Folder
 from dali_stream.tools.output.work import Progress, Work
-from dali_stream.tools.transcode.encoders import Codec, Encoder, EncoderChoice
-from dali_stream.tools.transcode.ffmpeg import Program, choose
-from dali_stream.tools.transcode.report import Report
-from dali_stream.tools.transcode.report import camera as of_camera
-from dali_stream.tools.transcode.video import Copies, Share, VideoFile, Writer
+from dali_stream.tools.transcoding.encoders import Codec, Encoder, EncoderChoice
+from dali_stream.tools.transcoding.ffmpeg import Program, choose
+from dali_stream.tools.transcoding.report import TranscodeReport
+from dali_stream.tools.transcoding.report import camera as of_camera
+from dali_stream.tools.transcoding.video import Copies, Share, VideoFile, Writer
 
 STAGE = ".transcode"
 CHANGED = "has changed since it was written"
@@ -48,7 +48,7 @@ def transcode(
     crf: int | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
-) -> Report:
+) -> TranscodeReport:
     """Re-encodes a dataset's videos into a local folder, and verifies it.
 
     Files, episodes and times stay the same. Frames become 8 bit 4:2:0 in BT.601, which DALI converts correctly on a GPU. Files
@@ -128,7 +128,7 @@ class Job:
         self.program.kill()
         self.store.close()
 
-    def run(self) -> Report:
+    def run(self) -> TranscodeReport:
         """All of it."""
         table, rows = self.table, self.table.data.paths
         paths = [*rows, *(path for _, path in self.videos)]
@@ -153,7 +153,7 @@ class Job:
         write_meta(self.dataset, self.folder, [*small_files(source), *episode_files(source)], new)
         self._verify(paths)
         self.folder.finish()
-        return Report(len(table.index), int(table.length.sum()), self.encoder.codec, self.gop, cameras)
+        return TranscodeReport(len(table.index), int(table.length.sum()), self.encoder.codec, self.gop, cameras)
 
     def _copy(self, path: str, size: int) -> None:
         """Copies a Parquet file of this size."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Area = Literal["gpu", "software", "machine", "dataset"]
+"""Subject of a finding."""
 Status = Literal["ok", "warning", "problem"]
+"""Status of a finding. A report has the worst one of its findings."""
 OK: Status = "ok"
 WARNING: Status = "warning"
 PROBLEM: Status = "problem"
@@ -35,7 +37,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All findings.
 
     Attributes:

@@ -32,7 +32,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Report:
+class RewriteReport:
     """The source and the new dataset."""
 
     episodes: int

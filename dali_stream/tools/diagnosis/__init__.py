@@ -11,7 +11,7 @@ run                       `doctor`
 
 from __future__ import annotations
 
-from dali_stream.tools.doctor.report import Finding, Report
-from dali_stream.tools.doctor.run import doctor
+from dali_stream.tools.diagnosis.report import DoctorReport, Finding
+from dali_stream.tools.diagnosis.run import doctor
 
-__all__ = ["Finding", "Report", "doctor"]
+__all__ = ["DoctorReport", "Finding", "doctor"]
