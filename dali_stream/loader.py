@@ -398,6 +398,7 @@ class Loader:
         self._closed = True
         if os.getpid() == self._pid:
             self._source.close()
+            self._config.substitutes.report(self._epoch + 1)  # of the next epoch, some batches may have been made
             self.dataset.close()
 
     def __enter__(self) -> Loader:
@@ -413,6 +414,7 @@ class Loader:
         batches = self._config.batches
         warm = iteration > 1
         if self._abandoned:
+            self._config.substitutes.report(self._epoch)
             if left := batches.count(self._position):
                 self._stop()
                 warm = False
@@ -442,6 +444,7 @@ class Loader:
                     raise
                 self._check_current(iteration)  # before a lock is taken: after a fork, a thread of the parent may hold it
                 self._counters.add(training_s=time.perf_counter() - given)
+            self._config.substitutes.report(self._epoch)
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
@@ -475,6 +478,7 @@ class Loader:
         if os.getpid() == self._pid:  # after a fork: a lock that another thread held then is never given back
             self._source.stop()
             self.dataset.close()
+            self._config.substitutes.report(self._epoch)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import Batch, equal
-from support.datasets import ODD_CAMERA, ODD_SIZE, Column, build, image_file, noise
+from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, Column, build, copied, image_file, noise
 
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.demo import read_identities
@@ -71,6 +73,59 @@ def test_they_are_counted(root: Path) -> None:
         assert loader.stats()["substituted"] == len(BROKEN)
         list(loader)
         assert loader.stats()["substituted"] == 2 * len(BROKEN)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The messages on substitutes since the last call."""
+    found = [record.getMessage() for record in caplog.records if "substituted by" in record.getMessage()]
+    caplog.clear()
+    return found
+
+
+def test_the_first_is_logged_at_once_and_all_of_them_when_the_epoch_ends(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damaged = rf"{ODD_CAMERA}: episode \d, frame \d+: the image is damaged"
+    with Loader(root, on_error="substitute", **OPTIONS) as loader:
+        for batch in loader:
+            if batch["is_substitute"].any():
+                [first] = logged(caplog)
+                assert re.match(rf"a sample was substituted by another of its batch: {damaged}", first)
+                break
+        [summary] = logged(caplog)
+        assert re.match(rf"epoch 0, {ODD_CAMERA}: \d samples? could not be decoded, substituted by", summary)
+        assert loader.stats()["substituted"] == int(re.findall(r": (\d) sample", summary)[0])
+        for epoch in (1, 2):
+            list(loader)
+            [summary] = logged(caplog)
+            assert re.match(rf"epoch {epoch}, {ODD_CAMERA}: 4 samples could .* The first error: {damaged}", summary)
+    assert logged(caplog) == []
+
+
+def test_a_loop_of_exactly_one_epoch_is_summed_up_too(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It asks for no batch behind the last one, so the epoch ends with the loader."""
+    with Loader(root, on_error="substitute", **OPTIONS) as loader:
+        iterator = iter(loader)
+        for _ in range(len(loader)):
+            next(iterator)
+    assert [message.partition(" could")[0] for message in logged(caplog)[1:]] == [f"epoch 0, {ODD_CAMERA}: 4 samples"]
+
+
+def test_each_damaged_file_has_its_line(written: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = copied(written(episodes=2, size=(128, 160), codec="h264", gop=30), tmp_path)
+    damaged = [root / f"videos/{camera}/chunk-000/file-000.mp4" for camera in (TOP, SIDE)]
+    for file in damaged:
+        data = bytearray(file.read_bytes())
+        middle = len(data) // 2
+        data[middle : middle + 400] = bytes(400)
+        file.write_bytes(data)
+    with Loader(root, on_error="substitute", batch_size=8, image_dtype="uint8", device="cpu") as loader:
+        list(loader)
+        substituted = loader.stats()["substituted"]
+    _, *summaries = logged(caplog)
+    assert 1 < len(summaries) <= 2
+    for summary in summaries:
+        [file] = [file for file in damaged if str(file) in summary]
+        damaged.remove(file)
+    assert sum(int(re.findall(r": (\d+) samples? could", summary)[0]) for summary in summaries) == substituted
 
 
 @pytest.mark.parametrize("changes", [{"num_threads": 1, "prefetch": 1}, {"memory_budget": "3MiB"}])

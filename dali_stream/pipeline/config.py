@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from dali_stream.order.batches import Batches
 from dali_stream.order.orders import EpochOrder, Orders
 from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
+from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.schedule.budget import Sizes, batches_in_progress
 
 _log = logging.getLogger("dali_stream")
@@ -47,6 +48,7 @@ class Config:
     max_substitutes: float | None
     gpu: int | None
     augments: bool
+    substitutes: Substitutes = field(default_factory=Substitutes)
 
     def order(self, epoch: int) -> EpochOrder:
         """The order of one epoch."""

@@ -34,6 +34,7 @@ from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import Route
 from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
+from dali_stream.lerobot.source import ABSENT
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
@@ -42,7 +43,7 @@ from dali_stream.schedule.advice import Advice, reread_remedies
 from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon, reads_budget
 from dali_stream.schedule.frames import NONE
 from dali_stream.schedule.reads import Storage
-from dali_stream.schedule.samples import samples
+from dali_stream.schedule.samples import Samples, samples
 from dali_stream.schedule.schedule import Limits, Schedule, Step
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
@@ -64,7 +65,7 @@ class Batch:
     columns: dict[str, Array]
     strings: Texts
     work: dict[str, Work]
-    padded: int
+    samples: Samples
 
 
 class BatchProducer:
@@ -193,7 +194,7 @@ class BatchProducer:
             raise closed() from error
         self._room.release()
         self._clips.append({key: frames[key] for key in self._on_dali})
-        self._counters.padded += batch.padded
+        self._counters.padded += batch.samples.padded
         past = {key: torch.from_numpy(self._shown(key, frames[key])).movedim(-1, -3) for key in self._past_dali}
         self.delivered.append((batch.strings, past))
         return batch, frames
@@ -335,7 +336,7 @@ class BatchProducer:
             key: decoder.start(self._pool, step, frames[key], memory, stores.get(key, dataset.data_store))
             for key, decoder in self._decoders.items()
         }
-        return Batch(columns | pads, strings, work, batch.padded)
+        return Batch(columns | pads, strings, work, batch)
 
     def _read(self, step: Step) -> Mapping[str, Store]:
         """Fetches and drops what the step says. Returns where each camera's video is read."""
@@ -416,6 +417,7 @@ class BatchProducer:
         """Waits for the frames of a batch: per camera clips, or (B, T, H, W, C). Replaces samples that failed, if allowed."""
         frames: dict[str, Any] = {}
         failed: dict[int, DecodeError] = {}
+        files: dict[int, str] = {}  # of the samples that failed
         with self._counters.timed("starved_s"):
             for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
                 task.result()
@@ -423,6 +425,7 @@ class BatchProducer:
         for key, work in batch.work.items():
             frames[key] = work.collect(self._buffers, np.float32 if as_float else np.uint8, self._copiers)
             failed |= work.failed
+            files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
         rows = len(next(iter(batch.columns.values())))
         self._counters.samples += rows
         self._counters.frames += sum(self._config.windows.steps(key) * (rows - self._lacking(batch, key)) for key in frames)
@@ -437,12 +440,18 @@ class BatchProducer:
                     f"{most} to be substituted. The first: {first}"
                 ) from first
             for row, error in sorted(failed.items()):
-                _log.warning("a sample was substituted by another of its batch: %s", error)
+                self._config.substitutes.add(batch.samples.epoch, files[row], error)
                 for values in (*batch.columns.values(), *batch.strings.values(), *frames.values()):
                     values[row] = values[good[row % len(good)]]
                 batch.columns[SUBSTITUTE][row] = True
             self._counters.substituted += len(failed)
         return frames
+
+    def _file(self, camera: str, episode: int) -> str:
+        """The video file of an episode, for messages; the camera itself if its frames are images in Parquet."""
+        dataset = self._config.dataset
+        file = dataset.files(camera)[episode] if camera in dataset.videos else ABSENT
+        return camera if file == ABSENT else dataset.data_store.where(dataset.path(camera, int(file)))
 
     def _lacking(self, batch: Batch, camera: str) -> int:
         """Samples of a batch whose dataset lacks a camera."""

@@ -1,0 +1,42 @@
+"""What is logged about samples that could not be decoded, with `on_error="substitute"`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from dali_stream.errors import DecodeError, counted
+
+_log = logging.getLogger("dali_stream")
+
+
+class Substitutes:
+    """Substituted samples per epoch and file. One of them is logged at once, and the others as one line per file and epoch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logged = False
+        self._samples: dict[tuple[int, str], tuple[int, DecodeError]] = {}  # per epoch and file: number, first error
+
+    def add(self, epoch: int, file: str, error: DecodeError) -> None:
+        """Count a sample of an epoch whose frames in a file cannot be decoded."""
+        with self._lock:
+            number, first = self._samples.get((epoch, file), (0, error))
+            self._samples[epoch, file] = number + 1, first
+            logged, self._logged = self._logged, True
+        if not logged:
+            _log.warning(
+                "a sample was substituted by another of its batch: %s. Further ones are summed up per file when the epoch ends",
+                error,
+            )
+
+    def report(self, epoch: int) -> None:
+        """Log what was counted for the epochs up to and with this one, one line per file."""
+        with self._lock:
+            ended = [place for place in self._samples if place[0] <= epoch]
+            lines = [(*place, *self._samples.pop(place)) for place in ended]
+        for number, file, samples, first in lines:
+            _log.warning(
+                "epoch %d, %s: %s could not be decoded, substituted by others of their batches. The first error: %s",
+                *(number, file, counted(samples, "sample"), first),
+            )
