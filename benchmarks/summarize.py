@@ -127,7 +127,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
         known = {"decoders": decoders, "status": "ok", "verdict": str(report["bottleneck"]["text"])} | report
         found = {key: known[key] for key in (*HEAD, *COLUMNS, *SECONDS, "verdict")}
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"not a report of `dali-stream bench`: {type(error).__name__} {error}") from error
+        raise ValueError(f"not a report that `dali-stream bench URI` wrote: {type(error).__name__} {error}") from error
     for key, value in [*((key, found[key]) for key in (*COLUMNS, *SECONDS)), *points]:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not number and not (value is None and key in MAY_LACK):

@@ -136,6 +136,8 @@ def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.
     if " index " in command:
         places["URI"] = places["s3://bucket/dataset"]
     words = [places.get(word, word) for word in shlex.split(command)[1:]]
+    if words[0] == "demo" and "--episodes" not in words:
+        words += ["--episodes", "2"]
     assert main(words) == 0, capsys.readouterr().err
 
 

@@ -112,7 +112,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """(exit code, one line)."""
+    """Return exit code and message: one line, and in a bad argument's message the lines of a table as they are."""
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted"
     if isinstance(error, _UsageError):
@@ -120,7 +120,11 @@ def _explain(error: BaseException) -> tuple[int, str]:
         said = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         return 2, _one_line(f"{said}; see {path} --help")
     if isinstance(error, ValueError):
-        return 2, _one_line(str(error))
+        table = [line for line in str(error).splitlines() if line.startswith("  ")]
+        if not table:
+            return 2, _one_line(str(error))
+        head, tail = str(error).split("\n".join(table))
+        return 2, "\n".join((_one_line(head), *table, _one_line(tail)))
     if isinstance(error, OSError) and error.strerror:
         return 1, _one_line(f"{error.filename or 'the output'}: {error.strerror}; --debug shows where")
     if isinstance(error, (dali_stream.DaliStreamError, OSError, RuntimeError)) and str(error):

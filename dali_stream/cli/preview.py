@@ -9,7 +9,7 @@ import typer
 
 import dali_stream
 from dali_stream import Dataset, DatasetError, Mixture
-from dali_stream.cli import arguments
+from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
 _PLOTTED = 4  # episodes of a dataset without cameras, at most
@@ -49,7 +49,10 @@ def preview(
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= arguments.located_by(clock, tolerance_s)
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
-    with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
+    with (
+        console.progress("decoding a batch"),
+        arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset,
+    ):
         if not dataset.cameras:
             _plot(dataset, out, batch_size)
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,7 @@ import numpy.typing as npt
 from dali_stream.lerobot.features import Feature
 
 Bools = npt.NDArray[np.bool_]
+_COLUMNS, _LEAST = 80, len("video 480×640")  # of a terminal; of a cell that is not wrapped
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,32 @@ def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
 
 
 def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:
-    """What each dataset has under some keys, a line for each key."""
-    lines = [("key", *names)]
-    lines += [(key, *(described(features.get(key)) for features in datasets)) for key in keys]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    """Return a table of what each dataset has under some keys, or a list where a table would be wider than a terminal."""
+    rows = [(key, *(described(features.get(key)) for features in datasets)) for key in keys]
+    widths = _widths([("key", *names), *rows])
+    if widths is None:
+        lines = [line for key, *cells in rows for line in (key, *map("  {}: {}".format, names, cells))]
+    else:
+        lines = [line for row in [("key", *names), *rows] for line in _folded(row, widths)]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int] | None:
+    """Widths of the columns with which a row fits on a terminal. None if a dataset's column would be narrower than a cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * len(widths) > _COLUMNS:
+        widest = max(range(1, len(widths)), key=widths.__getitem__)
+        if widths[widest] <= _LEAST:
+            return None
+        widths[widest] -= 1
+    return widths
+
+
+def _folded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """The lines of a row, whose cells are wrapped."""
+    cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+    lines = itertools.zip_longest(*cells, fillvalue="")
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def described(feature: Feature | None) -> str:
