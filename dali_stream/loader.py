@@ -83,8 +83,8 @@ class Loader:
         last_batch: What to do with samples that do not fill the last batch of an epoch: "drop" them, deliver a "partial" batch,
             or "pad" the batch with the first samples of the epoch.
         on_error: "raise", or "substitute" to replace a sample that cannot be decoded by another one of its batch. Substitutes
-            are counted in `stats()`, summed up in a warning per file and epoch, and marked in `is_substitute`, bool of shape (B,). They depend on the batch only,
-            so a run that is resumed with the same ranks and batch size has the same ones.
+            are counted in `stats()`, summed up in a warning per file and epoch, and marked in `is_substitute`, bool of shape
+            (B,). They depend on the batch only, so a run that is resumed with the same ranks and batch size has the same ones.
         max_substitutes: Maximum share of a batch that may be replaced, above 0 and up to 1. If more samples cannot be decoded,
             the first error is raised.
         rank, world_size: Rank of this process, and number of ranks. Default: those of torch.distributed or Accelerate if
