@@ -51,6 +51,14 @@ def test_image_size_resizes(demo: Path, size: tuple[int, int]) -> None:
             assert np.abs(change).max() < 2, "a resize keeps the brightness"
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_image_dtype_may_be_torchs(demo: Path, dtype: torch.dtype) -> None:
+    dataset = Dataset(demo, episodes=[0])
+    [first, *_], [second, *_] = (batches_of(dataset, image_dtype=each) for each in (dtype, str(dtype).rpartition(".")[2]))
+    assert first[TOP].dtype == dtype
+    assert torch.equal(first[TOP], second[TOP])
+
+
 def test_image_dtypes_are_the_same_frames(demo: Path) -> None:
     dataset = Dataset(demo, episodes=[0])
     for as_float, as_uint8 in zip(batches_of(dataset), batches_of(dataset, image_dtype="uint8"), strict=True):
