@@ -500,7 +500,7 @@ class Loader:
             raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
 
     def _end_epoch(self) -> None:
-        """Goes to the next epoch from a loaded place behind which no batch is left."""
+        """Go to the next epoch from a loaded position after which no batch is left."""
         left = self._config.batches.frames - self._position
         if left and self._config.batches.last_batch == "partial":
             _log.warning(

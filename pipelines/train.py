@@ -5,7 +5,7 @@ accelerate launch --multi_gpu --num_processes 8 pipelines/train.py URI --out DIR
 accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR --device cpu ...    on a CPU
 
 --multi_gpu is what Accelerate calls several processes, on a CPU too; with `accelerate launch --cpu` there is only one, whatever
---num_processes is. `torchrun --nproc-per-node N` does the same. The first line of the output says how many there are.
+--num_processes is. `torchrun --nproc-per-node N` does the same. The first line of the output has their number.
 
 Instead of a dataset's URI, a mixture file (.yaml, .yml, .json) names several, see docs/mixtures.md.
 

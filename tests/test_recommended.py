@@ -1,6 +1,6 @@
 """Commands that messages and pages recommend: each is one that the program takes, and those that can run here do.
 
-In messages, a command is complete and stands between backticks. URI, OUT and DIR stand for what a user puts there.
+In messages, a command is complete and in backticks. URI, OUT and DIR are placeholders.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = ("cuda12", "cuda13", "s3", "train")
 GROUP: Any = typer.main.get_command(app)
 SOURCES = [path for folder in ("dali_stream", "pipelines", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
-# What is filled in where a message has a value of its own, by the option or the name before it.
+# Values for the placeholders of messages, by the option or the name before them.
 VALUES = {"--codec": "h264", "preview": "URI", "install": "'botocore'"}
 
 
 def messages(path: Path) -> Iterator[str]:
-    """The strings of a module without docstrings. `{}` stands for what is filled in."""
+    """The strings of a module without docstrings. `{}` is a placeholder for a value."""
     tree = ast.parse(path.read_text())
     skipped: set[ast.AST] = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -47,7 +47,7 @@ def messages(path: Path) -> Iterator[str]:
 
 
 def help_texts() -> Iterator[str]:
-    """What `--help` says of the program, its commands and their options."""
+    """The help texts of the program, its commands and their options."""
     yield GROUP.help
     for command in GROUP.commands.values():
         yield command.help
@@ -84,7 +84,7 @@ def test_there_are_such_commands() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if "dali-stream" in path.read_text()], ids=lambda path: path.name)
-def test_commands_in_messages_stand_between_backticks(path: Path) -> None:
+def test_commands_in_messages_are_in_backticks(path: Path) -> None:
     for text in messages(path):
         rest = re.sub(r"`[^`]*`", "", text)
         named = re.findall(rf"dali-stream (?:{'|'.join(GROUP.commands)})(?![\w<]).*", rest)
@@ -111,7 +111,7 @@ def runnable() -> list[Any]:
 
 @pytest.fixture
 def places(small: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What stands for datasets and outputs here. A bucket is a server on loopback."""
+    """Values of the placeholders. A bucket is a server on loopback."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mixture.yaml").write_text(f"datasets:\n  one: {{uri: {small}}}\n  two: {{uri: {small}}}\n")
     old = build(tmp_path / "v2.1", [3, 4], {}, version="v2.1")
@@ -163,6 +163,6 @@ def test_install_commands_work_without_an_index_that_has_this_package(tmp_path: 
 
 
 def test_no_text_installs_the_package_from_the_index() -> None:
-    """It is not there. Once it is, `install_command` and this test change together."""
+    """The index does not have it. Once it does, `install_command` and this test change together."""
     for path in [*SOURCES, *DOCUMENTS]:
         assert not re.search(r"pip install\b[^\n`]*dali-stream", path.read_text()), path

@@ -101,7 +101,7 @@ def test_the_first_is_logged_at_once_and_all_of_them_when_the_epoch_ends(root: P
 
 
 def test_a_loop_of_exactly_one_epoch_is_summed_up_too(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It asks for no batch behind the last one, so the epoch ends with the loader."""
+    """It does not ask for another batch after the last one, so the epoch ends with the loader."""
     with Loader(root, on_error="substitute", **OPTIONS) as loader:
         iterator = iter(loader)
         for _ in range(len(loader)):

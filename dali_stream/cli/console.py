@@ -43,7 +43,7 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 class Show(Protocol):
-    """Shows progress: so much of a total is done."""
+    """Show progress towards a total."""
 
     def __call__(self, done: int, total: int, what: str = ...) -> None: ...
 

@@ -27,7 +27,9 @@ def demo(
     size: Annotated[
         str | None, typer.Option(metavar="HxW", help="Frames' size, even, from 120x128 up; 240x320 unless given.")
     ] = None,
-    codec: Annotated[str | None, typer.Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Of the videos; av1 by default.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Codec of the videos. Default: av1.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 32,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where batches are made.")] = "auto",
     decode: Annotated[str, typer.Option(metavar="auto|dali|torchcodec", help="Decoder; auto: NVDEC where it can.")] = "auto",

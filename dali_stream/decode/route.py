@@ -1,4 +1,4 @@
-"""Which decoder a camera's frames go through, and why."""
+"""The decoder that a camera's frames go through, and the reason."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class RowReader:
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
-        """As of `ReadLimit`; says once where a row group is too large to be kept."""
+        """See `ReadLimit`. Warn once if a row group is too large to be kept."""
         if size > self._limit.at_once and not self._warned:
             self._warned = True
             _log.warning(

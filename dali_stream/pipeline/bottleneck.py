@@ -65,7 +65,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a loader is set to, as far as a change of it may help.
+    """Settings of a loader whose change may help.
 
     Attributes:
         num_threads: Number of decode threads.
@@ -156,7 +156,7 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
 
 
 def _upstream(times: Mapping[str, float], setup: Setup, wall: float, wait: float) -> Bottleneck:
-    """What keeps frames from being there."""
+    """Find the stage that delays the frames."""
     pool = {key: times[key] / wall / setup.num_threads for key in STAGES["decode threads"]}
     planner = {key: times[key] / wall for key in STAGES["planner"]}
     busy = {"pool": sum(pool.values()), "planner": sum(planner.values())}

@@ -1,4 +1,4 @@
-"""What is logged about samples that could not be decoded, with `on_error="substitute"`."""
+"""Log messages about samples that could not be decoded, with `on_error="substitute"`."""
 
 from __future__ import annotations
 

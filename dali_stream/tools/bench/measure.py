@@ -52,7 +52,7 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
 
 
 class Progress(Protocol):
-    """Shows that so many batches of a total have come."""
+    """Show the number of batches that have come, of a total."""
 
     def __call__(self, done: int, total: int, what: str = ...) -> None: ...
 

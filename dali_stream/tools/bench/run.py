@@ -96,8 +96,8 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         `bottleneck`: the stage that limits the rank that waits most, its share and remedies (see `Loader.bottleneck`).
         `decoded_per_delivered_frame`, `unique_episodes_per_batch`, `peak_rss_bytes` and `peak_gpu_bytes` (the largest of a
         rank), `cpu_s_per_sample`, `consumers`, `episode_pool_size`, `routes`, `timeline` (of rank 0), `versions`, `machine`,
-        `date`. Of a mixture, `datasets`: per name its `samples`, the share of them that was `delivered`, and its `share`. Paths
-        are reduced to file names.
+        `date`. For a mixture, `datasets`: per name its `samples`, the share of them that was `delivered`, and its `share`.
+        Paths are reduced to file names.
     """
     nodes = len({rank["host"] for rank in ranks})
     sums = {key: sum(rank["sums"][key] for rank in ranks) for key in ranks[0]["sums"]}
@@ -127,7 +127,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
 
 
 def _speed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
-    """What is reported of the first epoch and of later ones alike."""
+    """Return the figures that are reported of the first epoch and of later ones."""
     wall = max(rank["wallclock_s"] for rank in ranks)
     samples, frames = (sum(rank[key] for rank in ranks) for key in ("samples", "frames"))
     decoded, delivered = (sum(rank["sums"][key] for rank in ranks) for key in ("decoded_frames", "frames"))
