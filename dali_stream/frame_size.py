@@ -34,6 +34,9 @@ def join_sizes(words: Sequence[str] | None = None, options: Sequence[str] = ("--
     rest = list(sys.argv[1:] if words is None else words)
     joined: list[str] = []
     while rest:
+        option, equals, value = rest[0].partition("=")
+        if option in options and equals:
+            rest[:1] = [option, value]
         word, *sizes = rest[:3]
         if word in options and len(sizes) == 2 and all(size.isdecimal() for size in sizes):
             joined += [word, "x".join(sizes)]

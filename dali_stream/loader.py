@@ -412,16 +412,15 @@ class Loader:
         self._iteration += 1
         iteration, self._began = self._iteration, True
         batches = self._config.batches
-        warm = iteration > 1
         if self._abandoned:
             self._config.substitutes.report(self._epoch)
             if left := batches.count(self._position):
                 self._stop()
-                warm = False
                 self._tell_left_out(left)
             self._epoch, self._position = self._epoch + 1, 0
         self._abandoned, ended = True, False
-        self._recent.begin(warm, self._counts)
+        self._recent.begin(self._source.epochs > 0, self._counts)
+        whole = self._position == 0
         try:
             while batches.count(self._position):
                 started = time.perf_counter()
@@ -445,6 +444,7 @@ class Loader:
                 self._check_current(iteration)  # before a lock is taken: after a fork, a thread of the parent may hold it
                 self._counters.add(training_s=time.perf_counter() - given)
             self._config.substitutes.report(self._epoch)
+            self._source.epochs += whole
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:

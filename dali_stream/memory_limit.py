@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dali_stream.process import local_ranks
+
 # File of the limit and folder of the hierarchy, by the controllers in /proc/self/cgroup: version 2, and version 1.
 _HIERARCHIES = {"": ("memory.max", "sys/fs/cgroup"), "memory": ("memory.limit_in_bytes", "sys/fs/cgroup/memory")}
 
@@ -32,6 +34,12 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     with contextlib.suppress(AttributeError, ValueError, OSError):  # Windows
         limits.append(MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"))
     return min(limits, default=None)
+
+
+def fits(size: int | None) -> bool:
+    """Return whether each rank of this machine may use so many bytes. None does not fit."""
+    limit = memory_limit()
+    return size is not None and (limit is None or size * local_ranks() <= limit.size)
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

@@ -49,6 +49,9 @@ class Ranks:
         group = _process_group()
         if group is None and self.source == "environment":
             _check_environment(owner)
+            now = ranks(None, None)
+            if (now.rank, now.world_size) != (self.rank, self.world_size):
+                group = _ProcessGroup("the environment", now.rank, now.world_size)
         if group is not None and (group.rank, group.world_size) != (self.rank, self.world_size):
             raise DaliStreamError(
                 f"This {owner} was made as rank {self.rank} of {self.world_size}, but {group.name} has rank {group.rank} of "
@@ -133,8 +136,13 @@ def refuse_workers() -> None:
 def cores() -> int:
     """Cores for this process: those it may run on, shared with the other ranks of this machine."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(available // local_ranks(), 1)
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this machine."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(available // max(int(local) if local.isdigit() else 1, 1), 1)
+    return max(int(local), 1) if local.isdigit() else 1
 
 
 def reading_threads(remote: bool) -> int:

@@ -20,7 +20,7 @@ from support.slow import slow
 from support.videos import CAMERA, FPS, draw, encode, h264, identities, loader, one_file_each, samples, write_dataset
 
 import dali_stream
-from dali_stream import Dataset, DecodeError
+from dali_stream import DaliStreamError, Dataset, DecodeError
 from dali_stream.cli import main
 
 LENGTHS = (12, 1, 17)
@@ -186,7 +186,17 @@ def test_a_tolerance_holds_for_commands_too(plain_v21: Path, tmp_path: Path, cap
     capsys.readouterr()
     out = tmp_path / "out"
     assert main(["convert", str(root), str(out), "--tolerance-s", "0.016"]) == 0
-    assert set(frames_of(Dataset(out, tolerance_s=0.016))) == EVERY_FRAME
+    assert set(frames_of(out)) == EVERY_FRAME
+    assert main(["info", str(out)]) == 0
+
+
+def test_convert_refuses_a_copy_that_would_need_a_tolerance(early_ends: Path, tmp_path: Path) -> None:
+    """Its video is 0.4 frames late, so that frame_index / fps does not locate its frames either."""
+    root = Path(shutil.copytree(early_ends, tmp_path / "data"))
+    edit_table(root, EPISODE_TABLE, lambda table: put(table, START, [*(table[START].to_numpy() - 0.4 / FPS)]))
+    dataset = Dataset(root, clock="frame_index", tolerance_s=0.016)
+    with pytest.raises(DaliStreamError, match=r"is at .* s away, and at most 0.0083 s \(a quarter of a frame\) is allowed"):
+        dali_stream.tools.convert(dataset, tmp_path / "out")
 
 
 def test_train_takes_the_clock(wall_clock: Path, tmp_path: Path, program: Any) -> None:

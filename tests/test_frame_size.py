@@ -36,7 +36,7 @@ def orders(position: str, size: tuple[str, ...], *others: object) -> list[str]:
 # ----------------------------------------------------------------------- dali-stream
 
 
-@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize("position", [slow("first"), "last"])
 @pytest.mark.parametrize("size", FORMS)
 def test_bench(demo: Path, capsys: pytest.CaptureFixture[str], size: tuple[str, ...], position: str) -> None:
     options = ("--num-batches", 1, "--warmup", 1, "--batch-size", 4, "--json")

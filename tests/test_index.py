@@ -20,7 +20,6 @@ from support.servers import Request, Server
 import dali_stream
 from dali_stream import Dataset, Loader, StorageError
 from dali_stream.cli import main
-from dali_stream.tools import index as index_module
 
 HANG = 120  # seconds; only a hang takes so long
 
@@ -131,7 +130,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     threads: int, server: Server, demo_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one thread, most files have not been begun when it is interrupted, as in a large dataset."""
-    monkeypatch.setattr(index_module, "THREADS", threads)
+    monkeypatch.setattr("dali_stream.tools.indexing.THREADS", threads)
 
     def stop(done: int, total: int) -> None:
         if done == 2:

@@ -61,6 +61,7 @@ def test_a_mixture_keeps_half_of_the_descriptors_at_most(roots: list[Path]) -> N
     assert 60 < streamed(roots, 240) <= 120
 
 
+@pytest.mark.slow
 def test_files_are_closed_when_others_need_the_descriptors(roots: list[Path]) -> None:
     """The program itself holds more than its half."""
     assert streamed(roots, 240, taken=170) <= 60

@@ -86,7 +86,7 @@ with Loader(root, device="cpu", dali_graph=graph, **arguments) as loader:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"batch_size": 64, "prefetch": 2},
+        slow({"batch_size": 64, "prefetch": 2}),
         slow({"batch_size": 64, "prefetch": 2, "image_dtype": "uint8"}),
         slow({"batch_size": 32, "prefetch": 3, "delta_timestamps": {TOP: [-0.1, -0.05, 0.0]}}),
         slow({"batch_size": 64, "prefetch": 2, "graph": True}),

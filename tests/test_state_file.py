@@ -194,6 +194,7 @@ def start() -> Callable[..., tuple[Any, Connection]]:
     return begin
 
 
+@pytest.mark.slow
 def test_the_file_is_complete_at_every_moment_and_after_a_kill(
     start: Callable[..., tuple[Any, Connection]], demo: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.batches import equal, samples
@@ -25,6 +25,7 @@ from support.datasets import TOP
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
 from dali_stream.pipeline import graph
+from dali_stream.pipeline import stream as stream_module
 from dali_stream.storage import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and handles are read from /proc")
@@ -335,6 +336,22 @@ def test_a_copy_of_a_dataset_has_files_of_its_own(demo: Path, how: str) -> None:
         assert handles() == before
         assert dataset.store.read(file, 0, 100) == expected
         dataset.close()
+
+
+def test_a_loader_may_be_collected_in_a_thread_that_holds_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads may wait for that lock, so the collector must not wait for them without end."""
+    monkeypatch.setattr(stream_module, "_CLOSE_S", 0.01)
+    lock, closed = threading.Lock(), threading.Event()
+
+    class Producer:
+        def close(self) -> None:
+            with lock:
+                closed.set()
+
+    with lock:
+        stream_module._close_dropped(cast(Any, Producer()))
+        assert not closed.is_set()
+    assert closed.wait(60)
 
 
 def test_an_open_file_is_not_copied(demo: Path) -> None:

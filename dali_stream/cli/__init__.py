@@ -6,6 +6,7 @@ heavy modules (torch, torchcodec, DALI) when they run, so that help is fast.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import traceback
@@ -120,11 +121,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         said = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         return 2, _one_line(f"{said}; see {path} --help")
     if isinstance(error, ValueError):
-        table = [line for line in str(error).splitlines() if line.startswith("  ")]
-        if not table:
-            return 2, _one_line(str(error))
-        head, tail = str(error).split("\n".join(table))
-        return 2, "\n".join((_one_line(head), *table, _one_line(tail)))
+        parts = itertools.groupby(str(error).splitlines(), lambda line: line.startswith("  "))
+        return 2, "\n".join("\n".join(lines) if is_table else _one_line(" ".join(lines)) for is_table, lines in parts)
     if isinstance(error, OSError) and error.strerror:
         return 1, _one_line(f"{error.filename or 'the output'}: {error.strerror}; --debug shows where")
     if isinstance(error, (dali_stream.DaliStreamError, OSError, RuntimeError)) and str(error):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +38,7 @@ def index(
     with arguments.opened(uri, **place) as dataset, console.progress("reading indices") as show:
         report = dali_stream.tools.index(dataset, show)
     if as_json:
-        console.print_json(dataclasses.asdict(report))
+        console.print_json(report.as_dict())
     else:
         _say(report)
     if report.broken:

@@ -105,7 +105,7 @@ class CombinedSource(Generic[D]):
     @functools.cached_property
     def data_store(self) -> Store:
         """Where rows and video are."""
-        return UnionStore([part.data_store for part in self._parts])
+        return CombinedStore([part.data_store for part in self._parts])
 
     @property
     def stores(self) -> list[Store]:
@@ -221,12 +221,12 @@ def row_reader(source: Source, store: Store, at_once: int) -> Rows:
         at_once: as of `ReadLimit`.
     """
     if isinstance(source, CombinedSource):
-        return UnionReader(source, store, at_once)
+        return CombinedReader(source, store, at_once)
     assert isinstance(source, DatasetFiles)
     return RowReader(source, store, ReadLimit(at_once))
 
 
-class UnionReader:
+class CombinedReader:
     """The rows of several datasets, under the common keys. Safe to use from several threads.
 
     Args:
@@ -236,14 +236,14 @@ class UnionReader:
     """
 
     def __init__(self, union: CombinedSource[Any], store: Store, at_once: int) -> None:
-        assert isinstance(store, UnionStore)
-        self._union = union
+        assert isinstance(store, CombinedStore)
+        self._source = union
         limit = ReadLimit(at_once)
         self._readers = [RowReader(part, of, limit) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:
         """As of `RowReader`."""
-        union = self._union
+        union = self._source
         dataset, number = union._place(episode)
         read = self._readers[dataset].read(number)
         first = int(union.first[dataset])
@@ -253,7 +253,7 @@ class UnionReader:
 
     def _renamed(self, dataset: int, columns: Columns) -> Columns:
         """An episode's rows under the common keys, filled up where the dataset has less."""
-        union, own = self._union, self._union._own[dataset]
+        union, own = self._source, self._source._own[dataset]
         length = len(columns["frame_index"])
         found: Columns = {}
         for key, feature in union.features.items():
@@ -270,7 +270,7 @@ class UnionReader:
         return found
 
 
-class UnionStore(Store):
+class CombinedStore(Store):
     """The stores of several datasets as one, whose paths begin with the number of the dataset.
 
     Args:
@@ -303,8 +303,8 @@ class UnionStore(Store):
         number = folder.partition("/")[0]
         return [f"{number}/{name}" for name in store.files(path)]
 
-    def session(self) -> UnionStore:
-        return UnionStore([store.session() for store in self.stores])
+    def session(self) -> CombinedStore:
+        return CombinedStore([store.session() for store in self.stores])
 
     def where(self, path: str) -> str:
         store, path = self._of(path)

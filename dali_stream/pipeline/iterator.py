@@ -5,11 +5,12 @@ They were checked with DALI 2.4, and `pyproject.toml` has the upper bound.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from dali_stream.decode import dali  # noqa: F401  # before DALI itself: it says what to do where that is missing
+from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
 from dali_stream.errors import DaliStreamError
 
 # isort: split
@@ -17,6 +18,18 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
+
+
+class PipelineError(Exception):
+    """A run of the DALI pipeline that failed, in an operator or in the producer.
+
+    Attributes:
+        explanation: Message of the operator.
+    """
+
+    def __init__(self, explanation: str) -> None:
+        super().__init__(explanation)
+        self.explanation = explanation
 
 
 class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
@@ -36,18 +49,29 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         if self._ever_scheduled and not self._input_ready():
             self._owes_run = True
         else:
-            super()._schedule_runs(release_outputs)
+            with _running():
+                super()._schedule_runs(release_outputs)
 
     def _get_outputs(self) -> Any:
-        if self._owes_run:
-            self._owes_run = False
-            super()._schedule_runs()
-        outputs = super()._get_outputs()
+        with _running():
+            if self._owes_run:
+                self._owes_run = False
+                super()._schedule_runs()
+            outputs = super()._get_outputs()
         self.layouts = {name: out.layout() for name, out in zip(self.output_map, outputs[0], strict=True)}
         for name, out in zip(self.output_map, outputs[0], strict=True):
             if not out.is_dense_tensor():
                 raise DaliStreamError(_ragged(name, out.shape()))
         return outputs
+
+
+@contextlib.contextmanager
+def _running() -> Generator[None, None, None]:
+    """Raise PipelineError if a run of the pipeline fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineError(dali.explanation(error)) from error
 
 
 def abandon(iterator: Iterator) -> None:

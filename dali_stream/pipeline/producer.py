@@ -35,6 +35,7 @@ from dali_stream.decode.route import Route
 from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import ABSENT
+from dali_stream.memory_limit import fits
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
@@ -229,10 +230,9 @@ class BatchProducer:
         self._pool.stop()
         self._copiers.stop()
         self._room.release()
-        # A loader without references is closed by the garbage collector, which may run in one of these threads.
-        own = threading.current_thread().name.startswith("dali_stream ")
-        if own:
-            threading.Thread(target=self._join, name="dali_stream close", daemon=True).start()
+        # The garbage collector may close an iterator in one of these threads.
+        if threading.current_thread().name.startswith("dali_stream "):
+            threading.Thread(target=self._join, name="dali_stream: close", daemon=True).start()
         else:
             self._join()
 
@@ -382,6 +382,8 @@ class BatchProducer:
 
     def _advise(self, advice: Advice) -> None:
         budget = self._budget_of(advice)
+        if not fits(budget):
+            return
         gop = max(index.longest_gop for index in self._config.sizes(self._on_cpu).indices.values())
         shorter = ", and `dali-stream transcode URI OUT --codec h264 --gop 2` to 1.5 or less" if advice.now >= _COSTLY else ""
         _log.log(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -13,17 +14,18 @@ from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
-from dali_stream.memory_limit import memory_limit
+from dali_stream.memory_limit import fits
 from dali_stream.pipeline import graph
 from dali_stream.pipeline.bottleneck import Setup
 from dali_stream.pipeline.config import Config
-from dali_stream.pipeline.iterator import Iterator, abandon
+from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.producer import MEMORY, BatchProducer, closed
 from dali_stream.schedule.budget import divide, frames_budget, reads_budget
 
 Batch = dict[str, Any]
 """{key: tensor, or list of str for text}, with the batch as first dimension."""
 _log = logging.getLogger("dali_stream")
+_CLOSE_S = 5.0  # much longer than threads need to end
 _TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
@@ -49,7 +51,7 @@ class BatchStream:
         self._routes, self._gpu, self._counters, self._user = routes, config.gpu, counters, user
         self.producer = BatchProducer(config, routes, epoch, position, counters)
         # A loader that is dropped without being closed leaves no threads behind either.
-        self._finalizer = weakref.finalize(self, self.producer.close)
+        self._finalizer = weakref.finalize(self, _close_dropped, self.producer)
         self._iterator: Any = None
         _streams.add(self)
         try:
@@ -57,7 +59,7 @@ class BatchStream:
             pipeline, names = graph.build(config, self.producer, routes, user)
             self._iterator = Iterator(pipeline, names, self.producer.ready)
         except BaseException:
-            self._finalizer()
+            self._close_producer()
             raise
 
     def next(self) -> Batch:
@@ -68,14 +70,14 @@ class BatchStream:
         try:
             with self._counters.timed("graph_s"):  # less what the producer takes, which is asked for a batch inside
                 [batch] = next(iterator)
-        except RuntimeError as error:
-            if self.producer.failure is not None:
-                raise
-            if change := self._route_change(dali.explanation(error)):
-                raise change from error
+        except PipelineError as error:
+            if (failure := self.producer.failure) is not None:
+                raise failure from None
+            if change := self._route_change(error.explanation):
+                raise change from error.__cause__
             raise DaliStreamError(
-                f"an operator of the DALI pipeline failed: {dali.explanation(error)}; see the error it was raised from"
-            ) from error
+                f"an operator of the DALI pipeline failed: {error.explanation}; see the error it was raised from"
+            ) from error.__cause__
         for key, layout in iterator.layouts.items():
             if layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)
@@ -106,8 +108,28 @@ class BatchStream:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        self._finalizer()
+        self._close_producer()
         self._iterator = None
+
+    def _close_producer(self) -> None:
+        if self._finalizer.detach():
+            self.producer.close()
+
+
+def _close_dropped(producer: BatchProducer) -> None:
+    """Close the producer of a stream that was garbage collected.
+
+    The collector may run in one of the producer's threads, or in a thread that holds a lock for which they wait. So another
+    thread joins them, and this one waits for it for a while only.
+    """
+    own = threading.current_thread().name.startswith("dali_stream ")
+    closing = threading.Thread(target=producer.close, name="dali_stream: close", daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # at the exit of the interpreter, which starts no threads
+        producer.close()
+    else:
+        closing.join(0 if own else _CLOSE_S)
 
 
 class BatchSource:
@@ -121,6 +143,7 @@ class BatchSource:
 
     Attributes:
         routes: as they are now.
+        epochs: Number of whole epochs since `stop`, whose decoded frames may be in memory.
     """
 
     def __init__(self, routes: dict[str, Route], user: graph.Graph | None, decode: str, counters: Counters) -> None:
@@ -128,6 +151,7 @@ class BatchSource:
         self._user, self._decode, self._counters = user, decode, counters
         self._stream: BatchStream | None = None
         self._closed = False
+        self.epochs = 0
 
     def next(self, config: Config, epoch: int, position: int) -> Batch:
         """The batch after the last one, or, after `stop`, the one at a position."""
@@ -164,8 +188,9 @@ class BatchSource:
         """What `bottleneck.find` has to know of the loader, whose batches come after a whole epoch if `warm`."""
         sizes = config.sizes([key for key in config.dataset.cameras if self.routes[key].decoder != "dali"])
         parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
-        stream, limit = self._stream, memory_limit()
-        larger = sizes.frame_bytes > 0 and config.memory_budget < enough and (limit is None or enough <= limit.size)
+        stream = self._stream
+        advice = stream.producer.advice() if stream else None
+        frames = enough if sizes.frame_bytes > 0 and config.memory_budget < enough else None
         return Setup(
             num_threads=config.num_threads,
             cores=process.cores(),
@@ -180,9 +205,9 @@ class BatchSource:
             dali_graph=config.augments,
             warm=warm,
             keeps_all=self.keeps_all,
-            frames_budget=enough if larger else None,
-            reads_budget=reads_budget(parts, sizes),
-            advice=stream.producer.advice() if stream else None,
+            frames_budget=frames if fits(frames) else None,
+            reads_budget=reads if fits(reads := reads_budget(parts, sizes)) else None,
+            advice=advice if advice and fits(advice[0]) else None,
             block_bytes=parts.block,
         )
 
@@ -196,7 +221,8 @@ class BatchSource:
         return self._stream is not None and self._stream.closed
 
     def stop(self) -> None:
-        """Drops the batches in progress."""
+        """Drop the batches in progress."""
+        self.epochs = 0
         if self._stream is not None:
             stream, self._stream = self._stream, None
             stream.close()

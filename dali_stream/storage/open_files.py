@@ -81,9 +81,10 @@ class OpenFiles:
         file = self._opened(path)
         with _lock:
             file.used = next(_clock)
+            replaced = self._files.pop(path, None)  # another thread may have opened it
             self._files[path] = file
             evicted = _evict(_to_keep(sum(len(store._files) for store in _all), file.number, _allowed()))
-        del evicted  # closes the files without the lock
+        del evicted, replaced  # closes the files without the lock
         return file
 
     def close(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
@@ -32,6 +34,10 @@ class IndexReport:
     fetched_bytes: int
     cached_bytes: int
     broken: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as a dict for JSON."""
+        return dataclasses.asdict(self)
 
 
 def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:

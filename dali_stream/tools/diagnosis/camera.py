@@ -106,7 +106,7 @@ class Camera:
             self.found[f"{self.key} to_timestamp"] = early
         if cost := _cost_of_gops(self._dataset, self.key, tables):
             self.found[f"{self.key} GOPs"] = cost
-        self._choose_frame(table, video, list(self._routes(video, table, reports)))
+        self._choose_frame(table, video, list(self._routes(video, table, reports)), timing)
 
     def _tables(self, chosen: list[str], described: list[str], timing: Timing) -> list[VideoIndex]:
         """Checks these files; broken ones become findings. Returns the indices of those in `described`."""
@@ -175,7 +175,9 @@ class Camera:
         )
         return WARNING, text, remedy
 
-    def _choose_frame(self, table: VideoIndex, video: VideoFormat, routes: list[tuple[str, bool, int | None]]) -> None:
+    def _choose_frame(
+        self, table: VideoIndex, video: VideoFormat, routes: list[tuple[str, bool, int | None]], timing: Timing
+    ) -> None:
         """Chooses the middle of the first selected episode in this file, whose decoding needs earlier frames."""
         dataset = self._dataset
         files = dataset.table.video[self.key]
@@ -186,6 +188,8 @@ class Camera:
         timestamp = frame / dataset.fps if found is None else float(found[frame])
         interval = dataset.table.interval(self.key, dataset.rows[episode])
         sample = int(find_packets(table, interval, np.array([timestamp]), dataset.fps, dataset.tolerance_s)[0])
+        if sample == LACKING and episode in timing.faults:
+            return  # another finding has it
         if sample == LACKING:
             why = explain(table, interval, timestamp, dataset.fps, dataset.tolerance_s)
             raise DecodeError(f"episode {dataset.episodes[episode]}, frame {frame}: {why}")

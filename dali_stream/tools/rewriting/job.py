@@ -62,7 +62,8 @@ class Job:
         check_apart((camera, self.layout.path(VIDEO_PATH, 0, inside(camera, camera))) for camera in self.videos)
         self.table_of = functools.lru_cache(_TABLES)(lambda path: read_index(self.store, path))
         self.order: Int64 = np.lexsort((self.table.index, self.table.first_row))
-        self.timestamps: dict[int, npt.NDArray[np.float32]] = {}
+        self.timestamps: dict[int, npt.NDArray[np.float32]] = {}  # that locate frames in the new files
+        self._source_times = self.timestamps  # and in the source's
         self.identity = {
             "dataset": identity(dataset, self.info, self.table),
             "data file size": data_file_size,
@@ -108,13 +109,27 @@ class Job:
             times = self._read_back(file)
             parts = np.split(times, np.cumsum(table.length[file.episodes])[:-1])
             self.timestamps |= dict(zip(file.episodes, parts, strict=True))
+        if self.layout.regular and self.dataset.clock == "timestamp":
+            self._source_times = self._read_source_times()
         return files, set().union(*reads)
+
+    @property
+    def _new_clock(self) -> str:
+        return "timestamp" if self.layout.regular else self.dataset.clock
+
+    def _read_source_times(self) -> dict[int, npt.NDArray[np.float32]]:
+        """Read the timestamps that the new files no longer have."""
+        reader, times = RowReader(self.dataset, self.store, keys=set(CLOCKS)), dict[int, npt.NDArray[np.float32]]()
+        for episode in range(len(self.table.index)):
+            if episode not in times:
+                times |= {number: columns["timestamp"] for number, columns in reader.read(episode).items()}
+        return times
 
     def _read_back(self, file: DataFile) -> npt.NDArray[np.float32]:
         """Return the times of a written file, which locate its frames in the videos."""
         try:
             columns = read_parquet(LocalStore(str(self.folder.root)), file.path, list(CLOCKS))
-            times = rows.times(columns, self.dataset.clock, self.dataset.fps)
+            times = rows.times(columns, self._new_clock, self.dataset.fps)
         except DatasetError:
             times = np.empty(0, np.float32)
         if content_hash(times.tobytes()) != self.folder.finished(file.path)["times"]:
@@ -136,7 +151,7 @@ class Job:
                 found = whole.read(episode)
                 if self.layout.regular:
                     found = rows.with_regular_timestamps(found, self.dataset.fps)
-                times.append(rows.times(found, self.dataset.clock, self.dataset.fps).tobytes())
+                times.append(rows.times(found, self._new_clock, self.dataset.fps).tobytes())
                 if episode not in seen:
                     seen.update(loader.read(episode))
                 self.work.advance(file.nbytes // len(file.episodes))
@@ -165,9 +180,15 @@ class Job:
         return files, recorder.reads
 
     def shown(self, camera: str, episode: int, interval: Interval, table: VideoIndex) -> Int64:
-        """The packets of an episode's rows, in a file where it has this interval."""
+        """Return the packets of an episode's rows in a file of the source, where it has this interval."""
         where = f"{self.store.where(table.path)}: {camera}, episode {self.table.index[episode]}"
-        return shown(where, table, interval, self.timestamps[episode], self.dataset.fps, self.dataset.tolerance_s)
+        return shown(where, table, interval, self._source_times[episode], self.dataset.fps, self.dataset.tolerance_s)
+
+    def shown_in_copy(self, camera: str, episode: int, interval: Interval, table: VideoIndex) -> Int64:
+        """Return the same in a new file. A copy with regular timestamps must be readable with the default tolerance."""
+        where = f"{self.folder.root / table.path}: {camera}, episode {self.table.index[episode]}"
+        tolerance_s = None if self.layout.regular else self.dataset.tolerance_s
+        return shown(where, table, interval, self.timestamps[episode], self.dataset.fps, tolerance_s)
 
     def _read_source(self, recorder: Recorder, camera: str, number: int) -> Source:
         files = self.table.video[camera]

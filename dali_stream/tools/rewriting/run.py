@@ -7,6 +7,7 @@ import os
 
 from dali_stream.arguments import byte_count
 from dali_stream.dataset import Dataset
+from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.tools.output.checks import check_outside
 from dali_stream.tools.output.folder import Folder
 from dali_stream.tools.output.work import Progress
@@ -62,10 +63,10 @@ def convert(
 ) -> RewriteReport:
     """Convert a dataset to LeRobot v3.0 in a local folder, and verify it.
 
-    Encoded frames stay as they are. Rows stay as they are, too, unless the dataset is opened with `clock="frame_index"`: then
-    `timestamp` becomes frame_index / fps, with new statistics. A `to_timestamp` that precedes the end of the episode's last
-    frame is corrected. Statistics of the episodes of v2.1 are aggregated as LeRobot's converter does. The source is not
-    changed.
+    Encoded frames stay as they are. Rows stay as they are, too, unless the dataset is opened with `clock="frame_index"` or a
+    `tolerance_s` above the default: then `timestamp` becomes frame_index / fps, with new statistics. A `to_timestamp` that
+    precedes the end of the episode's last frame is corrected. Statistics of the episodes of v2.1 are aggregated as LeRobot's
+    converter does. The source is not changed.
 
     A copy with unchanged rows has the `fingerprint` of its source, so that a run that was started on the source can resume on
     the copy. The fingerprint of a Hub dataset contains the commit, so it differs. See `reshard` for arguments, resuming
@@ -77,7 +78,8 @@ def convert(
     Raises:
         ValueError, DatasetError, DecodeError, StorageError, DaliStreamError: See `reshard`.
     """
-    return _rewrite(dataset, out, data_file_size, video_file_size, progress, regular=dataset.clock == "frame_index")
+    regular = dataset.clock == "frame_index" or dataset.tolerance_s > TOLERANCE / dataset.fps
+    return _rewrite(dataset, out, data_file_size, video_file_size, progress, regular)
 
 
 def _rewrite(

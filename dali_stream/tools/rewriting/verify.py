@@ -112,7 +112,7 @@ class _Check:
         for episode in file.episodes:
             what = f"{camera}, episode {self._table.index[episode]}: "
             with job.folder.blaming(file.path, what):
-                shown = job.shown(camera, episode, self._table.interval(camera, episode), table)
+                shown = job.shown_in_copy(camera, episode, self._table.interval(camera, episode), table)
             there = files.paths[files.index[episode]] == file.path
             if not there or video.digest(table, shown, whole) != note["video"][str(episode)]:
                 job.folder.refuse(file.path, f"{what}its encoded frames or their times differ from the source's")
