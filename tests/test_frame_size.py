@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.programs import failed, pictures
+from support.slow import slow
 
 from dali_stream.cli import main
 from dali_stream.frame_size import join_sizes
