@@ -1,4 +1,4 @@
-"""Decoding with DALI: frames from packed clips, on NVDEC where there is a GPU, else VP8, VP9 and MJPEG on the CPU.
+"""Decoding with DALI: frames from packed clips, on NVDEC with a GPU, and VP8, VP9 and MJPEG on the CPU.
 
 The loader has the operator in its graph, and `DaliDecoder` packs the clips for it; `decode` runs it by itself. `gpu` is a CUDA
 device everywhere, and None for the CPU.
@@ -22,7 +22,7 @@ from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
-from dali_stream.mp4.clip import Clip, HiddenFrames, pack
+from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
@@ -141,9 +141,9 @@ class DaliDecoder(VideoFiles):
         unique, steps = np.unique(request.packets, return_inverse=True)
         try:
             with self._counters.timed("pack_s"):
-                indices, shown_only = [request.file] * len(unique), self._gpu is not None
-                clip = pack(store, indices, unique.tolist(), shown_only=shown_only, timed=self._counters.timed)
-        except HiddenFrames as error:
+                indices, for_nvdec = [request.file] * len(unique), self._gpu is not None
+                clip = pack(store, indices, unique.tolist(), for_nvdec=for_nvdec, timed=self._counters.timed)
+        except UnsafeForNvdec as error:
             where = self._source.data_store.where(request.file.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
@@ -173,7 +173,7 @@ def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
 
     `frames` of it are rising and each once: DALI would decode from the beginning again for one that is repeated.
     """
-    # pad_mode "none" makes a frame that is not there an error; other modes return padding without a word. affine pins
+    # With pad_mode "none", a missing frame is an error. Other modes return padding silently. affine pins
     # threads to cores, to the same ones in every process of a machine.
     device = "cpu" if gpu is None else "mixed"
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)

@@ -9,12 +9,13 @@ from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.format import PROFILES, VideoFormat
 from dali_stream.mp4.hidden import hidden_frames, hidden_frames_refusal
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.keyframes import has_other_keyframes, other_keyframes_refusal
 from dali_stream.storage import Store
 
 DECODE = ("auto", "dali", "torchcodec")
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
-"""Coded sizes are whole multiples of this many pixels (HEVC: of its smallest coding block at least)."""
+"""Coded sizes are multiples of this many pixels. Those of HEVC may be multiples of 16, 32 or 64: the encoder chooses."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,17 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
 
 
 def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
-    """Why DALI must not decode this video, with a look at its first frames; empty where it may."""
-    if refused := refusal(gpu, video, index):
+    """Return why DALI must not decode this video, by its index and first frames. Empty if it may."""
+    refused = refusal(gpu, video, index)
+    if refused or gpu is None:
         return refused
-    return hidden_frames_refusal(video.codec) if gpu is not None and hidden_frames(store, index, video.codec)[0] else ""
+    if hidden_frames(store, index, video.codec)[0]:
+        return hidden_frames_refusal(video.codec)
+    return other_keyframes_refusal(video.codec) if has_other_keyframes(store, index, video.codec) else ""
 
 
 def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
-    """Why DALI must not decode this video, as far as its index tells; empty where it may."""
+    """Return why DALI must not decode this video, by its index. Empty if it may."""
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
             return f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU, and this is {video.codec}"
@@ -78,32 +82,40 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
 
 
 def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
-    """What DALI decodes wrongly on a GPU according to its sources, or what was never verified there."""
+    """Return what DALI decodes wrongly on a GPU according to its sources, or what was never verified on one."""
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
     if video.profile not in PROFILES.get(video.codec, (video.profile,)):
         return f"NVDEC is not documented to decode {video.codec} of profile {video.profile}"
     if not video.like_bt601:
         return f"the colours are those of {video.matrix_name}, and DALI converts all as BT.601 on a GPU"
-    return padding_refusal(video.codec, video.height, video.width)
+    if video.interlaced:
+        return f"DALI was not seen to deliver interlaced {video.codec} right from NVDEC"
+    if video.height % 2 or video.width % 2:
+        return f"NVDEC delivers frames of even sizes, and these are {video.height}×{video.width}"
+    return video.header_error or _padding_refusal(video)
 
 
-def padding_refusal(codec: str, height: int, width: int) -> str:
-    """Why DALI must not decode frames of this size on a GPU; empty where they are coded at the size they are shown in.
-
-    DALI keeps NVDEC decoders by the size that is shown and looks for them by the coded one (2.4.0, `NVDECCache` in
-    frames_decoder_gpu.cc). Where these differ, each clip gets a new decoder, or one of frames with another size.
-    """
+def smallest_coded_size(codec: str, height: int, width: int) -> tuple[int, int]:
+    """Return the smallest (height, width) that a codec can code progressive frames of this size in."""
     block = _BLOCKS.get(codec, 1)
-    coded = -(-height // block) * block, -(-width // block) * block
-    if coded == (height, width):
+    return -(-height // block) * block, -(-width // block) * block
+
+
+def _padding_refusal(video: VideoFormat) -> str:
+    """Return why DALI must not decode frames that are coded larger than they are displayed. Empty if they are not.
+
+    DALI keeps NVDEC decoders by displayed size and looks them up by coded size (2.4.0, `NVDECCache` in
+    frames_decoder_gpu.cc). If the two differ, each clip gets a new decoder, or one for frames of another size.
+    """
+    size = video.height, video.width
+    coded = video.coded or smallest_coded_size(video.codec, *size)
+    if coded == size:
         return ""
-    helps = codec != "hevc" and not padding_refusal("hevc", height, width)
+    helps = smallest_coded_size("hevc", *size) == size
     advice = "; `dali-stream transcode URI OUT --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
-    return (
-        f"{height}×{width} is coded as {coded[0]}×{coded[1]} in {codec}, which DALI's cache of NVDEC decoders confuses with "
-        f"frames of that size{advice}"
-    )
+    what = f"{size[0]}×{size[1]} is coded as {coded[0]}×{coded[1]} in {video.codec}"
+    return f"{what}, which DALI's cache of NVDEC decoders confuses with frames of that size{advice}"
 
 
 def _name(video: VideoFormat) -> str:

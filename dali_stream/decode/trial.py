@@ -1,6 +1,6 @@
-"""Whether DALI delivers what FFmpeg does, tried on a file's first frames before a camera is given to it.
+"""A trial of DALI before it decodes a camera: a file's first frames, and those of a later GOP, compared with FFmpeg's.
 
-Profiles, interlacing, colours that only the bitstream names: what an index does not tell, frames do.
+It finds what an index does not tell, such as colours that only the frames name.
 """
 
 from __future__ import annotations
@@ -10,30 +10,54 @@ import numpy as np
 from dali_stream.decode import dali
 from dali_stream.decode.torchcodec import colour_space, decode_clip
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.clip import pack
+from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
-_SHOWN = (0, 1, 5, 13)  # frames of the first and of later GOPs, with frames left out between them
+_SHOWN = (0, 1, 5, 13)  # frames of a clip, in display order, with frames left out between them
 _LIKE_BT601 = (None, "unknown", "unspecified", "reserved", "smpte170m", "bt470bg")  # FFmpeg's names
 
 
 def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
-    """Why DALI must not decode a file; empty where its first frames come out as FFmpeg's do. `gpu` None: the CPU.
+    """Return why DALI must not decode a file. Empty if its frames equal FFmpeg's within the tolerance.
+
+    Args:
+        store: Store of the file.
+        index: Index of the file.
+        video: Format of the file.
+        gpu: CUDA device, or None for the CPU.
 
     Raises:
-        DecodeError: FFmpeg cannot decode them either.
+        DecodeError: If FFmpeg cannot decode the frames either.
     """
-    packets = index.display_order[[place for place in _SHOWN if place < len(index)]].tolist()
-    clip = pack(store, [index] * len(packets), packets)
-    expected = decode_clip(clip, video)
-    if gpu is not None and (named := colour_space(clip)) not in _LIKE_BT601:
+    try:
+        clips = [_pack(store, index, frames, gpu) for frames in _frames(index)]
+    except UnsafeForNvdec as error:
+        return str(error)
+    expected = [decode_clip(clip, video) for clip in clips]
+    if gpu is not None and (named := colour_space(clips[0])) not in _LIKE_BT601:
         return f"its frames say that their colours are {named}, and DALI converts all as BT.601 on a GPU"
     try:
-        [found] = dali.decode([dali.encoded(clip)], gpu, 1)
+        found = dali.decode([dali.encoded(clip) for clip in clips], gpu, 1)
     except DecodeError as error:
         return f"{error}, tried on its first frames"
+    return next(filter(None, map(_difference, found, expected)), "")
+
+
+def _frames(index: VideoIndex) -> list[list[int]]:
+    """Return the packets of two clips: of the file's first frames, and of the second GOP, if the file has two."""
+    order = index.display_order
+    orders = [order, *(order[index.gop_start[order] == keyframe] for keyframe in index.keyframes[1:2])]
+    return [frames[[place for place in _SHOWN if place < len(frames)]].tolist() for frames in orders]
+
+
+def _pack(store: Store, index: VideoIndex, packets: list[int], gpu: int | None) -> Clip:
+    return pack(store, [index] * len(packets), packets, for_nvdec=gpu is not None)
+
+
+def _difference(found: dali.Frames, expected: dali.Frames) -> str:
+    """Return how DALI's frames of a clip differ from FFmpeg's. Empty if they are the same within the tolerance."""
     if found.shape != expected.shape:
         return f"DALI delivered frames of shape {found.shape[1:]} for its first ones, which are {expected.shape[1:]}"
     errors = np.abs(found.astype(np.int16) - expected).mean((1, 2, 3))

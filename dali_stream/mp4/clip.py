@@ -20,7 +20,7 @@ import numpy as np
 
 from dali_stream.counters import Timed, untimed
 from dali_stream.errors import DecodeError
-from dali_stream.mp4 import hidden
+from dali_stream.mp4 import hidden, keyframes
 from dali_stream.mp4.damage import checker
 from dali_stream.mp4.format import codec_of
 from dali_stream.mp4.index import VideoIndex
@@ -45,8 +45,8 @@ class Clip:
     coded_frames: int
 
 
-class HiddenFrames(DecodeError):
-    """A clip for NVDEC would hold frames that are decoded and never displayed."""
+class UnsafeForNvdec(DecodeError):
+    """A clip for NVDEC would contain frames that are never displayed, or begin with a keyframe that is not an IDR frame."""
 
 
 class _Run:
@@ -97,11 +97,11 @@ class _Run:
             )
         return whole
 
-    def check(self, data: bytes, shown_only: bool) -> None:
+    def check(self, data: bytes, for_nvdec: bool) -> None:
         """Decoders ignore most damage, so visible damage is detected here (see `damage`)."""
         table, at = self.table, 0
         config = table.configs[table.config[self.samples[0]]]
-        check, codec = checker(config), codec_of(config) if shown_only else ""
+        check, codec = checker(config), codec_of(config) if for_nvdec else ""
         look = codec in hidden.CODECS
         if check is None and not look:
             return
@@ -113,8 +113,11 @@ class _Run:
                 )
             if look and hidden.hidden(codec, data[at : at + size]):
                 what = f"the {codec} frame at byte {table.offset[sample]} comes with frames that are never displayed"
-                raise HiddenFrames(f"{hidden.hidden_frames_refusal(codec)} ({what})")
+                raise UnsafeForNvdec(f"{hidden.hidden_frames_refusal(codec)} ({what})")
             at += size
+        if codec in keyframes.CODECS and not keyframes.is_idr(config, data[: self.sizes[0]]):
+            what = f"the keyframe at byte {table.offset[self.samples[0]]}"
+            raise UnsafeForNvdec(f"{keyframes.other_keyframes_refusal(codec)} ({what})")
 
 
 def pack(
@@ -123,7 +126,7 @@ def pack(
     samples: Sequence[int],
     *,
     from_the_start: bool = False,
-    shown_only: bool = False,
+    for_nvdec: bool = False,
     timed: Timed = untimed,
 ) -> Clip:
     """Packs the frames that `samples` need into one clip.
@@ -133,11 +136,11 @@ def pack(
         tables: per request, the table of its file; all with the same sample description.
         samples: per request, the sample in its file. A request may occur more than once.
         from_the_start: decode from the file's first frame on.
-        shown_only: refuse frames that are never displayed.
+        for_nvdec: Whether to refuse what DALI decodes wrongly on NVDEC.
         timed: times reading.
 
     Raises:
-        HiddenFrames: there are some, and `shown_only` is set.
+        UnsafeForNvdec: If `for_nvdec` is set, and frames are hidden or a run begins with a keyframe that is not an IDR frame.
         DecodeError: open GOPs of more than one run (`VideoIndex.open_gops` tells), samples of several descriptions, or a
             file that has changed.
     """
@@ -157,7 +160,7 @@ def pack(
         raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
-    return Clip(_mux(store, list(runs.values()), shown_only, timed), frames, sum(len(run.samples) for run in runs.values()))
+    return Clip(_mux(store, list(runs.values()), for_nvdec, timed), frames, sum(len(run.samples) for run in runs.values()))
 
 
 def config(table: VideoIndex, sample: int) -> bytes:
@@ -196,7 +199,7 @@ def _stop(table: VideoIndex, sample: int) -> int:
 _HELD_BACK = 4  # encoders of hierarchical B-frames delay frames by two or three; where more are, `decode` starts earlier
 
 
-def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> bytearray:
+def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytearray:
     lengths = [len(run.samples) for run in runs]
     n = sum(lengths)
     table, first = runs[0].table, runs[0].samples[0]
@@ -218,5 +221,5 @@ def _mux(store: Store, runs: list[_Run], shown_only: bool, timed: Timed) -> byte
     with timed("read_s"):  # once a clip: it costs as much as a read
         body = [run.read(store) for run in runs]
     for run, data in zip(runs, body, strict=True):
-        run.check(data, shown_only)
+        run.check(data, for_nvdec)
     return bytearray().join((head, *body))

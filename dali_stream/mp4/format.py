@@ -1,31 +1,47 @@
-"""What a sample description says of a video: codec, profile, chroma, bit depth, size.
+"""Format of a video according to its sample description: codec, profile, chroma, bit depth, size, colours.
 
-Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media files (av1C, vpcC).
+Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media files (av1C, vpcC). The headers of the bitstream
+that H.264, HEVC and AV1 keep in these boxes take precedence.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import children
+from dali_stream.mp4.parameter_sets import CHROMA, UNSPECIFIED, Sequence, h264_sequences, hevc_sequences
+from dali_stream.mp4.sequence_header import av1_sequences
 
 CODECS = {
     b"av01": "av1", b"avc1": "h264", b"avc3": "h264", b"hvc1": "hevc", b"hev1": "hevc",
     b"vp08": "vp8", b"vp09": "vp9", b"mp4v": "mpeg4", b"jpeg": "mjpeg", b"mjpg": "mjpeg", b"png ": "png",
 }  # fmt: skip
 PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # those of 8 bit 4:2:0 that NVDEC documents
-_MATRICES = {0: "RGB", 1: "BT.709", 2: "not said", 5: "BT.601", 6: "BT.601", 9: "BT.2020", 10: "BT.2020"}
-_CHROMA = {0: "gray", 1: "420", 2: "422", 3: "444"}
+_MATRICES = {0: "RGB", 1: "BT.709", 2: "not specified", 5: "BT.601", 6: "BT.601", 9: "BT.2020", 10: "BT.2020"}
+_SEQUENCES = {"h264": (b"avcC", h264_sequences), "hevc": (b"hvcC", hevc_sequences), "av1": (b"av1C", av1_sequences)}
 
 
 @dataclass(frozen=True)
 class VideoFormat:
-    """Attributes: `codec` (av1, h264, hevc, vp8, vp9, mpeg4, mjpeg, png, or the four characters of an unknown one),
-    `profile` as the codec numbers it (None where the file does not say), `chroma` (gray, 420, 422, 444), `depth` in
-    bits, `height` and `width` in pixels, `matrix` of the colours (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601; None: not said)."""
+    """Format of a video.
+
+    Attributes:
+        codec: "av1", "h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg", "png", or the four characters of an unknown one.
+        profile: Profile as the codec numbers it, or None if the file does not name one.
+        chroma: "gray", "420", "422" or "444".
+        depth: Bits per value.
+        height, width: Size of the frames in pixels, according to the sample description.
+        matrix: Colour matrix (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601), or None if it is not specified.
+        coded: (height, width) that the bitstream codes before cropping, or None if no header was read.
+        interlaced: Whether frames may be coded as two fields.
+        full_range: Whether the bitstream says that values use the full range.
+        header_error: Why the headers in the sample description cannot be trusted. They are missing, broken, or contradict the
+            sample description. Empty for sound headers, and for codecs whose headers are not read.
+    """
 
     codec: str
     profile: int | None
@@ -34,6 +50,10 @@ class VideoFormat:
     height: int
     width: int
     matrix: int | None = None
+    coded: tuple[int, int] | None = None
+    interlaced: bool = False
+    full_range: bool = False
+    header_error: str = ""
 
     @property
     def pixel_format(self) -> str:
@@ -45,20 +65,20 @@ class VideoFormat:
 
     @property
     def matrix_name(self) -> str:
-        """The matrix by its name."""
-        return "not said" if self.matrix is None else _MATRICES.get(self.matrix, f"matrix {self.matrix}")
+        """Name of the colour matrix."""
+        return "not specified" if self.matrix is None else _MATRICES.get(self.matrix, f"matrix {self.matrix}")
 
     @property
     def like_bt601(self) -> bool:
-        """Whether decoders take the colours for BT.601, as they do where nothing is said."""
-        return self.matrix in (None, 2, 5, 6)
+        """Whether decoders convert the colours as BT.601, which they also do if nothing is specified."""
+        return self.matrix in (None, UNSPECIFIED, 5, 6)
 
 
 def describe(config: bytes) -> VideoFormat:
-    """Reads a sample description (a whole `stsd` entry).
+    """Return the format of a sample description (a whole `stsd` entry).
 
     Raises:
-        DecodeError: it is too short to hold what its kind says, or has no size.
+        DecodeError: If it is truncated, or has no size.
     """
     width, height = struct.unpack_from(">HH", config, 32)
     codec = codec_of(config)
@@ -71,7 +91,48 @@ def describe(config: bytes) -> VideoFormat:
         raise DecodeError(f"its {codec} decoder configuration is cut short") from error
     colour = parts.get(b"colr", b"")
     matrix = struct.unpack_from(">H", colour, 8)[0] if colour[:4] in (b"nclx", b"nclc") and len(colour) >= 10 else None
-    return VideoFormat(codec, profile, chroma, depth, height, width, matrix)
+    video = VideoFormat(codec, profile, chroma, depth, height, width, matrix)
+    try:
+        return _completed(video, _read_sequence(codec, parts))
+    except DecodeError as error:  # FFmpeg may still decode the file; NVDEC does not get it
+        return replace(video, header_error=str(error))
+
+
+def _read_sequence(codec: str, parts: Mapping[bytes, bytes]) -> Sequence | None:
+    """Return the parameters in the headers of a sample description, or None for a codec whose headers are not read.
+
+    Raises:
+        DecodeError: If the headers are missing or broken, or differ from each other.
+    """
+    if codec not in _SEQUENCES:
+        return None
+    kind, read = _SEQUENCES[codec]
+    sequences = read(parts.get(kind, b""))
+    what = "sequence header" if codec == "av1" else "SPS"
+    if not sequences:
+        raise DecodeError(f"its {kind.decode()} has no {what}")
+    if any(sequence != sequences[0] for sequence in sequences):
+        raise DecodeError(f"its {kind.decode()} has {len(sequences)} of {what} that differ")
+    return sequences[0]
+
+
+def _completed(video: VideoFormat, sequence: Sequence | None) -> VideoFormat:
+    """Return a format with the parameters of the bitstream, which decoders use."""
+    if sequence is None:
+        return video
+    (height, width), error = sequence.size, ""
+    if sequence.size != (video.height, video.width):
+        error = f"its bitstream has frames of {height}×{width}, and its sample description says {video.height}×{video.width}"
+    return replace(
+        video,
+        chroma=sequence.chroma,
+        depth=sequence.depth,
+        matrix=video.matrix if sequence.matrix is None else sequence.matrix,
+        coded=sequence.coded,
+        interlaced=sequence.interlaced,
+        full_range=sequence.full_range,
+        header_error=error,
+    )
 
 
 def codec_of(config: bytes) -> str:
@@ -97,7 +158,7 @@ def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, in
         chroma = "gray" if gray else {(1, 1): "420", (1, 0): "422", (0, 0): "444"}.get((av1c[2] >> 3 & 1, av1c[2] >> 2 & 1))
         return av1c[1] >> 5, chroma or "420", 12 if high and twelve else 10 if high else 8
     if codec == "hevc" and (hvcc := parts.get(b"hvcC")):
-        return hvcc[1] & 31, _CHROMA[hvcc[16] & 3], (hvcc[17] & 7) + 8
+        return hvcc[1] & 31, CHROMA[hvcc[16] & 3], (hvcc[17] & 7) + 8
     if codec == "vp9" and (vpcc := parts.get(b"vpcC")):
         return vpcc[4], {0: "420", 1: "420", 2: "422", 3: "444"}.get(vpcc[6] >> 1 & 7, "420"), vpcc[6] >> 4
     if codec == "h264" and (avcc := parts.get(b"avcC")):
@@ -115,5 +176,5 @@ def _avc_chroma(avcc: bytes) -> tuple[str, int]:
     for _ in range(count):
         at += 2 + int.from_bytes(avcc[at : at + 2], "big")
     if avcc[1] not in (66, 77, 88) and len(avcc) >= at + 3:
-        return _CHROMA[avcc[at] & 3], (avcc[at + 1] & 7) + 8
+        return CHROMA[avcc[at] & 3], (avcc[at + 1] & 7) + 8
     return "420", 8

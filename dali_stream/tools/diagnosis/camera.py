@@ -11,7 +11,7 @@ import numpy as np
 
 from dali_stream.dataset import Dataset
 from dali_stream.decode.capability import capability
-from dali_stream.decode.route import padding_refusal, refusal
+from dali_stream.decode.route import refusal, smallest_coded_size
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, counted
 from dali_stream.mp4.clip import is_avc, pack
 from dali_stream.mp4.format import VideoFormat, describe
@@ -166,7 +166,7 @@ class Camera:
         helps = [
             codec
             for codec in ("hevc", "h264")
-            if not (capability(gpu, codec, "420", 8).refusal(*size) or padding_refusal(codec, *size))
+            if not capability(gpu, codec, "420", 8).refusal(*size) and smallest_coded_size(codec, *size) == size
         ]
         remedy = (
             f"`dali-stream transcode URI OUT --codec {helps[0]}` re-encodes the dataset for this GPU"

@@ -1,0 +1,67 @@
+"""Reading the headers of bitstreams bit by bit."""
+
+from __future__ import annotations
+
+from dali_stream.errors import DecodeError
+
+
+class Bits:
+    """Bits of a header, read from the first one on. Reading beyond the last one raises DecodeError."""
+
+    def __init__(self, data: bytes, what: str) -> None:
+        self._data, self._what, self._at = data, what, 0
+
+    def take(self, count: int) -> int:
+        """Return the next `count` bits as a number, the most significant bit first (`u(n)`)."""
+        stop = self._at + count
+        if stop > 8 * len(self._data):
+            raise DecodeError(f"its {self._what} is truncated")
+        last = (stop + 7) >> 3
+        value = int.from_bytes(self._data[self._at >> 3 : last], "big") >> (8 * last - stop)
+        self._at = stop
+        return value & ((1 << count) - 1)
+
+    def flag(self) -> bool:
+        """Return the next bit."""
+        return bool(self.take(1))
+
+    def number(self, name: str, most: int = (1 << 32) - 2) -> int:
+        """Return a number in exponential Golomb code (`ue(v)`, 9.1 in H.264), which must be at most `most`."""
+        zeros = 0
+        while not self.flag():
+            zeros += 1
+            if zeros > 32:
+                raise DecodeError(f"its {self._what} has an invalid {name}: more than 32 zero bits")
+        value = (1 << zeros) - 1 + self.take(zeros)
+        if value > most:
+            raise DecodeError(f"its {self._what} has an invalid {name}: must be at most {most}, got {value}")
+        return value
+
+    def skip_numbers(self, count: int) -> None:
+        """Skip `count` numbers in exponential Golomb code, signed or not."""
+        for _ in range(count):
+            self.number("value")
+
+    def leb128(self) -> int:
+        """Return a number of up to eight bytes, seven bits in each, the least significant first."""
+        value = 0
+        for place in range(8):
+            more, part = self.flag(), self.take(7)
+            value |= part << 7 * place
+            if not more:
+                return value
+        raise DecodeError(f"its {self._what} has a size of more than eight bytes")
+
+    def data(self, count: int | None) -> bytes:
+        """Return the next `count` bytes, or all that are left. The position must be at the beginning of a byte."""
+        start = self._at >> 3
+        stop = len(self._data) if count is None else start + count
+        if stop > len(self._data):
+            raise DecodeError(f"its {self._what} is truncated")
+        self._at = 8 * stop
+        return self._data[start:stop]
+
+    @property
+    def left(self) -> int:
+        """Number of bits that are left."""
+        return 8 * len(self._data) - self._at
