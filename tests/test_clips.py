@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import videos as data
@@ -15,7 +17,7 @@ from support.slow import examples
 
 from dali_stream.decode import torchcodec as decode
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.clip import pack, span
+from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack, span
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import LocalStore
@@ -101,6 +103,68 @@ def test_runs_of_open_gops_are_not_packed_together(videos: Callable[[str], Video
     assert span(v.tables[0], apart[0])[0] != span(v.tables[0], apart[1])[0]
     with pytest.raises(DecodeError, match="needs its own clip"):
         pack(v.store, [v.tables[0]] * 2, apart)
+
+
+WITHOUT_IDR = {
+    "h264": data.h264_without_idr(),
+    "hevc": (*data.X265, "-pix_fmt", "yuv420p", "-x265-params", "keyint=13:min-keyint=13:bframes=1:b-adapt=0:log-level=none"),
+}
+WITH_IDR = {"h264": data.h264(12), "hevc": data.hevc(12)}
+
+
+def decoded_without_times(clip: Clip, codec: str, folder: Path) -> list[tuple[int, int]]:
+    """(episode, frame) of what FFmpeg decodes of a clip after the filter that DALI feeds to NVDEC, in the order of its output.
+
+    DALI numbers NVDEC's frames in this order.
+    """
+    (folder / "clip.mp4").write_bytes(clip.data)
+    stream = folder / f"clip.{codec}"
+    data.ffmpeg("-i", folder / "clip.mp4", "-c", "copy", "-bsf:v", f"{codec}_mp4toannexb", "-f", codec, stream)
+    command = [
+        "ffmpeg",
+        "-v",
+        "quiet",
+        "-f",
+        codec,
+        "-i",
+        str(stream),
+        "-vsync",
+        "0",
+        "-f",
+        "rawvideo",
+        "-pix_fmt",
+        "rgb24",
+        "-",
+    ]
+    raw = subprocess.run(command, capture_output=True, check=False).stdout
+    frames = np.frombuffer(raw, np.uint8).reshape(-1, *data.SIZE, 3)
+    return data.identities(torch.from_numpy(frames.copy()).movedim(-1, 1)) if len(frames) else []
+
+
+@pytest.mark.parametrize("codec", ["h264", "hevc"])
+def test_keyframes_that_are_not_idr_frames_are_not_packed_for_nvdec(codec: str, tmp_path: Path) -> None:
+    """The filter adds no parameter sets before recovery points of H.264, and neither these nor CRA frames reset the order."""
+    lengths, store = (31, 170), LocalStore(str(tmp_path))
+    stamps = [(episode, frame) for episode, length in enumerate(lengths) for frame in range(length)]
+    for encoders, sound in ((WITH_IDR, True), (WITHOUT_IDR, False)):
+        name = f"{sound}.mp4"
+        data.encode(data.draw(lengths), tmp_path / name, encoders[codec])
+        table = read_index(store, name)
+        assert not table.open_gops
+        place = np.argsort(table.display_order)
+        shown = []
+        for request in (samples := [3, 20, 45, 60, 195]):
+            start, stop = span(table, request)
+            shown += [stamps[i] for i in sorted(place[start : stop + 1].tolist())]
+        clip = pack(store, [table] * len(samples), samples)
+        assert (decoded_without_times(clip, codec, tmp_path) == shown) == sound
+        alone = decoded_without_times(pack(store, [table], [20]), codec, tmp_path)
+        assert bool(alone) == (sound or codec == "hevc")
+        if sound:
+            assert pack(store, [table] * len(samples), samples, for_nvdec=True) == clip
+            continue
+        with pytest.raises(UnsafeForNvdec, match=rf"{codec} with keyframes that are not IDR frames: .* \(the keyframe at byte"):
+            pack(store, [table], [20], for_nvdec=True)
 
 
 def test_samples_of_different_descriptions_are_not_packed_together(videos: Callable[[str], Videos]) -> None:

@@ -27,6 +27,7 @@ CODECS = {
     "vp9-12": data.vp9(12),
     "vp9-12-hidden": data.vp9(12, hidden=True),
     "vp9-30-hidden": data.vp9(30, hidden=True),
+    "h264-13-no-idr": data.h264_without_idr(),
     "h264-intra-refresh": (*data.h264(12), "-x264-params", "intra-refresh=1:keyint=12:bframes=0"),
     "mpeg4-12": data.mpeg4(12),
     "mpeg4-12-b": data.mpeg4(12, b_frames=2),

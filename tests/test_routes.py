@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from support import videos as video_data
 from support.batches import check_identities
 from support.datasets import TOP, copied, read_lengths
+from support.tools import table_of
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
@@ -152,18 +154,95 @@ def test_hidden_frames_are_kept_from_nvdec(
     assert (f"{codec} with hidden frames" in found.reason) == hides
 
     memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
-    episode, frame = np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]])
     memory.load(range(2))
-    camera = dali.DaliDecoder(dataset, TOP, Counters(), 0)
-    packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frame, strict=True)])
-    with ThreadPoolExecutor(2) as pool:
-        step = SimpleNamespace(packets={TOP: packets}, samples=SimpleNamespace(episode=episode))
-        clips = camera.start(pool, step, frame, memory, dataset.data_store)
+    clips = packed(dataset, memory, TOP, 0, np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]]))
     if not hides:
         assert all(clip.frames.size == 1 for clip in clips.packed)
         return
     with pytest.raises(RouteChange, match=rf"{TOP}: .*{FIRST}: av1 with hidden frames: .* at byte \d+ comes"):
         next(task for task in clips.tasks if task.exception()).result()
+
+
+def packed(
+    dataset: dali_stream.Dataset, memory: Memory, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray
+) -> dali.Clips:
+    """The clips of a batch: frames (B, T) of episodes (B,)."""
+    camera = dali.DaliDecoder(dataset, key, Counters(), gpu)
+    packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frame, strict=True)])
+    with ThreadPoolExecutor(2) as pool:
+        step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))
+        return camera.start(pool, step, frame, memory, dataset.data_store)
+
+
+MARKED_AS_709 = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box
+X265 = (*video_data.X265, "-pix_fmt", "yuv420p", "-x265-params")
+CLOSED = "keyint=2:open-gop=0:bframes=0:log-level=none:min-cu-size="
+FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, encoder, why the route refuses it
+    "h264": ((128, 160), video_data.h264(12), ""),
+    "h264 without IDR frames": ((128, 160), video_data.h264_without_idr(), "h264 with keyframes that are not IDR frames: DALI"),
+    "h264, interlaced": ((128, 160), (*video_data.h264(12), "-flags", "+ildct+ilme", "-top", "1"), "interlaced h264 right"),
+    "h264, BT.709 in the VUI": ((128, 160), (*video_data.h264(12), *MARKED_AS_709), "the colours are those of BT.709"),
+    "hevc, blocks of 8": ((360, 640), (*X265, f"{CLOSED}8"), ""),
+    "hevc, blocks of 16": ((360, 640), (*X265, f"{CLOSED}16"), "360×640 is coded as 368×640 in hevc"),
+    "hevc, blocks of 32": ((360, 640), (*X265, f"{CLOSED}32"), "360×640 is coded as 384×640 in hevc"),
+    "hevc, blocks of 16, 720 lines": ((720, 320), (*X265, f"{CLOSED}16"), ""),
+    "hevc, blocks of 32, 720 lines": ((720, 320), (*X265, f"{CLOSED}32"), "720×320 is coded as 736×320 in hevc"),
+    "hevc with CRA frames": ((128, 160), (*X265, f"{CLOSED}8:open-gop=1"), "hevc with keyframes that are not IDR frames: they"),
+    "av1": ((122, 150), video_data.av1(2), ""),
+    "av1 of odd size": (
+        (121, 151), ("-c:v", "libaom-av1", "-cpu-used", "8", "-g", "1", "-pix_fmt", "yuv420p"), "even sizes, and these are 121×"
+    ),
+    "vp9": ((122, 150), video_data.vp9(12), ""),
+    "vp9 of odd size": ((122, 151), video_data.vp9(12), "even sizes, and these are 122×151"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_route_goes_by_the_headers_of_a_file(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    size, arguments, reason = FILES[name]
+    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    path = video_data.encode(video_data.draw((16,), size=size), tmp_path / "video.mp4", arguments)
+    table, video = table_of(path)
+    assert not table.open_gops
+    found = route.choose("auto", 0, video, table, open_store(str(tmp_path)))
+    assert found.decoder == ("torchcodec" if reason else "dali")
+    assert reason in found.reason
+
+
+def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As av1_nvenc does for 1080 lines: the sample description has 1088."""
+    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    path = video_data.encode(video_data.draw((2,), size=(1080, 1920)), tmp_path / "video.mp4", video_data.av1(2))
+    store = open_store(str(tmp_path))
+    for declared, decoder in ((1080, "dali"), (1088, "torchcodec")):
+        content = path.read_bytes()
+        at = content.index(struct.pack(">HH", 1920, 1080), content.index(b"av01", content.index(b"stsd")))
+        path.write_bytes(content[:at] + struct.pack(">HH", 1920, declared) + content[at + 4 :])
+        table, video = table_of(path)
+        found = route.choose("auto", 0, video, table, store)
+        assert found.decoder == decoder
+    assert found.reason == "its bitstream has frames of 1080×1920, and its sample description says 1088×1920"
+
+
+def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Found in the clip itself, since nothing of a later file is looked at before it is needed."""
+    asked(monkeypatch, Capability(True, "", 1, (48, 48), (4096, 4096), 65536))
+    files = [
+        video_data.encode(video_data.draw((40,), first=episode), tmp_path / f"{episode}.mp4", arguments)
+        for episode, arguments in enumerate((video_data.h264(12), video_data.h264_without_idr()))
+    ]
+    dataset = dali_stream.Dataset(video_data.write_dataset(tmp_path / "set", files, [[40], [40]]))
+    memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
+    memory.load(range(2))
+    clips = packed(
+        dataset, memory, video_data.CAMERA, 0, np.array([0, 0, 1, 1]), np.array([[3, 20], [30, 30], [3, 5], [3, 20]])
+    )
+    *sound, error = [task.exception() for task in clips.tasks]
+    assert sound == [None, None, None]  # the last of these is within the first GOP, which begins with an IDR frame
+    assert isinstance(error, RouteChange)
+    assert re.search(r"1\.mp4: h264 .* not IDR frames: DALI adds .* \(the keyframe at byte \d+\)", str(error))
 
 
 def test_the_colours_that_a_file_names_are_read() -> None:
@@ -217,9 +296,32 @@ def test_what_dali_delivers_is_held_against_ffmpeg_before_a_camera_gets_it(
                 assert all(said in found.reason for found in loader.routes.values())
 
 
+def test_the_trial_decodes_a_clip_that_begins_at_a_later_keyframe(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here DALI delivers that one wrong; in H.264 without IDR frames, NVDEC would deliver nothing."""
+    dataset = dali_stream.Dataset(vp9_demo)
+    table = read_index(dataset.data_store, FIRST)
+    video, decode = describe(table.configs[0]), dali.decode
+    assert trial(dataset.data_store, table, video, None) == ""
+
+    def wrong(clips: list, *options: object) -> list[np.ndarray]:
+        first, later = decode(clips, *options)
+        return [first, np.flip(later, -1)]
+
+    monkeypatch.setattr(dali, "decode", wrong)
+    assert "differ from FFmpeg's by up to" in trial(dataset.data_store, table, video, None)
+
+
+def test_the_trial_names_keyframes_that_are_not_idr_frames(tmp_path: Path) -> None:
+    path = video_data.encode(video_data.draw(), tmp_path / "video.mp4", video_data.h264_without_idr())
+    table, video = table_of(path)
+    assert trial(open_store(str(tmp_path)), table, video, 0).startswith(
+        "h264 with keyframes that are not IDR frames: DALI adds"
+    )
+
+
 def test_colours_that_only_the_frames_name_are_kept_from_nvdec(tmp_path: Path) -> None:
-    marked = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box: the index says nothing of it
-    video_data.encode(video_data.draw(), tmp_path / "video.mp4", (*video_data.h264(12), *marked))
+    marked = ("-bsf:v", "vp9_metadata=color_space=bt709")  # the headers in a sample description of VP9 are not read
+    video_data.encode(video_data.draw(), tmp_path / "video.mp4", (*video_data.vp9(12), *marked))
     store = open_store(str(tmp_path))
     table = read_index(store, "video.mp4")
     found = describe(table.configs[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support import videos as video_data
 from support.batches import assert_same_but_for_frames
 from support.datasets import videos
 from support.programs import failed
-from support.tools import FAST, LACKS_NVENC, PLAYS_NVENC, runs, stub, transcoded
+from support.tools import FAST, LACKS_NVENC, PLAYS_NVENC, runs, stub, table_of, transcoded
 from support.videos import recorded
 
 from dali_stream import DaliStreamError
@@ -23,20 +24,33 @@ pytestmark = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="the ffmp
 # ---- NVENC, played by a stub
 
 
-def test_nvenc_is_taken_where_it_works(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvenc_is_taken_where_it_works(written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written(episodes=2, size=(128, 160))  # multiples of 32, which NVENC does not pad
     log = stub(tmp_path, monkeypatch, PLAYS_NVENC)
-    report = transcoded(small, tmp_path / "out", codec="hevc", encoder="auto", crf=19)
+    report = transcoded(source, tmp_path / "out", codec="hevc", encoder="auto", crf=19)
     assert {camera.encoder for camera in report.cameras.values()} == {"hevc_nvenc"}
-    assert_same_but_for_frames(small, tmp_path / "out")
+    assert_same_but_for_frames(source, tmp_path / "out")
     told = "-c:v hevc_nvenc -bf 0 -tag:v hvc1 -g 2 -preset p5 -rc vbr -cq 19 -b:v 0 -no-scenecut 1 -forced-idr 1"
     encoding = [" ".join(run) for run in runs(log) if "hevc_nvenc" in run]
-    assert len(encoding) == 1 + len(videos(small))  # tried once, with the size of the cameras
-    assert "-s 128x120" in encoding[0]
+    assert len(encoding) == 1 + len(videos(source))  # tried once, with the size of the cameras
+    assert "-s 160x128" in encoding[0]
     assert all(told in run for run in encoding)
     assert "rawvideo" in encoding[0]
     for run in encoding[1:]:
         for part in ("-nostdin", "-protocol_whitelist file -f mov -i file:", "-copyts", "passthrough", "-xerror", "+faststart"):
             assert part in run
+
+
+def test_frames_that_nvenc_would_pad_are_encoded_on_the_cpu(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In HEVC, NVENC pads frames to multiples of 32, and DALI's route to NVDEC needs them without padding."""
+    stub(tmp_path, monkeypatch, PLAYS_NVENC)
+    report = transcoded(small, tmp_path / "out", codec="hevc", encoder="auto")
+    assert {camera.encoder for camera in report.cameras.values()} == {"libx265"}
+    assert {table_of(path)[1].coded for path in videos(tmp_path / "out")} == {(120, 128)}
+    with pytest.raises(ValueError, match="it pads frames of 120×128 to multiples of 32"):
+        transcoded(small, tmp_path / "other", codec="hevc", encoder="nvenc")
 
 
 def test_without_nvenc_the_cpu_is_taken(
@@ -102,6 +116,11 @@ _WRONG = {
     "frames are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and at least 25 is required"),
     "colours are of another range": (f"{_FILTER} = 'scale=out_range=pc,setparams=range=pc'", "full range|yuvj420p"),
     "GOPs are longer": ("arguments = ['9' if a == '2' else a for a in arguments]", "longest GOP has 9"),
+    "frames are cropped": (
+        "arguments[-1:-1] = ['-bsf:v', 'h264_metadata=crop_bottom=16']",
+        "its bitstream has frames of 112×160",
+    ),
+    "frames are interlaced": ("arguments[-1:-1] = ['-flags', '+ildct+ilme', '-top', '1']", "its frames are interlaced"),
     "there are B-frames": ("arguments = [{'0': '2', '2': '12'}.get(a, a) for a in arguments]", "B-frames"),
 }
 

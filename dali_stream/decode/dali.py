@@ -51,9 +51,9 @@ converts to RGB in its own way, so the two are never equal; 1.6 was measured wit
 BT.601, which are 2.6 apart on a demo frame: that is told by what a file says of its colours."""
 
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
-"""Of every pipeline; read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to another
-operator while they are still copied from (read in DALI 2.4's sources; not run on a GPU). `benchmarks/gpu_settings.py` tries the
-alternatives."""
+"""Settings of every pipeline, read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to
+another operator while they are still copied from (read in DALI 2.4's sources; not run on a GPU). `benchmarks/gpu_settings.py`
+tries the alternatives."""
 
 
 class Packed(NamedTuple):

@@ -39,7 +39,8 @@ CODECS = {
         "libx265",
         26,
         "ultrafast",
-        {"x265-params": "open-gop=0:scenecut=0:keyint={gop}:min-keyint={gop}:log-level=none"},
+        # Blocks of 8 pixels: with the preset's 16, x265 codes 360 lines as 368, which NVDEC does not get.
+        {"x265-params": "open-gop=0:scenecut=0:keyint={gop}:min-keyint={gop}:min-cu-size=8:log-level=none"},
     ),
     # deadline 1 is realtime. Alternate reference frames are frames that are never shown: without them, a packet of
     # the file is a frame.

@@ -60,8 +60,8 @@ class _Run:
         self.samples: Sequence[int] = range(start, stop + 1)
         self.sizes: list[int] = table.size[start : stop + 1].tolist()
         if table.open_gops:
-            # What leads the run's own keyframe needs frames that are not in the clip. No other frame refers to those,
-            # and `span` begins a GOP earlier where one is requested, so they are left out.
+            # Frames displayed before the run's own keyframe need frames that are not in the clip. No other frame refers to
+            # them, and `span` begins a GOP earlier if one is requested, so they are left out.
             own = np.arange(start, stop + 1)
             own = own[(table.gop_start[own] != start) | (table.pts[own] >= table.pts[start])]
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()

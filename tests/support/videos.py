@@ -47,6 +47,11 @@ def h264(gop: int, open_gop: bool = False, pixels: str = "yuv420p") -> tuple[str
     return (*X264, "-pix_fmt", pixels, "-x264-params", params)
 
 
+def h264_without_idr() -> tuple[str, ...]:
+    """x264 with recovery points as keyframes after the first, and no frame displayed before the keyframe that it follows."""
+    return (*X264, "-pix_fmt", "yuv420p", "-x264-params", "open-gop=1:keyint=13:bframes=1:b-adapt=0")
+
+
 def hevc(gop: int, open_gop: bool = False, pixels: str = "yuv420p") -> tuple[str, ...]:
     """x265 with its usual B-frames and keyframes `gop` apart; open GOPs are its default."""
     params = f"open-gop={int(open_gop)}:keyint={gop}:min-keyint={gop}:scenecut=0:bframes=3:b-adapt=0:log-level=none"

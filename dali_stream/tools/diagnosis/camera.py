@@ -63,7 +63,7 @@ class Camera:
             self.found[f"{key} file"] = self._broken(self._path, error)
 
     def decoded(self, decoded: Mapping[str, Decoded]) -> dict[str, Result]:
-        """What was found of the frame, by the name of the finding."""
+        """Return the findings on the frame by name."""
         right = [route for route, each in decoded.items() if not each.error]
         return {f"{self.key} frame, {route}": self._of_frame(route, each, right) for route, each in decoded.items()}
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dali_stream.decode.route import smallest_coded_size
 from dali_stream.decode.torchcodec import decode
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.damage import checker
-from dali_stream.mp4.format import PROFILES, codec_of, describe
+from dali_stream.mp4.format import PROFILES, VideoFormat, codec_of, describe
 from dali_stream.mp4.hidden import CODECS, hidden
 from dali_stream.mp4.index import Int64, VideoIndex
+from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.storage import Store
 from dali_stream.tools.output.copy import read_samples
 
@@ -35,9 +37,9 @@ class Video:
     table: VideoIndex
 
 
-def refusal(table: VideoIndex, codec: str, gop: int) -> str:
-    """Why a file does not meet the request, by its index; empty if it does."""
-    video = describe(table.configs[0])
+def refusal(file: Video, codec: str, gop: int) -> str:
+    """Return why a file does not meet the request, by its index and its headers. Empty if it does."""
+    table, video = file.table, describe(file.table.configs[0])
     if video.codec != codec:
         return f"it is {video.codec}"
     if len(table.configs) > 1:
@@ -52,11 +54,25 @@ def refusal(table: VideoIndex, codec: str, gop: int) -> str:
         return "it has B-frames or open GOPs"
     if table.longest_gop > gop:
         return f"its longest GOP has {table.longest_gop} frames"
-    return ""
+    if has_other_keyframes(file.store, table, codec):
+        return "it has keyframes that are not IDR frames"
+    return video.header_error or _padding(video)
+
+
+def _padding(video: VideoFormat) -> str:
+    """Return how a file wastes space around its frames, or that it is interlaced. Empty if it does neither."""
+    size = video.height, video.width
+    smallest = smallest_coded_size(video.codec, *size)
+    if video.interlaced:
+        return "its frames are interlaced"
+    if video.coded in (None, smallest):
+        return ""
+    what, coded = f"{size[0]}×{size[1]} is coded as", "{}×{}".format(*(video.coded or size))
+    return f"{what} {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
 
 
 def check_times(source: VideoIndex, out: VideoIndex, fps: float) -> None:
-    """Raises DecodeError unless each frame of the source came out, at its own time."""
+    """Raises DecodeError unless each frame of the source is in the output, at its own time."""
     if len(source) != len(out):
         raise DecodeError(f"{len(source)} frames went in, and {len(out)} came out")
     away = np.abs(source.pts[source.display_order] / source.timescale - out.pts[out.display_order] / out.timescale)

@@ -6,6 +6,7 @@ So each frame of the source becomes one packet, in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,6 +19,7 @@ EncoderChoice = Literal["auto", "nvenc", "cpu"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 ENCODERS: tuple[EncoderChoice, ...] = get_args(EncoderChoice)
 _LONGEST_GOP = 10_000
+_X265_BLOCK = 16  # x265 codes frames in multiples of this many pixels with the preset ultrafast
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,15 @@ _NVENC_QUALITY = {"h264_nvenc": (20, 51), "hevc_nvenc": (22, 51), "av1_nvenc": (
 _CPU = {"h264": "libx264", "hevc": "libx265", "av1": "libsvtav1", "vp9": "libvpx-vp9"}
 
 
-def encoder(codec: Codec, gop: int, crf: int | None, *, nvenc: bool) -> Encoder:
-    """The encoder of a codec.
+def encoder(codec: Codec, gop: int, crf: int | None, *, nvenc: bool, sizes: Sequence[tuple[int, int]] = ()) -> Encoder:
+    """Return the encoder of a codec.
+
+    Args:
+        codec: Codec to encode.
+        gop: Distance of keyframes in frames.
+        crf: Quality on the encoder's scale, or None for its default.
+        nvenc: Whether to encode on the GPU.
+        sizes: (height, width) of the frames.
 
     Raises:
         ValueError: the GPU has none, or it does not support the GOP or quality.
@@ -70,6 +79,8 @@ def encoder(codec: Codec, gop: int, crf: int | None, *, nvenc: bool) -> Encoder:
     if isinstance(quality, bool) or not 1 <= quality <= highest:
         raise ValueError(f"Invalid crf {crf!r}. {name} allows 1 (best) to {highest}; the default is {default}")
     preset, arguments = _nvenc(gop, quality) if nvenc else _SETTINGS[name](gop, quality)
+    if name == "libx265" and any(side % _X265_BLOCK for size in sizes for side in size):
+        arguments += ":min-cu-size=8"  # so that frames are coded without padding, which NVDEC needs
     tag = ("-tag:v", "hvc1") if codec == "hevc" else ()
     return Encoder(codec, name, quality, preset, ("-c:v", name, "-bf", "0", *tag, *arguments.split()))
 

@@ -36,6 +36,7 @@ if os.getppid() == int(sys.argv[1]):
 _PIXELS = "scale=out_color_matrix=bt601:out_range=tv,format=yuv420p"
 # For BT.709: the scaler goes through RGB and subsamples colours a second time (mean error 2.1 of 255 at edges; 0.6 with this).
 _FROM_709 = "colorspace=iall=bt709:space=smpte170m:primaries=bt709:trc=bt709:range=tv:fast=1:format=yuv420p"
+_NVENC_BLOCK = 32  # pixels, in HEVC
 _TAGS = "setparams=range=tv:colorspace=smpte170m"
 _SHOWN = re.compile(r" fmt:(\S+) .*?(?:color_range:(\S+) color_space:(\S+)|\Z)", re.DOTALL)
 
@@ -192,12 +193,12 @@ def choose(
     odd = [size for size in sizes if size[0] % 2 or size[1] % 2]
     if odd and codec in ("h264", "hevc"):
         raise ValueError(
-            f"codec is {codec!r}, and there are frames of {odd[0][0]}×{odd[0][1]}; its encoders need even sizes; use vp9"
+            f"codec is {codec!r}, and some frames have {odd[0][0]}×{odd[0][1]} pixels; its encoders need even sizes; use vp9"
         )
     if which != "cpu":
         try:
             found = encoder(codec, gop, crf, nvenc=True)
-            failure = program.failure(found, sizes)
+            failure = program.failure(found, sizes) or _nvenc_padding(codec, sizes)
             if not failure:
                 return found
             if which == "nvenc":
@@ -208,13 +209,23 @@ def choose(
         except ValueError:
             if which == "nvenc":
                 raise
-    found = encoder(codec, gop, crf, nvenc=False)
+    found = encoder(codec, gop, crf, nvenc=False, sizes=sizes)
     if failure := program.failure(found, sizes):
         raise DaliStreamError(
             f"this ffmpeg cannot encode with {found.name}: {failure}. Install one that can (`ffmpeg -encoders` lists them; "
             "those of Debian and Ubuntu can), or choose another codec"
         )
     return found
+
+
+def _nvenc_padding(codec: Codec, sizes: Sequence[tuple[int, int]]) -> str:
+    """Return why NVENC's output would not go to NVDEC. Empty if it would. Not run on a GPU."""
+    padded = [size for size in sizes if codec == "hevc" and any(side % _NVENC_BLOCK for side in size)]
+    if not padded:
+        return ""
+    return (
+        f"it pads frames of {padded[0][0]}×{padded[0][1]} to multiples of {_NVENC_BLOCK}, and DALI needs frames without padding"
+    )
 
 
 def _input(path: Path) -> list[str]:

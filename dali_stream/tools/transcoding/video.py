@@ -105,7 +105,7 @@ class Writer:
         """Why a file at `place` does not meet the request; empty if it does. Reads all of it."""
         if hidden := scan(video):
             return f"{hidden} of its encoded frames are never displayed"
-        return refusal(video.table, self._encoder.codec, self._gop) or self._program.look(place).refusal()
+        return refusal(video, self._encoder.codec, self._gop) or self._program.look(place).refusal()
 
     def _shown(self, video: Video, file: VideoFile) -> dict[int, Int64]:
         """Per episode, the packets of its rows."""

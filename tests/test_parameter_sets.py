@@ -1,0 +1,238 @@
+"""Headers of H.264, HEVC and AV1: the parser agrees with FFmpeg's on real files, and survives any bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import videos as data
+from support.slow import examples, slow
+from support.tools import table_of
+
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.boxes import box
+from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.parameter_sets import h264_sequences, hevc_sequences
+from dali_stream.mp4.sequence_header import av1_sequences
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def x264(params: str = "", pixels: str = "yuv420p") -> tuple[str, ...]:
+    return (*data.X264, "-pix_fmt", pixels, "-x264-params", params or "keyint=2")
+
+
+def x265(params: str, pixels: str = "yuv420p") -> tuple[str, ...]:
+    return (*data.X265, "-pix_fmt", pixels, "-x265-params", f"{params}:log-level=none")
+
+
+INTERLACED = (*x264(), "-flags", "+ildct+ilme", "-top", "1")
+BT709_IN_THE_VUI = (*x264(), "-bsf:v", "h264_metadata=matrix_coefficients=1")
+Kind = tuple[tuple[int, int], tuple[str, ...], dict[str, Any]]  # size, encoder, what the headers say
+KINDS: dict[str, Kind] = {
+    "h264 of 360 lines": ((360, 640), x264(), {"coded": (368, 640)}),
+    "h264, interlaced": ((360, 640), INTERLACED, {"coded": (384, 640), "interlaced": True}),
+    "h264, BT.709 in the VUI": ((128, 160), BT709_IN_THE_VUI, {"matrix": 1}),
+    "h264, scaling lists": ((128, 160), x264("cqm=jvt", "yuv422p10le"), {"chroma": "422", "depth": 10}),
+    "h264, full range": ((128, 160), (*x264("range=pc"), "-color_range", "pc"), {"full_range": True}),
+    "h264, gray": ((128, 160), x264("", "gray"), {"chroma": "gray"}),
+    "h264, lossless 4:4:4": ((122, 150), (*x264("", "yuv444p"), "-qp", "0"), {"chroma": "444", "coded": (128, 160)}),
+    "hevc, blocks of 8": ((360, 640), x265("min-cu-size=8"), {"coded": (360, 640)}),
+    "hevc, blocks of 16": ((360, 640), x265("min-cu-size=16"), {"coded": (368, 640)}),
+    "hevc, blocks of 32": ((360, 640), x265("min-cu-size=32"), {"coded": (384, 640)}),
+    "hevc, blocks of 8, 720 lines": ((720, 320), x265("min-cu-size=8"), {"coded": (720, 320)}),
+    "hevc, blocks of 16, 720 lines": ((720, 320), x265("min-cu-size=16"), {"coded": (720, 320)}),
+    "hevc, blocks of 32, 720 lines": ((720, 320), x265("min-cu-size=32"), {"coded": (736, 320)}),
+    "hevc, scaling lists, layers, VUI": (
+        (128, 160),
+        x265("scaling-list=default:temporal-layers=2:colormatrix=bt709:range=full:sar=3", "yuv420p10le"),
+        {"depth": 10, "matrix": 1, "full_range": True},
+    ),
+    "hevc, fields": ((128, 160), x265("interlace=tff"), {"interlaced": True, "coded": (128, 160)}),
+    "hevc, 4:4:4": ((128, 160), x265("colormatrix=smpte170m", "yuv444p"), {"chroma": "444", "matrix": 6}),
+    "av1": ((122, 150), data.av1(2), {"coded": (122, 150)}),
+    "av1, 10 bit": ((128, 160), (*data.av1(2, "yuv420p10le"), "-colorspace", "bt709"), {"depth": 10, "matrix": 1}),
+    "av1 of odd size": ((121, 151), ("-c:v", "libaom-av1", "-cpu-used", "8", "-pix_fmt", "yuv420p"), {"coded": (121, 151)}),
+    "av1, 4:4:4": ((128, 160), ("-c:v", "libaom-av1", "-cpu-used", "8", "-pix_fmt", "yuv444p"), {"chroma": "444"}),
+    "av1, a still": (
+        (128, 160),
+        ("-c:v", "libaom-av1", "-cpu-used", "8", "-pix_fmt", "yuv420p", "-still-picture", "1", "-frames:v", "1"),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_headers_say_what_ffmpeg_reads_in_them(name: str, tmp_path: Path) -> None:
+    size, arguments, expected = KINDS[name]
+    path = data.encode(data.draw((2,), size=size), tmp_path / "a.mp4", arguments)
+    _, video = table_of(path)
+    assert video.header_error == ""
+    assert {key: getattr(video, key) for key in expected} == expected
+    check_against_ffmpeg(path, video)
+
+
+@pytest.mark.parametrize("path", sorted(SHARED_DATA.rglob("file-000.mp4")) or [None], ids=str)
+def test_the_headers_of_recordings(path: Path | None) -> None:
+    if path is None:
+        pytest.skip("needs the recordings in shared/data, beside the project")
+    _, video = table_of(path)
+    assert video.header_error == ""
+    check_against_ffmpeg(path, video)
+
+
+def check_against_ffmpeg(path: Path, video: VideoFormat) -> None:
+    """Compares with ffprobe, which opens the decoder, and with the fields that FFmpeg's bitstream filter lists."""
+    shown = "stream=pix_fmt,width,height,coded_width,coded_height,color_space,color_range"
+    command = ["ffprobe", "-v", "error", "-select_streams", "v", "-show_entries", shown, "-of", "json", str(path)]
+    said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["streams"][0]
+    assert (said["height"], said["width"]) == (video.height, video.width)
+    if video.chroma != "gray":  # FFmpeg decodes gray H.264 to 4:2:0
+        assert video.pixel_format == said["pix_fmt"].replace("yuvj", "yuv")
+    assert said.get("color_space", "unknown") == {None: "unknown", 1: "bt709", 6: "smpte170m"}[video.matrix]
+    assert (said.get("color_range", "tv") == "pc") == video.full_range
+    fields = header_fields(path)
+    if video.codec == "h264":
+        lines = 16 * (fields["pic_height_in_map_units_minus1"] + 1) * (2 - fields["frame_mbs_only_flag"])
+        assert video.coded == (lines, 16 * (fields["pic_width_in_mbs_minus1"] + 1))
+        assert video.interlaced == (not fields["frame_mbs_only_flag"])
+    elif video.codec == "hevc":
+        assert video.coded == (said["coded_height"], said["coded_width"])
+        assert video.coded == (fields["pic_height_in_luma_samples"], fields["pic_width_in_luma_samples"])
+        assert video.interlaced == bool(fields.get("field_seq_flag"))
+    else:
+        assert video.coded == (fields["max_frame_height_minus_1"] + 1, fields["max_frame_width_minus_1"] + 1)
+
+
+def header_fields(path: Path) -> dict[str, int]:
+    """The first value of each field in a file's headers, by FFmpeg's filter trace_headers."""
+    command = [
+        "ffmpeg",
+        "-hide_banner",
+        "-i",
+        str(path),
+        "-map",
+        "0:v",
+        "-c",
+        "copy",
+        "-bsf:v",
+        "trace_headers",
+        "-f",
+        "null",
+        "-",
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.findall(r"\] \d+ +(\w+) +[01]+ = (-?\d+)$", said, re.MULTILINE)
+    return {name: int(value) for name, value in reversed(found)}
+
+
+# ---- headers that do not fit
+
+
+def failure(read: Any, body: bytes) -> str:
+    """The error that a parser raises, or an empty string."""
+    try:
+        read(body)
+    except DecodeError as error:
+        return str(error)
+    return ""
+
+
+def changed(path: Path, kind: bytes, old: bytes, new: bytes) -> Path:
+    """Replaces bytes within a box of a file, at the same length."""
+    content = path.read_bytes()
+    at = content.index(old, content.index(kind))
+    path.write_bytes(content[:at] + new + content[at + len(old) :])
+    return path
+
+
+def test_av1_that_declares_other_lines_than_it_codes(tmp_path: Path) -> None:
+    """As av1_nvenc does for 1080 lines."""
+    path = data.encode(data.draw((2,), size=(120, 160)), tmp_path / "a.mp4", data.av1(2))
+    changed(path, b"av01", struct.pack(">HH", 160, 120), struct.pack(">HH", 160, 128))
+    _, video = table_of(path)
+    assert (video.height, video.coded) == (128, (120, 160))
+    assert video.header_error == "its bitstream has frames of 120×160, and its sample description says 128×160"
+
+
+def entry(codec: bytes, *boxes: bytes) -> bytes:
+    """A sample description of 160×128."""
+    return box(codec, bytes(24), struct.pack(">HH", 160, 128), bytes(50), *boxes)
+
+
+def parts(path: Path) -> tuple[bytes, bytes]:
+    """(kind, body) of the decoder configuration in a file's sample description."""
+    stsd = data.box(data.boxes(path.read_bytes()), *data.STBL, b"stsd")[1]
+    kind, body = data.boxes(stsd[8 + 86 :])[0]
+    return kind, body
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "what"), [(b"avc1", "avcC", "SPS"), (b"hvc1", "hvcC", "SPS"), (b"av01", "av1C", "sequ")]
+)
+def test_missing_headers_are_named(codec: bytes, kind: str, what: str) -> None:
+    assert describe(entry(codec)).header_error.startswith(f"its {kind} has no {what}")
+
+
+@pytest.mark.parametrize("codec", ["h264", "hevc", "av1"])
+def test_headers_that_are_cut_short_are_named(codec: str, tmp_path: Path) -> None:
+    encoder = {"h264": x264(), "hevc": x265("keyint=2"), "av1": data.av1(2)}[codec]
+    _, body = parts(data.encode(data.draw((2,)), tmp_path / "a.mp4", encoder))
+    read = {"h264": h264_sequences, "hevc": hevc_sequences, "av1": av1_sequences}[codec]
+    assert len(read(body)) == 1
+    errors = [error for end in range(1, len(body)) if (error := failure(read, body[:end]))]
+    assert len(errors) > 5
+    assert all("truncated" in error for error in errors)
+
+
+def test_parameter_sets_that_differ_are_named(tmp_path: Path) -> None:
+    sps = []
+    for size in (128, 160), (144, 160):
+        _, avcc = parts(data.encode(data.draw((2,), size=size), tmp_path / f"{size[0]}.mp4", x264()))
+        sps.append(avcc[6 : 8 + int.from_bytes(avcc[6:8], "big")])
+    both = avcc[:5] + b"\xe2" + b"".join(sps) + avcc[6 + len(sps[1]) :]
+    assert describe(entry(b"avc1", box(b"avcC", both))).header_error == "its avcC has 2 of SPS that differ"
+
+
+@pytest.mark.parametrize("read", [h264_sequences, hevc_sequences, av1_sequences])
+@given(body=st.binary(max_size=400), unit=st.binary(max_size=300))
+@examples(400)
+def test_any_bytes_are_read_or_refused(read: Any, body: bytes, unit: bytes) -> None:
+    """As a whole box, and as one header in a box of the right form."""
+    sized = struct.pack(">H", len(unit) + 2)
+    forms = {
+        h264_sequences: bytes([1, 100, 0, 30, 255, 225]) + struct.pack(">H", len(unit) + 1) + b"\x67" + unit,
+        hevc_sequences: bytes(22) + b"\x01\x21\0\x01" + sized + b"\x42\x01" + unit,
+        av1_sequences: bytes(4) + b"\x08" + unit,
+    }
+    for given_bytes in (body, forms[read]):
+        assert len(failure(read, given_bytes)) < 200
+
+
+@pytest.mark.parametrize("codec", ["h264", "hevc", slow("av1")])
+@given(flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8))
+@examples(400)
+def test_changed_bytes_of_a_real_header_are_read_or_refused(
+    codec: str, flips: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    encoder = {"h264": x264(), "hevc": x265("temporal-layers=2:keyint=2"), "av1": data.av1(2)}[codec]
+    path = tmp_path_factory.getbasetemp() / f"{codec}.mp4"
+    if not path.exists():
+        data.encode(data.draw((2,)), path, encoder)
+    kind, body = parts(path)
+    broken = bytearray(body)
+    for place, value in flips:
+        broken[place % len(broken)] = value
+    config = entry({"h264": b"avc1", "hevc": b"hvc1", "av1": b"av01"}[codec], box(kind, bytes(broken)))
+    if failure(describe, config):
+        return
+    video = describe(config)
+    assert video.header_error or video.coded
+    assert max(video.coded or (0,)) <= 1 << 17
