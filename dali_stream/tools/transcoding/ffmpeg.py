@@ -193,7 +193,7 @@ def choose(
     odd = [size for size in sizes if size[0] % 2 or size[1] % 2]
     if odd and codec in ("h264", "hevc"):
         raise ValueError(
-            f"codec is {codec!r}, and some frames have {odd[0][0]}×{odd[0][1]} pixels; its encoders need even sizes; use vp9"
+            f"codec is {codec!r}, and frames of {odd[0][0]}×{odd[0][1]} have an odd side; its encoders need even sizes; use vp9"
         )
     if which != "cpu":
         try:
