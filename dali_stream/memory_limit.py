@@ -37,7 +37,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def fits(size: int | None) -> bool:
-    """Return whether each rank of this machine may use so many bytes. None does not fit."""
+    """Return whether each rank of this machine may use `size` bytes. None does not fit."""
     limit = memory_limit()
     return size is not None and (limit is None or size * local_ranks() <= limit.size)
 

@@ -58,7 +58,7 @@ class Mixture(CombinedSource[Dataset]):
             datasets have frames.
         keys: per name, {key in that dataset: common key}, for features that are the same under different keys.
         missing: "error", a ValueError that lists in what the datasets differ; or "pad", see above.
-        nearest: whether an offset of a window that is no multiple of 1/fps of a dataset means the nearest frame there. If not,
+        nearest: Whether an offset of a window that is not a multiple of 1/fps of a dataset selects the nearest frame. Otherwise
             it is an error.
 
     Attributes:

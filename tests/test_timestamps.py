@@ -54,7 +54,7 @@ def test_wall_clock_timestamps_are_named_as_such_with_their_remedies(root: Path)
     assert "timestamp 0.0103 s after from_timestamp 0.0000 s asks for 0.0103 s of the file" in message
     assert "the nearest frame, number 0 of 72, is at 0.0000 s, 0.0103 s away" in message
     assert "at most 0.0083 s (a quarter of a frame) is allowed" in message
-    assert "not a multiple of 1/fps = 0.03333 s, so it probably comes from a wall clock" in message
+    assert "not a multiple of 1/fps = 0.03333 s, so it is probably a wall-clock time" in message
     assert 'Dataset(clock="frame_index"), or --clock frame_index on the command line, locates frames by frame_index' in message
     assert "`dali-stream convert URI OUT --clock frame_index` writes" in message
     assert "Dataset(tolerance_s=0.0166) accepts" in message

@@ -31,12 +31,12 @@ CacheDir = Annotated[str | None, typer.Option(metavar="DIR", help="Cache fetched
 StorageOptions = Annotated[
     str | None, typer.Option(metavar="JSON", help="Credentials and the like, such as '{\"anon\": true}' for public S3.")
 ]
-# Of every command that locates frames by rows.
+# Options of the commands that locate frames by rows.
 Clock = Annotated[
     str | None,
     typer.Option(
         metavar="timestamp|frame_index",
-        help="Locate frames by timestamp (default), or by frame_index / fps where timestamps come from a wall clock.",
+        help="Locate frames by timestamp (default), or by frame_index / fps for wall-clock timestamps.",
     ),
 ]
 ToleranceS = Annotated[

@@ -56,7 +56,7 @@ def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float,
             near = tolerance < half and away <= half
             accepts = f", and Dataset(tolerance_s={half}) accepts frames up to half a frame away" if near else ""
             return (
-                f"{found}. The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it probably comes from a wall clock. "
+                f"{found}. The timestamp is not a multiple of 1/fps = {1 / fps:.4g} s, so it is probably a wall-clock time. "
                 f"{BY_FRAME_INDEX}{accepts}"
             )
         return (

@@ -1,4 +1,4 @@
-"""Functions behind the commands of `dali-stream`. The rest of the library does not import them."""
+"""Functions that the commands of `dali-stream` call. The rest of the library does not import them."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
     add("--data-files-root", help="where data/ and videos/ lie, if not beside meta/")
     add("--cache-dir", help="folder for fetched bytes of a remote dataset")
-    add("--clock", choices=("timestamp", "frame_index"), help="what locates a row's frame; frame_index where timestamps come "
-        "from a wall clock (default: timestamp)")  # fmt: skip
+    add("--clock", choices=("timestamp", "frame_index"), help="column that locates the frame of a row; frame_index for "
+        "wall-clock timestamps (default: timestamp)")  # fmt: skip
     add("--tolerance-s", type=float, help="largest distance of a frame from its row's time in seconds (default: a quarter of a "
         "frame)")  # fmt: skip
     arguments = parser.parse_args(join_sizes(argv))
