@@ -188,6 +188,7 @@ def test_order_scale_prints_its_measurements(run_here: Callable[..., str], datas
     assert set(result["forward_s"]) == {"1", "8"}
 
 
+@pytest.mark.slow
 def test_mixture_compares_with_its_datasets(demo: Path, h264_demo: Path, run_here: Callable[..., str]) -> None:
     options = ("--image-size", 24, 32, "--rounds", 1, "--json")
     out = run_here("benchmarks/mixture.py", demo, h264_demo, *options)

@@ -22,6 +22,7 @@ from typing import Any, cast
 import pytest
 from support.batches import equal, samples
 from support.datasets import TOP
+from support.slow import slow
 
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
 from dali_stream.pipeline import graph
@@ -119,8 +120,15 @@ if sys.argv[3] == "close":
 """
 
 
-@pytest.mark.parametrize("last", ["close", "leave open"])
-@pytest.mark.parametrize("pipeline", ["None", "lambda nodes: nodes"])
+@pytest.mark.parametrize(
+    ("last", "pipeline"),
+    [
+        ("close", "None"),
+        slow("leave open", "None"),
+        slow("close", "lambda nodes: nodes"),
+        slow("leave open", "lambda nodes: nodes"),
+    ],
+)
 def test_an_iterator_that_lives_until_the_interpreter_exits(small: Path, last: str, pipeline: str) -> None:
     command = [sys.executable, "-c", EXIT, str(small), pipeline, last]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
