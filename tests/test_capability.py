@@ -132,6 +132,11 @@ def test_a_driver_that_fails_says_how_and_what_to_do(
         ("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY (2) when a context on GPU 0 was asked for; free memory"),
         ("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
         ("cuCtxPushCurrent_v2", 1, "CUDA_ERROR_INVALID_VALUE (1) when the context on GPU 0 was made current"),
+        (
+            "cuvidGetDecoderCaps",
+            100,
+            "(100) when asked what NVDEC decodes; a container with only some of the machine's GPUs",
+        ),
         ("cuvidGetDecoderCaps", 801, "CUDA_ERROR_NOT_SUPPORTED (801) when asked whether NVDEC decodes h264 420 8 bit"),
         ("cuvidGetDecoderCaps:h264", 1, "CUDA_ERROR_INVALID_VALUE (1) when asked whether NVDEC decodes h264 420 8 bit"),
     ],

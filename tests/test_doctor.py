@@ -90,7 +90,11 @@ def test_nvdec_that_cannot_be_asked(fake_driver: FakeDriver, libraries: Path) ->
     assert bad(report) == [("problem", "GPU 0")]
     assert "libnvcuvid.so.1" in found(report, "GPU 0")["text"]
     assert "NVIDIA_DRIVER_CAPABILITIES=video,compute,utility" in found(report, "GPU 0")["remedy"]
-    for fails, said in (({"cuDevicePrimaryCtxRetain": 2}, "OUT_OF_MEMORY"), ({"cuvidGetDecoderCaps": 801}, "NOT_SUPPORTED")):
+    for fails, said in (
+        ({"cuDevicePrimaryCtxRetain": 2}, "OUT_OF_MEMORY"),
+        ({"cuvidGetDecoderCaps": 801}, "NOT_SUPPORTED"),
+        ({"cuvidGetDecoderCaps": 100}, "NO_DEVICE"),
+    ):
         report = doctor(environment=fake_driver("h100", fails=fails), libraries=libraries)
         assert bad(report) == [("problem", "GPU 0")]
         assert said in found(report, "GPU 0")["text"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ import dali_stream
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
+from dali_stream.decode import capability as capability_module
 from dali_stream.decode import choice, dali, route
-from dali_stream.decode.capability import Capability
+from dali_stream.decode.capability import Capability, DriverError
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.trial import trial
 from dali_stream.mp4.boxes import box
@@ -374,3 +376,32 @@ def test_dali_alone_refuses_such_a_file(mixed: Path) -> None:
         pytest.raises(dali_stream.DecodeError, match=message),
     ):
         list(loader)
+
+
+def test_a_driver_that_does_not_tell_what_nvdec_decodes_is_a_warning_once(
+    h264_demo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capabilities(gpu: int) -> NoReturn:
+        raise DriverError("the driver answers 100 when asked what NVDEC decodes", "start the container with --gpus all", 100)
+
+    for module in (capability_module, choice):
+        monkeypatch.setattr(module, "capabilities", capabilities)
+    choice._warn_without_nvdec.cache_clear()
+    dataset = dali_stream.Dataset(h264_demo)
+    for _ in range(2):
+        routes = choice.choose_routes(dataset, IndexCache(dataset), "auto", 0)
+        assert {found.decoder for found in routes.values()} == {"torchcodec"}
+        assert all("--gpus all" in found.reason for found in routes.values())
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("The CPU decodes all videos, although GPU 0 is used: the driver answers 100")
+    assert "--gpus all" in warning
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "engines", "cameras", "expected"),
+    [(192, 7, 3, 7), (192, 7, 1, 21), (4, 7, 1, 4), (16, 1, 1, 3), (16, 1, 4, 1)],
+)
+def test_nvdec_gets_a_few_sessions_per_engine(num_threads: int, engines: int, cameras: int, expected: int) -> None:
+    """All cameras together, so that none has to be opened again."""
+    assert dali.decode_threads(num_threads, engines, cameras) == expected
+    assert cameras == 1 or expected == 1 or expected * cameras <= 3 * engines

@@ -31,6 +31,13 @@ _REMEDIES = {  # by CUDA error: what its own words do not say
 }
 
 
+_NO_DEVICE = 100
+_NO_NVDEC = (
+    "a container with only some of the machine's GPUs may have no access to NVDEC: start it with --gpus all and select the GPU "
+    "with CUDA_VISIBLE_DEVICES, or update NVIDIA's container toolkit"
+)
+
+
 class DriverError(DaliStreamError):
     """The driver, or the part of it that decodes video, is not there or failed.
 
@@ -125,6 +132,14 @@ def capabilities(gpu: int) -> Mapping[tuple[str, str, int], Capability]:
         }
 
 
+def engines(gpu: int) -> int:
+    """Return the number of NVDEC engines of a GPU, or 1 if the driver does not tell."""
+    try:
+        return max((each.engines for each in capabilities(gpu).values() if each.supported), default=1)
+    except DriverError:
+        return 1
+
+
 class _Caps(ctypes.Structure):
     _fields_ = [
         ("codec", ctypes.c_int), ("chroma", ctypes.c_int), ("depth_minus_8", ctypes.c_uint), ("_1", ctypes.c_uint * 3),
@@ -137,7 +152,11 @@ class _Caps(ctypes.Structure):
 
 def _ask(nvcuvid: ctypes.CDLL, codec: str, chroma: str, depth: int) -> Capability:
     caps, what = _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8), f"{codec} {chroma} {depth} bit"
-    if failed := nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps)):
+    failed = nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps))
+    if failed == _NO_DEVICE:  # not an answer about this codec, but NVDEC is out of reach
+        said = f"the driver answers {_error_name(failed)} when asked what NVDEC decodes"
+        raise DriverError(said, _NO_NVDEC, failed)
+    if failed:
         return Capability(False, f"the driver answers {_error_name(failed)} when asked whether NVDEC decodes {what}")
     if not caps.supported:
         return Capability(False, f"this GPU has no NVDEC decoder for {what}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import numpy as np
 
 from dali_stream.cache.indices import IndexCache
+from dali_stream.decode.capability import DriverError, capabilities
 from dali_stream.decode.route import Route, choose
 from dali_stream.decode.trial import trial
 from dali_stream.decode.video_files import VideoFiles
@@ -28,7 +30,18 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
     routes |= {key: _choose_route(source, indices, key, decode, gpu) for key in source.videos}
     for key, route in routes.items():
         _log.info("%s: %s, since %s", key, route.decoder, route.reason)
+    if gpu is not None and source.videos and decode != "torchcodec":
+        _warn_without_nvdec(gpu)
     return routes
+
+
+@functools.cache
+def _warn_without_nvdec(gpu: int) -> None:
+    """Warn once per process and GPU if the driver does not answer what NVDEC decodes."""
+    try:
+        capabilities(gpu)
+    except DriverError as error:
+        _log.warning("The CPU decodes all videos, although GPU %d is used: %s. %s", gpu, error, error.remedy)
 
 
 def _choose_route(source: Source, indices: IndexCache, key: str, decode: str, gpu: int | None) -> Route:

@@ -50,6 +50,9 @@ COLOUR_TOLERANCE = 4.0
 converts to RGB in its own way, so the two are never equal; 1.6 was measured with VP9 on a CPU. It does not tell BT.709 from
 BT.601, which are 2.6 apart on a demo frame: that is told by what a file says of its colours."""
 
+SESSIONS_PER_ENGINE = 3
+"""Decoding sessions per NVDEC engine: one decodes while another waits for its data and a third copies frames."""
+
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Settings of every pipeline, read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to
 another operator while they are still copied from (read in DALI 2.4's sources; not run on a GPU). `benchmarks/gpu_settings.py`
@@ -153,6 +156,20 @@ class DaliDecoder(VideoFiles):
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
+
+
+def decode_threads(num_threads: int, engines: int, cameras: int) -> int:
+    """Return the number of threads of a DALI pipeline that decodes on NVDEC.
+
+    DALI opens a decoding session per thread and camera and keeps 100 of them (2.4.0, `NVDECCache`). More than a few sessions
+    per engine only wait for each other (not measured on a GPU).
+
+    Args:
+        num_threads: Number of threads that the Loader was given, the upper limit.
+        engines: Number of NVDEC engines of the GPU.
+        cameras: Number of cameras that NVDEC decodes.
+    """
+    return max(min(num_threads, SESSIONS_PER_ENGINE * engines // max(cameras, 1)), 1)
 
 
 def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int) -> Pipeline:

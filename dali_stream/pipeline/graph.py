@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
+from dali_stream.decode.capability import engines
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
 
@@ -61,7 +62,11 @@ def build(
         DaliStreamError: DALI does not build what it returns.
     """
     # The stage is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
-    pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, config.num_threads, prefetch=1)
+    on_nvdec = sum(route.decoder == "dali" for route in routes.values()) if config.gpu is not None else 0
+    threads = config.num_threads
+    if config.gpu is not None and on_nvdec:
+        threads = dali.decode_threads(threads, engines(config.gpu), on_nvdec)
+    pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, threads, prefetch=1)
     with pipeline:
         nodes = _read(config, producer, routes)
         for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
