@@ -67,7 +67,7 @@ def test_each_frame_is_decoded_once_and_never_again(dataset: Path) -> None:
     steps=st.sampled_from([(0,), (-20, 0), (-3, -2, -1, 0, 7)]),
 )  # fmt: skip
 def test_batches_are_the_same_with_any_memory(
-    dataset: Path, kept: int, threads: int, start: int, prefetch: int | None, steps: tuple[int, ...]
+    dataset: Path, kept: int, num_threads: int, start: int, prefetch: int | None, steps: tuple[int, ...]
 ) -> None:
     """From the least budget that is accepted to one that keeps every frame, on any threads, resumed at any step."""
     arguments = ARGUMENTS | {"delta_timestamps": {TOP: [step / 20 for step in steps]}}
@@ -80,7 +80,7 @@ def test_batches_are_the_same_with_any_memory(
         state = loader.state_dict()
     least = least_budget(dataset, arguments)
     budget = least + kept * 2 * FRAME
-    with Loader(dataset, memory_budget=budget, num_threads=threads, prefetch=prefetch, **arguments) as loader:
+    with Loader(dataset, memory_budget=budget, num_threads=num_threads, prefetch=prefetch, **arguments) as loader:
         loader.load_state_dict(state)
         found = read(loader, 2 - (start >= len(loader)))
         stats = loader.stats()
