@@ -9,7 +9,7 @@
 #   MODES        default: single sarm action_chunk
 #   DECODES      default: auto torchcodec
 #   OUT_DIR      folder for reports and logs that the jobs can write to (default: bench in this folder)
-#   BATCH_SIZE NUM_BATCHES WARMUP THREADS IMAGE_SIZE IMAGE_DTYPE DEVICE CACHE_DIR MEMORY_BUDGET DATA_FILES_ROOT
+#   BATCH_SIZE NUM_BATCHES WARMUP NUM_THREADS IMAGE_SIZE IMAGE_DTYPE DEVICE CACHE_DIR MEMORY_BUDGET DATA_FILES_ROOT
 #                as the options of `dali-stream bench`; what is not set is left to it
 #   GPUS CPUS MEM TIME PARTITION ACCOUNT
 #                of a job (default: 1 GPU, 16 cores, 128G, 30 minutes); GPUS=0 for none
@@ -28,7 +28,7 @@ die() {
 measure() {
     local source=$1 uri=$2 mode=$3 decode=$4 name=$1-$3-$4 code=0 option value
     local arguments=(--source "$source" --mode "$mode" --decode "$decode" --out-dir "$OUT_DIR")
-    for option in BATCH_SIZE NUM_BATCHES WARMUP THREADS IMAGE_SIZE IMAGE_DTYPE DEVICE CACHE_DIR MEMORY_BUDGET DATA_FILES_ROOT; do
+    for option in BATCH_SIZE NUM_BATCHES WARMUP NUM_THREADS IMAGE_SIZE IMAGE_DTYPE DEVICE CACHE_DIR MEMORY_BUDGET DATA_FILES_ROOT; do
         value=${!option:-}
         option=${option,,}
         [[ -z $value ]] || arguments+=("--${option//_/-}" "$value")
