@@ -15,7 +15,7 @@ from support.datasets import Column, build
 DATASETS, EPISODES = 6, 70
 # Streams an epoch with few file descriptors; prints the indices and the most data files that were open at a time.
 PROGRAM = """
-import json, os, sys
+import contextlib, json, os, sys
 import dali_stream
 roots = sys.argv[1:]
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range({taken})]
@@ -23,8 +23,11 @@ mixture = dali_stream.Mixture({{f"d{{n}}": root for n, root in enumerate(roots)}
 loader = dali_stream.Loader(mixture, batch_size=20, device="cpu", num_threads=2, last_batch="partial")
 
 def open_data_files():
-    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return sum(os.readlink(link).endswith(".parquet") for link in links if os.path.lexists(link))
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            count += os.readlink(os.path.join("/proc/self/fd", name)).endswith(".parquet")
+    return count
 
 samples, most = [], 0
 for batch in loader:
