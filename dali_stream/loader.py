@@ -27,7 +27,6 @@ from dali_stream.order.state import OrderArguments, check_state, noted
 from dali_stream.pipeline import bottleneck
 from dali_stream.pipeline.bottleneck import Bottleneck
 from dali_stream.pipeline.config import Config, delivered
-from dali_stream.pipeline.graph import Graph
 from dali_stream.pipeline.required_memory import check_memory
 from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.schedule.budget import divide
@@ -35,6 +34,8 @@ from dali_stream.state_file import load_state, write_state
 
 if TYPE_CHECKING:
     import torch
+
+    from dali_stream.pipeline.graph import Graph
 
 _log = logging.getLogger("dali_stream")
 _STATE_VERSION = 1
@@ -196,7 +197,7 @@ class Loader:
             self.dataset.close()
         self._source = BatchSource(routes, dali_graph, decode, self._counters)
         divide(self._config.memory_budget, self._config.sizes(()))
-        check_memory(self._config, [key for key, route in routes.items() if route.decoder != "dali"], memory_limit())
+        check_memory(self._config, self._config.on_cpu(routes), memory_limit())
         self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:

@@ -508,8 +508,10 @@ def test_a_loader_that_is_collected_in_its_own_thread_leaves_nothing(demo: Path)
         loader = Loader(demo, batch_size=8)
         iterator = iter(loader)
         next(iterator)
-        stage = loader._source._stream.producer
-        done = stage._pool.submit(stage.close)  # as the garbage collector does it, wherever it happens to run
+        stream = loader._source._stream
+        done = stream.planner.pool._workers.submit(
+            stream.planner.close
+        )  # as the garbage collector does it, wherever it happens to run
         done.result()
         for thread in threading.enumerate():
             if thread.name == "dali_stream close":

@@ -10,7 +10,6 @@ import numpy as np
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.capability import DriverError, capabilities
 from dali_stream.decode.route import Route, choose
-from dali_stream.decode.trial import trial
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, StorageError
 from dali_stream.lerobot.source import ABSENT, Source
@@ -65,7 +64,11 @@ def _route_of_file(source: Source, indices: IndexCache, key: str, episode: int, 
     try:
         index, video = VideoFiles(source, key).describe(indices, episode)
         route = choose(decode, gpu, video, index, store)
-        if route.decoder != "dali" or not (refused := trial(store, index, video, gpu)):
+        if route.decoder != "dali":
+            return route
+        from dali_stream.decode.trial import trial  # with DALI, which other routes do without
+
+        if not (refused := trial(store, index, video, gpu)):
             return route
         if decode == "dali":
             raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')

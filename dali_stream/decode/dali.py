@@ -51,7 +51,7 @@ converts to RGB in its own way, so the two are never equal; 1.6 was measured wit
 BT.601, which are 2.6 apart on a demo frame: that is told by what a file says of its colours."""
 
 SESSIONS_PER_ENGINE = 3
-"""Decoding sessions per NVDEC engine: one decodes while another waits for its data and a third copies frames."""
+"""Decoding sessions per NVDEC engine (a choice, not measured on a GPU)."""
 
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
 """Settings of every pipeline, read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to
@@ -169,7 +169,7 @@ def decode_threads(num_threads: int, engines: int, cameras: int) -> int:
         engines: Number of NVDEC engines of the GPU.
         cameras: Number of cameras that NVDEC decodes.
     """
-    return max(min(num_threads, SESSIONS_PER_ENGINE * engines // max(cameras, 1)), 1)
+    return max(min(num_threads, SESSIONS_PER_ENGINE * engines // cameras), 1)
 
 
 def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int) -> Pipeline:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.decoder import CLIP_FRAMES
+from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import ABSENT, S, Source
 from dali_stream.order.batches import Batches
@@ -70,10 +71,17 @@ class Config:
         """Memory of such a frame."""
         return math.prod(self.frame_shape(camera))
 
-    @property
-    def past_dali(self) -> bool:
-        """Whether frames decoded on the CPU go straight into batches. Without a GPU or a `dali_graph`, DALI would copy them."""
-        return self.gpu is None and not self.augments
+    def on_cpu(self, routes: Mapping[str, Route]) -> list[str]:
+        """Cameras that the CPU decodes, given the decoder of each."""
+        return [key for key in self.dataset.cameras if routes[key].decoder != "dali"]
+
+    def uses_dali(self, on_cpu: Sequence[str]) -> bool:
+        """Whether batches come out of a DALI graph: for a GPU, for a user's graph, and if DALI decodes a camera.
+
+        Args:
+            on_cpu: Cameras that the CPU decodes.
+        """
+        return self.gpu is not None or self.augments or len(on_cpu) < len(self.dataset.cameras)
 
     @property
     def depth(self) -> int:

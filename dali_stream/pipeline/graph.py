@@ -1,4 +1,4 @@
-"""The DALI graph: decodes and resizes what the producer delivers, and applies the user's function.
+"""The DALI graph: decodes and resizes what the external source delivers, and applies the user's function.
 
 The same graph serves a CPU and a GPU; `mixed` decoding on NVDEC is the `cpu` decoding of VP9 with another device.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from dali_stream.decode.route import Route
     from dali_stream.pipeline.config import Config
-    from dali_stream.pipeline.producer import BatchProducer
+    from dali_stream.pipeline.external_source import ExternalSource
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
 """Function from a dict of DALI nodes to another. The dict has a node for each key of a batch, and the function may change, add
@@ -41,34 +41,30 @@ _TYPES = {np.dtype(np.float32): types.FLOAT, np.dtype(np.int64): types.INT64, np
 
 
 def build(
-    config: Config,
-    producer: BatchProducer,
-    routes: dict[str, Route],
-    user: Graph | None,
+    config: Config, source: ExternalSource, routes: Mapping[str, Route], user: Graph | None
 ) -> tuple[Pipeline, list[str]]:
-    """Builds the pipeline.
+    """Build the pipeline.
 
     Args:
-        config: features, windows, batch size, dtype of frames, threads and device.
-        producer: the external source.
-        routes: the decoder of each camera.
-        user: the user's graph function, given (F)HWC frames and tabular nodes on the pipeline's device.
+        config: Configuration of the loader.
+        source: External source.
+        routes: {camera: decoder}.
+        user: The user's function, which gets (F)HWC frames and tabular nodes on the pipeline's device.
 
     Returns:
         The pipeline and the names of its outputs.
 
     Raises:
-        ValueError: `user` does not return a dict of DataNodes.
-        DaliStreamError: DALI does not build what it returns.
+        ValueError: If `user` does not return a dict of DataNodes.
+        DaliStreamError: If DALI does not build what it returns.
     """
-    # The stage is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
-    on_nvdec = sum(route.decoder == "dali" for route in routes.values()) if config.gpu is not None else 0
-    threads = config.num_threads
-    if config.gpu is not None and on_nvdec:
-        threads = dali.decode_threads(threads, engines(config.gpu), on_nvdec)
+    threads, on_dali = config.num_threads, sum(route.decoder == "dali" for route in routes.values())
+    if config.gpu is not None and on_dali:
+        threads = dali.decode_threads(threads, engines(config.gpu), on_dali)
+    # The planner is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
     pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, threads, prefetch=1)
     with pipeline:
-        nodes = _read(config, producer, routes)
+        nodes = _read(config, source, routes)
         for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
             # The CPU's frames have been resized where they were decoded.
             size = config.image_size if routes[camera].decoder == "dali" else None
@@ -108,20 +104,20 @@ def _place(node: DataNode) -> tuple[int, int]:
     return id(node.source), node.index
 
 
-def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> dict[str, DataNode]:
-    """The producer's arrays as nodes on the pipeline's device, encoded cameras decoded; without what bypasses DALI."""
+def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -> dict[str, DataNode]:
+    """The source's arrays as nodes on the pipeline's device, with clips decoded."""
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
     for camera in config.dataset.cameras:
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
-        elif not config.past_dali:
+        else:
             layout = "HWC" if config.squeezed(camera) else "FHWC"
             decoded.append((camera, types.UINT8, len(layout), layout))
     # A key comes once, but for an encoded camera's.
     grouped: dict[str, list[DataNode]] = {}
-    for key, node in _source(producer.source, kinds):
+    for key, node in _source(source.columns, kinds):
         grouped.setdefault(key, []).append(node)
 
     def placed(node: DataNode) -> DataNode:
@@ -136,7 +132,7 @@ def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> 
             nodes[key] = parts[0] if key == SAMPLE and config.augments else placed(parts[0])
     # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Frames are much,
     # so they stay where they are, and an operator copies them in DALI's threads, unless another one reads them anyway.
-    for camera, node in _source(producer.frames, decoded, no_copy=True) if decoded else ():
+    for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
         divided = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if divided else fn.copy(node))
     return nodes

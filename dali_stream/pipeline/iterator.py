@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PipelineError(Exception):
-    """A run of the DALI pipeline that failed, in an operator or in the producer.
+    """A run of the DALI pipeline that failed, in an operator or in the external source.
 
     Attributes:
         explanation: Message of the operator.

@@ -1,0 +1,105 @@
+"""The front end for GPUs and for graphs of the user's: a DALIGenericIterator whose external source the planner feeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dali_stream.counters import Counters
+from dali_stream.decode import dali
+from dali_stream.decode.decoder import RouteChange
+from dali_stream.decode.route import Route
+from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.pipeline import graph
+from dali_stream.pipeline.batches import Finisher, closed
+from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.external_source import ExternalSource
+from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
+from dali_stream.pipeline.planner import Planner
+
+_TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
+
+
+class DaliBatches:
+    """Batches out of a DALI graph. On the DALI route, the graph also decodes.
+
+    Args:
+        config: Configuration of the loader.
+        planner: Planner of the batches.
+        counters: Counters to add to.
+        routes: {camera: decoder}.
+        user: The user's function for the graph.
+    """
+
+    def __init__(
+        self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
+    ) -> None:
+        self._config, self._planner, self._counters, self._routes, self._user = config, planner, counters, routes, user
+        self._on_dali = [key for key in config.dataset.cameras if key not in config.on_cpu(routes)]
+        self._source = ExternalSource(config, Finisher(config, planner, counters, np.uint8), self._on_dali)
+        self._iterator: Any = None
+
+    def build(self) -> None:
+        """Build the DALI pipeline.
+
+        Raises:
+            ValueError: If the user's function does not return a dict of DataNodes.
+            DaliStreamError: If DALI does not build what it returns.
+        """
+        pipeline, names = graph.build(self._config, self._source, self._routes, self._user)
+        self._iterator = Iterator(pipeline, names, self._planner.ready)
+
+    def next(self) -> dict[str, Any]:
+        """Return the next batch, with frames channels first.
+
+        Raises:
+            RouteChange: If DALI cannot decode a camera.
+            DaliStreamError: If the batch could not be made.
+        """
+        iterator = self._iterator
+        if iterator is None:
+            raise closed()
+        try:
+            with self._counters.timed("graph_s"):  # less what the external source waits, which is asked for a batch inside
+                [batch] = next(iterator)
+        except PipelineError as error:
+            if (failure := self._source.failure) is not None:
+                raise failure from None
+            if change := self._route_change(error.explanation):
+                raise change from error.__cause__
+            raise DaliStreamError(
+                f"an operator of the DALI pipeline failed: {error.explanation}; see the error it was raised from"
+            ) from error.__cause__
+        for key, layout in iterator.layouts.items():
+            if layout.endswith("HWC"):
+                batch[key] = batch[key].movedim(-1, -3)
+        return self._source.texts.popleft() | batch
+
+    def _route_change(self, explanation: str) -> RouteChange | None:
+        """Return the cameras that DALI cannot decode; None if another operator failed.
+
+        DALI's error names neither, so each camera's clips of the last batches are tried by themselves. If all of them decode
+        now, the decoder is still the cause, unless an operator of the user's graph can be.
+        """
+        failed = {}
+        for camera in self._on_dali:
+            clips = self._source.clips(camera)
+            try:
+                for i in range(0, len(clips), _TRIED):
+                    dali.decode([(clip.clip, clip.frames) for clip in clips[i : i + _TRIED]], self._config.gpu, 1)
+            except DecodeError as error:
+                failed[camera] = str(error)
+        if not failed and (self._user is not None or not self._on_dali):
+            return None
+        reason = next(iter(failed.values()), f"DALI's video decoder failed: {explanation}")
+        return RouteChange(list(failed) or self._on_dali, reason)
+
+    def close(self) -> None:
+        """Free the pipeline."""
+        self._iterator = None
+
+    def abandon(self) -> None:
+        """Leave the pipeline to the parent of a forked process."""
+        if self._iterator is not None:
+            abandon(self._iterator)

@@ -1,0 +1,99 @@
+"""The decode threads, with the decoder of each camera."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.memory import Memory
+from dali_stream.cache.slots import Slots
+from dali_stream.counters import Counters
+from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
+from dali_stream.decode.images import ImageDecoder
+from dali_stream.decode.route import Route
+from dali_stream.pipeline.config import Config
+from dali_stream.process import trim_memory
+from dali_stream.schedule.schedule import Step
+from dali_stream.storage import Store
+from dali_stream.workers import Workers
+
+_TRIM_AFTER = 128 << 20  # bytes of RGB at full size per decode thread, after which free memory is given back: it takes some ms
+
+
+class DecodePool:
+    """A pool of threads that turn encoded video and images into frames, or into clips for DALI.
+
+    Args:
+        config: Configuration of the loader.
+        routes: {camera: decoder}.
+        slots: {camera that the CPU decodes: number of slots for its frames}.
+        counters: Counters to add to.
+
+    Attributes:
+        decoders: {camera: decoder}.
+    """
+
+    def __init__(self, config: Config, routes: Mapping[str, Route], slots: Mapping[str, int], counters: Counters) -> None:
+        self._config, self._counters = config, counters
+        self.decoders = {key: self._decoder(key, routes[key], slots.get(key)) for key in config.dataset.cameras}
+        self._decoded_bytes = 0
+        self._workers = Workers("dali_stream decode", config.num_threads)
+
+    def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
+        config, dataset = self._config, self._config.dataset
+        if slot_count is None:
+            from dali_stream.decode.dali import DaliDecoder
+
+            return DaliDecoder(dataset, key, self._counters, config.gpu)
+        size, slots = config.frame_size(key), Slots(slot_count, config.frame_shape(key))
+        decoders: list[Decoder] = []
+        if key in dataset.videos:
+            from dali_stream.decode.torchcodec import TorchcodecDecoder
+
+            decoders.append(TorchcodecDecoder(dataset, key, self._counters, slots, size))
+        if key in dataset.images:
+            decoders.append(ImageDecoder(dataset, key, self._counters, slots, size))
+        return VideoAndImages(dataset, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
+
+    def start(
+        self, step: Step, frames: Mapping[str, npt.NDArray[np.int64]], memory: Memory, stores: Mapping[str, Store]
+    ) -> dict[str, Work]:
+        """Start the decode tasks of a batch.
+
+        Args:
+            step: Plan of the batch.
+            frames: {camera: frames of the samples' windows within their episodes, shape (B, T)}.
+            memory: Rows and indices of its episodes.
+            stores: {camera: where its encoded video is read, if not from the dataset's files}.
+
+        Returns:
+            {camera: tasks in progress}.
+        """
+        self._count(step)
+        files = self._config.dataset.data_store
+        return {
+            key: decoder.start(self._workers, step, frames[key], memory, stores.get(key, files))
+            for key, decoder in self.decoders.items()
+        }
+
+    def _count(self, step: Step) -> None:
+        """Count what is decoded, and give free memory back to the system from time to time."""
+        for key, planned in step.frames.items():
+            self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
+            self._decoded_bytes += planned.decodes * math.prod(self._config.dataset.features[key].shape)
+        if self._decoded_bytes >= _TRIM_AFTER * len(self._workers):
+            self._decoded_bytes = 0
+            trim_memory()
+
+    def stop(self) -> None:
+        """Cancel tasks that have not begun. Returns at once."""
+        self._workers.stop()
+
+    def join(self) -> None:
+        """Wait for the threads to end, after `stop`, and free the decoded frames."""
+        self._workers.join()
+        for decoder in self.decoders.values():  # DALI may hold references to them for a while
+            decoder.close()

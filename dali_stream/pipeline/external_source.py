@@ -1,0 +1,79 @@
+"""The external source of the DALI graph: finished batches of the planner, as the arrays that DALI takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy.typing as npt
+
+from dali_stream.decode.dali import Packed
+from dali_stream.pipeline.batches import FinishedBatch, Finisher, Texts, with_time_axis
+from dali_stream.pipeline.config import Config
+
+Array = npt.NDArray[Any]
+
+
+class ExternalSource:
+    """Feeds DALI, which calls it in the thread of the caller.
+
+    Args:
+        config: Configuration of the loader.
+        finisher: Finisher of the planner's batches, with frames as uint8.
+        on_dali: Cameras that DALI decodes.
+
+    Attributes:
+        texts: Text of the batches that DALI has got, which it cannot carry. In their order, the first one being that of the
+            batch that DALI returns next.
+        failure: Error of the last call, which DALI replaces by one of its own.
+    """
+
+    def __init__(self, config: Config, finisher: Finisher, on_dali: list[str]) -> None:
+        self._config, self._finisher, self._on_dali = config, finisher, on_dali
+        self._on_cpu = [key for key in config.dataset.cameras if key not in on_dali]
+        self._finished = 0
+        self._fed = [0, 0]  # batches that DALI has got from `columns` and from `frames`
+        self._current: FinishedBatch
+        self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)
+        self.texts: deque[Texts] = deque()
+        self.failure: BaseException | None = None
+
+    def clips(self, camera: str) -> list[Packed]:
+        """Return the clips of a camera in the batches that DALI may be at."""
+        return [clip for batch in self._clips for clip in batch[camera]]
+
+    def columns(self) -> tuple[Any, ...]:
+        """Return the next batch for DALI: the arrays of `Config.columns`, then per camera on the DALI route lists of clips,
+        frames in them and, for a window, the order of its steps. An external source of the graph.
+
+        Raises:
+            DaliStreamError: If the batch could not be made. No batch follows.
+        """
+        batch = self._feed(0)
+        arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
+        for key in self._on_dali:
+            clips, places, orders = (list(part) for part in zip(*batch.frames[key], strict=True))
+            arrays += [clips, places] if self._config.squeezed(key) else [clips, places, orders]
+        return tuple(arrays)
+
+    def frames(self) -> tuple[Array, ...]:
+        """Return the rest of the same batch: per camera that the CPU decodes, (B, H, W, C) or (B, T, H, W, C) uint8.
+
+        An external source of the graph. The memory is used again when nothing refers to it. Errors as in `columns`.
+        """
+        batch = self._feed(1)
+        return tuple(with_time_axis(self._config, key, batch.frames[key]) for key in self._on_cpu)
+
+    def _feed(self, source: int) -> FinishedBatch:
+        """Return the current batch for one of the two sources. Depending on the graph, DALI asks one of them or both."""
+        self._fed[source] += 1
+        if self._fed[source] > self._finished:
+            try:
+                self._current = self._finisher.next()
+            except BaseException as error:
+                self.failure = error  # DALI replaces it by one of its own
+                raise
+            self._finished += 1
+            self._clips.append({key: self._current.frames[key] for key in self._on_dali})
+            self.texts.append(self._current.texts)
+        return self._current

@@ -1,0 +1,307 @@
+"""The planner: a thread that plans batches ahead, reads what they need, and starts their decoding."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.arguments import gibibytes
+from dali_stream.cache.memory import Memory
+from dali_stream.cache.rows import SPARE, size_of
+from dali_stream.counters import Counters
+from dali_stream.decode.route import Route
+from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.memory_limit import fits
+from dali_stream.order import windows
+from dali_stream.order.uniforms import uniforms
+from dali_stream.pipeline.batches import PlannedBatch, Texts, closed
+from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
+from dali_stream.pipeline.decode_pool import DecodePool
+from dali_stream.schedule.advice import Advice, reread_remedies
+from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon, reads_budget
+from dali_stream.schedule.frames import NONE
+from dali_stream.schedule.reads import Storage
+from dali_stream.schedule.samples import samples
+from dali_stream.schedule.schedule import Limits, Schedule, Step
+from dali_stream.storage import Store
+from dali_stream.workers import Workers
+
+Array = npt.NDArray[Any]
+_log = logging.getLogger("dali_stream")
+MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
+_LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
+_COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
+_COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
+
+
+class Planner:
+    """Plans batches from a position on, without end, once it is started: one epoch follows another.
+
+    The methods that begin with an underscore run in the planner's thread, except in the constructor. The thread of the caller
+    calls all others.
+
+    Args:
+        config: Configuration of the loader.
+        routes: {camera: decoder}.
+        epoch, position: Where to begin.
+        counters: Counters to add to.
+
+    Attributes:
+        keeps_all: Whether all decoded frames fit in memory.
+        pool: Decode threads.
+        copiers: Threads that help the caller to copy frames.
+        stopping: Whether the planner was closed.
+    """
+
+    def __init__(self, config: Config, routes: Mapping[str, Route], epoch: int, position: int, counters: Counters) -> None:
+        self._config, self._counters = config, counters
+        dataset, self._dataset_of = config.dataset, config.dataset.dataset_of
+        on_cpu = config.on_cpu(routes)
+        on_dali = [key for key in dataset.cameras if key not in on_cpu]
+        sizes = config.sizes(on_cpu)
+        self._parts, depth = divide(config.memory_budget, sizes), config.depth
+        self._remedies = reread_remedies(
+            reads_budget(self._parts, sizes), config.arguments.shuffle, dataset.data_store.remote, dataset.cache_dir is not None
+        )
+        self._memory = Memory(dataset, config.indices, self._parts.encoded, counters)
+        self._names = self._memory.names()
+        self._schedule = Schedule(
+            dataset.lengths,
+            samples(config.order, config.batches, config.rank, epoch, position),
+            config.batches.largest,
+            {key: config.windows.of(key) for key in on_cpu},
+            self._limits(depth, sizes),
+            self._storage(sizes),
+            {key: config.windows.of(key) for key in on_dali},
+            dataset.dataset_of,
+        )
+        for (key, file), index_bytes in config.indices.held().items():
+            self._schedule.reads.there(key, file, index_bytes)
+        self.pool = DecodePool(config, routes, {key: self._schedule.frames[key].slots for key in on_cpu}, counters)
+        self.copiers = Workers("dali_stream copy", min(config.num_threads, _COPY_THREADS) - 1)
+        self._advised = False
+        self._first: list[Future[None]] = []  # what is fetched for the first batch
+        self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
+        self.keeps_all = not on_dali and self._parts.frames >= int(dataset.lengths.sum())
+        self._planned: deque[PlannedBatch | BaseException] = deque()
+        self._more = threading.Condition()
+        self._room = threading.Semaphore(depth)
+        self.stopping = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
+
+    def start(self) -> None:
+        """Start to plan. An exception in here, such as KeyboardInterrupt, must be followed by `close`."""
+        self._thread.start()
+
+    def take(self) -> PlannedBatch:
+        """Return the next batch. Wait for it if necessary.
+
+        Raises:
+            DaliStreamError: If the batch could not be planned. No batch follows.
+        """
+        with self._counters.timed("starved_s"), self._more:
+            self._more.wait_for(lambda: self._planned)
+            batch = self._planned.popleft()
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
+    def done(self) -> None:
+        """Tell that the batch taken last is finished, so that another one may be planned."""
+        self._room.release()
+
+    def ready(self) -> bool:
+        """Whether the next batch is decoded, without an error."""
+        with self._more:
+            batch = self._planned[0] if self._planned else None
+        return isinstance(batch, PlannedBatch) and all(work.ready() for work in batch.work.values())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of what is kept in memory, by the keys `MEMORY`: all, then rows, indices, encoded video, decoded frames."""
+        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
+        kinds = *self._schedule.reads.bytes_by_kind(), frames
+        return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
+
+    def advice(self) -> tuple[int, float, float] | None:
+        """The memory_budget of the simulated larger cache, and the frames decoded per delivered one, now and with it."""
+        if (advice := self._schedule.advice) is None:
+            return None
+        return self._budget_of(advice), advice.now, advice.then
+
+    def close(self) -> None:
+        """Stop the planner and its threads, and wait for them. In a forked process there is nothing to stop."""
+        if os.getpid() != self._pid:
+            return
+        self.stopping = True
+        self._memory.stop()
+        self.pool.stop()
+        self.copiers.stop()
+        self._room.release()
+        # The garbage collector may close an iterator in one of these threads.
+        if threading.current_thread().name.startswith("dali_stream "):
+            threading.Thread(target=self._join, name="dali_stream: close", daemon=True).start()
+        else:
+            self._join()
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
+        self.pool.join()
+        self.copiers.join()
+        self._memory.join()
+        self._put(closed())  # for a thread that waits in `take`
+
+    def _limits(self, depth: int, sizes: Sizes) -> Limits:
+        kept, frames = self._parts.frames, int(self._config.dataset.lengths.sum())
+        larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._parts.frame_bytes else 0
+        return Limits(kept, depth, order_horizon(self._parts, sizes), larger)
+
+    def _storage(self, sizes: Sizes) -> Storage:
+        dataset, remote = self._config.dataset, self._config.dataset.data_store.remote
+        return Storage(
+            files={camera: dataset.files(camera) for camera in dataset.videos},
+            row_bytes=(dataset.row_bytes_of * SPARE[0] // SPARE[1])[self._dataset_of],
+            index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
+            fetched=dataset.videos if remote else (),
+            room=self._parts.encoded,
+            block=self._parts.block,
+            look_ahead=look_ahead(self._config.batches.batch_size) if remote else 0,
+        )
+
+    def _run(self) -> None:
+        try:
+            while True:
+                reads, drop = self._schedule.request()
+                self._memory.drop(drop)
+                self._memory.begin(reads)
+                wait(self._first)  # of the first batch, whose reads run alone
+                self._first = []
+                self._room.acquire()
+                if self.stopping:
+                    return
+                with self._counters.timed("plan_s"):
+                    batch = self._plan()
+                self._put(batch)
+        except BaseException as error:
+            self._put(closed() if self.stopping else error)
+
+    def _put(self, planned: PlannedBatch | BaseException) -> None:
+        with self._more:
+            self._planned.append(planned)
+            self._more.notify()
+
+    def _plan(self) -> PlannedBatch:
+        config, dataset, memory = self._config, self._config.dataset, self._memory
+        with self._counters.timed("rows_s"):
+            self._learn()
+        step = self._schedule.plan()
+        batch, stores = step.samples, self._read(step)
+        columns: dict[str, Array] = {}
+        shown, pads = {}, {}
+        which = self._dataset_of[batch.episode]
+        for key, offsets in config.windows.offsets.items():
+            shown[key], pads[f"{key}_is_pad"] = windows.window(offsets[which], batch.frame, dataset.lengths[batch.episode])
+        for key in dataset.features:
+            if key not in dataset.cameras:
+                with self._counters.timed("gather_s"):
+                    columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
+        columns |= {key: values[which] for key, values in dataset.constants.items()}
+        if config.augments:
+            columns[SAMPLE] = uniforms(config.arguments.seed, batch.epoch, batch.position)
+        if config.max_substitutes is not None:
+            columns[SUBSTITUTE] = np.zeros(len(batch.frame), np.bool_)
+        texts = self._texts(columns, batch.episode, batch.frame)
+        self._tell_advice()
+        frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
+        return PlannedBatch(batch, columns | pads, texts, self.pool.start(step, frames, memory, stores))
+
+    def _learn(self) -> None:
+        """Wait for the rows and indices that the next batch needs, and those of some batches ahead of it."""
+        reads, now = self._schedule.reads, self._schedule.next().number
+        for read in reads.due():
+            try:
+                size, found = self._memory.finish(read)
+            except (DaliStreamError, CancelledError):
+                if read.batch == now:
+                    raise
+                reads.failed(read)  # it gets another chance
+            else:
+                others = {episode: size_of(rows) for episode, rows in found.items() if episode != read.number}
+                self._memory.keep(found, reads.arrived(read, size, others))
+        self._count_again("indices_read_again", self._schedule.reads.indices_read_again, "indices are read")
+        episodes, remote = reads.ready(), self._config.dataset.data_store.remote
+        for key, decoder in self.pool.decoders.items():
+            for episode in self._schedule.unknown(key, episodes):
+                packets, keyframes = decoder.learn(self._memory, episode)
+                fetched = remote and key in self._config.dataset.videos and (packets != NONE).any()
+                index = self._memory.index(key, episode) if fetched else None
+                self._schedule.learn(key, episode, packets, keyframes, index)
+
+    def _read(self, step: Step) -> Mapping[str, Store]:
+        """Fetch and drop what the plan says. Return where each camera's video is read."""
+        reads, video = step.reads, self._memory.video
+        self._memory.drop(reads.drop)
+        fetched = video.fetch(reads.fetch)
+        if not step.samples.number:
+            self._first = fetched
+        self._counters.add(needed_bytes=reads.needed_bytes)
+        self._count_again("evicted_early", self._schedule.reads.cache.evicted_early, "bytes are fetched")
+        return video.view(step.samples.number, reads.needed)
+
+    def _texts(self, columns: dict[str, Array], episode: Array, frame: Array) -> Texts:
+        """Return what is text: string features, and the name of the current frame's task."""
+        dataset = self._config.dataset
+        texts = {key: columns.pop(key).tolist() for key, f in dataset.features.items() if f.is_text}
+        for key, tables in self._names.result().items():
+            index = f"{key}_index"
+            if index in columns and (any(tables) or key == "task"):
+                numbers = self._memory.gather(index, episode, frame).tolist()
+                which = self._dataset_of[episode].tolist()
+                try:
+                    texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
+                except KeyError as error:
+                    place = next(d for d, n in zip(which, numbers, strict=True) if n not in tables[d])
+                    raise DatasetError(
+                        f"{dataset.names_place(key, place)}: has no {index} {error}, which rows of the dataset "
+                        f"name; it has {len(tables[place])}. Copy the dataset again"
+                    ) from error
+        if names := dataset.dataset_names:
+            texts[DATASET] = [names[d] for d in self._dataset_of[episode].tolist()]
+        return texts
+
+    def _count_again(self, counter: str, count: int, what: str) -> None:
+        """Count what is read again, since there was no room to keep it until its next use. Warn the first time."""
+        if count and not getattr(self._counters, counter):
+            _log.warning(
+                "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
+                "the episodes in use take: %s more than once. The batches stay the same%s",
+                *(self._parts.encoded, what, self._remedies),
+            )
+        setattr(self._counters, counter, self._before[counter] + count)
+
+    def _budget_of(self, advice: Advice) -> int:
+        return self._config.memory_budget + (advice.kept - self._parts.frames) * self._parts.frame_bytes
+
+    def _tell_advice(self) -> None:
+        """Log once whether more memory would help."""
+        if (advice := self._schedule.advice) is None or self._advised:
+            return
+        self._advised = True
+        if not fits(budget := self._budget_of(advice)):
+            return
+        gop = max(index.longest_gop for index in self._config.sizes(list(self._schedule.frames)).indices.values())
+        shorter = ", and `dali-stream transcode URI OUT --codec h264 --gop 2` to 1.5 or less" if advice.now >= _COSTLY else ""
+        _log.log(
+            logging.WARNING if advice.now >= _COSTLY and self._config.rank == 0 else logging.INFO,
+            "GOP %d decodes %.2f frames per delivered frame; memory_budget=%s would bring it to %.2f%s",
+            *(gop, advice.now, gibibytes(budget), advice.then, shorter),
+        )
