@@ -27,6 +27,7 @@ from support.slow import slow
 from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader
 from dali_stream.pipeline import graph
 from dali_stream.pipeline import stream as stream_module
+from dali_stream.pipeline.graph import Graph
 from dali_stream.storage import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads and handles are read from /proc")
@@ -86,11 +87,13 @@ def broken(root: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------------ ends
 
 
-def test_after_close(small: Path) -> None:
+@pytest.mark.parametrize("dali_graph", [None, lambda nodes: nodes], ids=["without DALI", "with DALI"])
+def test_after_close(small: Path, dali_graph: Graph | None) -> None:
     with nothing_left():
-        loader = Loader(small, batch_size=8)
+        loader = Loader(small, batch_size=8, dali_graph=dali_graph)
         assert len(list(loader)) == len(loader)
-        for kind in ("dali_stream planner", "dali_stream decode", "[DALI]"):  # the next epoch is being prepared
+        kinds = ["dali_stream planner", "dali_stream decode", *["[DALI]"] * (dali_graph is not None)]
+        for kind in kinds:  # the next epoch is being prepared
             assert any(kind in name for name in traces()[0])
         loader.close()
         loader.close()
@@ -489,7 +492,7 @@ print(threading.active_count(), len(os.listdir("/proc/self/task")) - before)
 
 
 def test_closing_while_the_pipeline_is_built_leaves_nothing(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, loader = graph.build, Loader(demo, batch_size=8)
+    build, loader = graph.build, Loader(demo, batch_size=8, dali_graph=lambda nodes: nodes)
 
     def closed_meanwhile(*arguments: Any) -> Any:
         closer = threading.Thread(target=loader.close)
