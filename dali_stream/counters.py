@@ -50,6 +50,7 @@ class Counters:
     wait_s: float = 0.0
     first_batch_s: float | None = None
     route_changes: int = 0
+    audited: int = 0
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -10,7 +11,16 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from dali_stream import process
-from dali_stream.arguments import INSTEAD_OF_DATALOADER, byte_count, known_arguments_or, one_of, picture_size, positive, share
+from dali_stream.arguments import (
+    INSTEAD_OF_DATALOADER,
+    byte_count,
+    from_zero,
+    known_arguments_or,
+    one_of,
+    picture_size,
+    positive,
+    share,
+)
 from dali_stream.cache.indices import IndexCache
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
@@ -81,6 +91,10 @@ class Loader:
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or
             such as "4GiB". The first three get what the episodes in use need, up to half of the budget, and frames the rest.
             In-flight frames are not counted if they exceed the budget, or if it holds all frames of the dataset.
+        audit: Number of samples of which one is audited, if DALI decodes a camera. An audited sample is decoded by torchcodec,
+            too. If the frames differ by more than a tolerance, the batch and all later ones come from torchcodec, and a warning
+            names file and frame. The first sample of each file is always audited. 0 turns audits off. With a `dali_graph`, they
+            take the memory of another batch of frames on the GPU. Default: 1000.
         last_batch: What to do with samples that do not fill the last batch of an epoch: "drop" them, deliver a "partial" batch,
             or "pad" the batch with the first samples of the epoch.
         on_error: "raise", or "substitute" to replace a sample that cannot be decoded by another one of its batch. Substitutes
@@ -98,7 +112,8 @@ class Loader:
         DatasetError: See `Dataset`.
         MemoryBudgetError: If `memory_budget` does not hold one batch, or the frames of the batches in progress need more memory
             than this machine or the cgroup of this process has.
-        DaliStreamError: If the Loader is made in a worker of a DataLoader, where each worker would deliver the same batches.
+        DaliStreamError: If the Loader is made in a worker of a DataLoader, where each worker would deliver the same batches; or
+            if a GPU, `dali_graph` or `decode="dali"` needs DALI, and it cannot be imported.
     """
 
     @known_arguments_or(INSTEAD_OF_DATALOADER)
@@ -121,6 +136,7 @@ class Loader:
         num_threads: int | None = None,
         prefetch: int | None = None,
         memory_budget: int | str = "4GiB",
+        audit: int = 1000,
         last_batch: str = "drop",
         on_error: str = "raise",
         max_substitutes: float = 1.0,
@@ -179,6 +195,7 @@ class Loader:
             max_substitutes=max_substitutes if on_error == "substitute" else None,
             gpu=process.gpu(device),
             augments=dali_graph is not None,
+            audit=from_zero("audit", audit),
         )
         if dali_graph is not None and not callable(dali_graph):
             raise ValueError(f"dali_graph must be a function from a dict of DALI nodes to one, or None, got {dali_graph!r}")
@@ -197,7 +214,10 @@ class Loader:
             self.dataset.close()
         self._source = BatchSource(routes, dali_graph, decode, self._counters)
         divide(self._config.memory_budget, self._config.sizes(()))
-        check_memory(self._config, self._config.on_cpu(routes), memory_limit())
+        on_cpu = self._config.on_cpu(routes)
+        check_memory(self._config, on_cpu, memory_limit())
+        if self._config.uses_dali(on_cpu):  # where DALI is not installed, that is said here
+            importlib.import_module("dali_stream.pipeline.dali_batches")
         self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:
@@ -350,7 +370,8 @@ class Loader:
         `decoded_frames` that took, with the frames that are only on the way to others; `frame_cache_hits`, delivered frames
         that an earlier batch had decoded; `frame_cache_bytes` of decoded frames that are kept; `frames_evicted_before_use`,
         kept frames that memory_budget had no room for until their next use; `padded` and `substituted` samples;
-        `route_changes`; `resident_bytes` of rows, indices, kept frames and, of remote data, encoded video, and `row_bytes`,
+        `route_changes`; `audited` samples; `resident_bytes` of rows, indices, kept frames and, of remote data, encoded video,
+        and `row_bytes`,
         `index_bytes` and `encoded_bytes` of that; `indices_read_again`, those of video files in use that memory_budget had no
         room to keep; `first_batch_s` from construction to the first batch.
 

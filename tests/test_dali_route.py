@@ -73,12 +73,12 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
     memory.load(range(2))
     for number, key in enumerate(dataset.cameras):
-        decoder = dali.DaliDecoder(dataset, key, Counters(), None)
+        decoder = dali.DaliDecoder(dataset, key, Counters(), None, (128, 160), None)
         packets = np.stack([decoder.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frames, strict=True)])
         with ThreadPoolExecutor(2) as pool:
             step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))
             clips = decoder.start(pool, step, frames, memory, dataset.data_store)
-        for row, (clip, places, order) in enumerate(clips.packed):
+        for row, (clip, places, order, _) in enumerate(clips.packed):
             assert (np.diff(places) > 0).all()
             ffmpeg = VideoDecoder(clip.tobytes(), dimension_order="NHWC")
             shown = ffmpeg.get_frames_at(places.tolist()).data.numpy()[order]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -291,3 +293,33 @@ def test_a_loader_goes_on_after_the_function_failed(dataset: Dataset) -> None:
             next(iter(loader))
         fail.append(False)
         assert len(list(loader)) == len(loader)
+
+
+WITHOUT_DALI = """
+import sys
+from pathlib import Path
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "nvidia":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import dali_stream
+
+root = sys.argv[1]
+with dali_stream.Loader(root, batch_size=8, device="cpu", image_size=(32, 40)) as loader:
+    index = [number for batch in loader for number in batch["index"].tolist()]
+assert len(set(index)) == len(index) == 8 * len(loader)
+for arguments in ({"dali_graph": lambda nodes: nodes}, {"decode": "dali"}):
+    try:
+        dali_stream.Loader(root, batch_size=8, device="cpu", **arguments)
+    except dali_stream.DaliStreamError as error:
+        assert "NVIDIA DALI cannot be imported" in str(error) and "nvidia-dali-cuda120" in str(error), error
+    else:
+        raise AssertionError(arguments)
+"""
+
+
+def test_a_loader_on_a_cpu_works_without_dali(vp9_demo: Path) -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_DALI, str(vp9_demo)], check=True)

@@ -169,7 +169,7 @@ def packed(
     dataset: dali_stream.Dataset, memory: Memory, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray
 ) -> dali.Clips:
     """The clips of a batch: frames (B, T) of episodes (B,)."""
-    camera = dali.DaliDecoder(dataset, key, Counters(), gpu)
+    camera = dali.DaliDecoder(dataset, key, Counters(), gpu, (128, 160), None)
     packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
         step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
+from dali_stream.decode.audit import Audit
 from dali_stream.decode.decoder import Pool, RouteChange, named, succeeded
+from dali_stream.decode.resize import resize
 from dali_stream.decode.route import refusal
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
@@ -24,6 +26,7 @@ from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 Frames = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
+Audited = Callable[[Samples], npt.NDArray[np.bool_]]
 Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # a clip's bytes, and which frames of it, rising and each once
 
 COLOUR_TOLERANCE = 4.0
@@ -60,11 +64,19 @@ tries the alternatives."""
 
 
 class Packed(NamedTuple):
-    """One sample: a clip, the frames in it, rising, and per step of the window which of those it shows."""
+    """One sample for DALI.
+
+    Attributes:
+        clip: Bytes of the clip.
+        frames: Indices of frames in the clip, increasing.
+        order: Which of `frames` each step of the window shows, shape (T,).
+        audit: Frames to compare with. None if the sample is not audited.
+    """
 
     clip: Array
     frames: Array
     order: Array
+    audit: Audit | None
 
 
 class Clips:
@@ -90,14 +102,28 @@ class _Request(NamedTuple):
     frames: Array
     packets: Array
     file: VideoIndex
+    audit: Audit | None
 
 
 class DaliDecoder(VideoFiles):
-    """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them."""
+    """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them.
 
-    def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
+    Args:
+        source: Episodes.
+        key: Camera.
+        counters: Counters to add to.
+        gpu: CUDA device, or None for the CPU.
+        size: Size (height, width) of the frames in batches, for audits.
+        audited: Function from the samples of a batch to a mask of those that are audited, shape (B,), or None for no audits.
+            With a function, the first sample of each file is audited, too.
+    """
+
+    def __init__(
+        self, source: Source, key: str, counters: Counters, gpu: int | None, size: tuple[int, int], audited: Audited | None
+    ) -> None:
         super().__init__(source, key)
-        self._counters, self._gpu = counters, gpu
+        self._counters, self._gpu, self._size, self._audited = counters, gpu, size, audited
+        self._audited_files: set[str] = set()
 
     def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
         """As of `Decoder`; what is wrong with a file is told when a frame of it is asked for."""
@@ -111,18 +137,38 @@ class DaliDecoder(VideoFiles):
     def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Clips:
         """As of `Decoder`."""
         packets, clips = step.packets[self.key], Clips(len(frames))
+        audited = None if self._audited is None else self._audited(step.samples)
         for row, episode in enumerate(step.samples.episode.tolist()):
             try:
                 index = self._locate(memory, episode, frames[row], packets[row])
             except DecodeError as error:
                 clips.failed[row] = error
             else:
-                request = _Request(row, episode, frames[row], packets[row], index)
+                audit = None
+                if audited is not None and (audited[row] or index.path not in self._audited_files):
+                    audit = self._audit(pool, store, episode, frames[row], packets[row], index)
+                request = _Request(row, episode, frames[row], packets[row], index, audit)
                 clips.tasks.append(pool.submit(self._pack, store, request, clips))
         return clips
 
     def close(self) -> None:
         """Holds no decoded frames."""
+
+    def _audit(self, pool: Pool, store: Store, episode: int, frames: Int64, packets: Int64, index: VideoIndex) -> Audit:
+        """Start to decode a sample on the CPU."""
+        self._audited_files.add(index.path)
+        self._counters.add(audited=1)
+        where = f"{self._source.data_store.where(index.path)}: episode {self._source.episodes[episode]}"
+        return Audit(pool.submit(self._expected, store, packets, index), frames, where)
+
+    def _expected(self, store: Store, packets: Int64, index: VideoIndex) -> Frames:
+        """Decode pool. Return the frames of a window, resized."""
+        from dali_stream.decode.torchcodec import decode as decode_on_cpu  # which the trial has imported
+
+        unique, steps = np.unique(packets, return_inverse=True)
+        video = self.format(index, int(unique[0]))
+        frames, _ = decode_on_cpu(store, [index] * len(unique), unique.tolist(), video)
+        return resize(frames, self._size)[steps.reshape(-1)]
 
     def _locate(self, memory: Memory, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
         """The index of the episode's file, with all checked that can be before decoding."""
@@ -155,7 +201,7 @@ class DaliDecoder(VideoFiles):
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
-        clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
+        clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, request.audit)
 
 
 def decode_threads(num_threads: int, engines: int, cameras: int) -> int:

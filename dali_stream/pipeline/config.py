@@ -49,6 +49,7 @@ class Config:
     max_substitutes: float | None
     gpu: int | None
     augments: bool
+    audit: int
     substitutes: Substitutes = field(default_factory=Substitutes)
 
     def order(self, epoch: int) -> EpochOrder:
@@ -82,6 +83,11 @@ class Config:
             on_cpu: Cameras that the CPU decodes.
         """
         return self.gpu is not None or self.augments or len(on_cpu) < len(self.dataset.cameras)
+
+    @property
+    def audits_apart(self) -> bool:
+        """Whether frames that DALI decodes are outputs of their own for audits, since a user's graph may change them."""
+        return self.audit > 0 and self.augments
 
     @property
     def depth(self) -> int:

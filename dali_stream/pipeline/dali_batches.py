@@ -15,7 +15,7 @@ from dali_stream.pipeline import graph
 from dali_stream.pipeline.batches import Finisher, closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.external_source import ExternalSource
-from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
+from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon, turns
 from dali_stream.pipeline.planner import Planner
 
 _TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
@@ -48,7 +48,7 @@ class DaliBatches:
             DaliStreamError: If DALI does not build what it returns.
         """
         pipeline, names = graph.build(self._config, self._source, self._routes, self._user)
-        self._iterator = Iterator(pipeline, names, self._planner.ready)
+        self._iterator = Iterator(pipeline, names, self._planner.ready, turns(self._config.gpu))
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -71,10 +71,24 @@ class DaliBatches:
             raise DaliStreamError(
                 f"an operator of the DALI pipeline failed: {error.explanation}; see the error it was raised from"
             ) from error.__cause__
+        self._audit(batch)
         for key, layout in iterator.layouts.items():
-            if layout.endswith("HWC"):
+            if key in batch and layout.endswith("HWC"):
                 batch[key] = batch[key].movedim(-1, -3)
         return self._source.texts.popleft() | batch
+
+    def _audit(self, batch: dict[str, Any]) -> None:
+        """Compare samples with what FFmpeg decodes. Raises RouteChange if DALI delivered another frame."""
+        for camera, audits in self._source.audits.popleft().items():
+            # With a graph of the user's, frames are outputs of their own before it.
+            frames = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch[camera]
+            for row, audit in audits.items():
+                window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
+                levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)
+                with self._counters.timed("starved_s"):
+                    different = audit.mismatch(levels, dali.COLOUR_TOLERANCE)
+                if different:
+                    raise RouteChange([camera], different)
 
     def _route_change(self, explanation: str) -> RouteChange | None:
         """Return the cameras that DALI cannot decode; None if another operator failed.

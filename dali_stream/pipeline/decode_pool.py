@@ -14,6 +14,7 @@ from dali_stream.counters import Counters
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import Route
+from dali_stream.order.audited import audited
 from dali_stream.pipeline.config import Config
 from dali_stream.process import trim_memory
 from dali_stream.schedule.schedule import Step
@@ -43,12 +44,13 @@ class DecodePool:
         self._workers = Workers("dali_stream decode", config.num_threads)
 
     def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
-        config, dataset = self._config, self._config.dataset
+        config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)
         if slot_count is None:
             from dali_stream.decode.dali import DaliDecoder
 
-            return DaliDecoder(dataset, key, self._counters, config.gpu)
-        size, slots = config.frame_size(key), Slots(slot_count, config.frame_shape(key))
+            choose = (lambda samples: audited(samples.position, samples.epoch, config.audit)) if config.audit else None
+            return DaliDecoder(dataset, key, self._counters, config.gpu, size, choose)
+        slots = Slots(slot_count, config.frame_shape(key))
         decoders: list[Decoder] = []
         if key in dataset.videos:
             from dali_stream.decode.torchcodec import TorchcodecDecoder

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from dali_stream.decode.audit import Audit
 from dali_stream.decode.dali import Packed
 from dali_stream.pipeline.batches import FinishedBatch, Finisher, Texts, with_time_axis
 from dali_stream.pipeline.config import Config
@@ -25,6 +26,7 @@ class ExternalSource:
     Attributes:
         texts: Text of the batches that DALI has got, which it cannot carry. In their order, the first one being that of the
             batch that DALI returns next.
+        audits: {camera: {sample: what it must show}} of the same batches.
         failure: Error of the last call, which DALI replaces by one of its own.
     """
 
@@ -36,6 +38,7 @@ class ExternalSource:
         self._current: FinishedBatch
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)
         self.texts: deque[Texts] = deque()
+        self.audits: deque[dict[str, dict[int, Audit]]] = deque()
         self.failure: BaseException | None = None
 
     def clips(self, camera: str) -> list[Packed]:
@@ -52,7 +55,7 @@ class ExternalSource:
         batch = self._feed(0)
         arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
         for key in self._on_dali:
-            clips, places, orders = (list(part) for part in zip(*batch.frames[key], strict=True))
+            clips, places, orders, _ = (list(part) for part in zip(*batch.frames[key], strict=True))
             arrays += [clips, places] if self._config.squeezed(key) else [clips, places, orders]
         return tuple(arrays)
 
@@ -76,4 +79,6 @@ class ExternalSource:
             self._finished += 1
             self._clips.append({key: self._current.frames[key] for key in self._on_dali})
             self.texts.append(self._current.texts)
+            clips = {key: enumerate(self._current.frames[key]) for key in self._on_dali}
+            self.audits.append({key: {row: clip.audit for row, clip in each if clip.audit} for key, each in clips.items()})
         return self._current

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
 """Function from a dict of DALI nodes to another. The dict has a node for each key of a batch, and the function may change, add
 and drop some. The node "sample" holds the random numbers for `dali_stream.augment`, and is not part of a batch."""
+AUDITED = "audited "  # before the name of a camera: output with its frames as they go into the user's graph
 Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
 _log = logging.getLogger("dali_stream")
 _HINT = (
@@ -72,6 +73,8 @@ def build(
         given = nodes
         if user is not None:
             nodes = _applied(user, nodes)
+        if config.audits_apart:
+            nodes |= {AUDITED + key: given[key] for key, route in routes.items() if route.decoder == "dali"}
         pipeline.set_outputs(*nodes.values())
     try:
         with warnings.catch_warnings():

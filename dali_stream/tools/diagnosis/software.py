@@ -72,7 +72,8 @@ def _dali(asked: Asked, builds: Sequence[str]) -> Result:
         remedy = f"`pip uninstall {' '.join(builds)}`, then `{install_command(right)}`"
         return PROBLEM, f"{' and '.join(builds)} are both installed, and overwrite each other", remedy
     if answer.kind == "ModuleNotFoundError":
-        return PROBLEM, f"not installed ({answer.reason})", f"install it with {_INSTALL_DALI}"
+        level, what = (PROBLEM, "") if asked.gpus else (WARNING, ", which only a GPU and dali_graph need")
+        return level, f"not installed ({answer.reason}){what}", f"install it with {_INSTALL_DALI}"
     if answer.error:
         return _unloadable(answer, "nvidia.dali", f"reinstall it with {_INSTALL_DALI}")
     cuda = _cuda_of(builds[0]) if builds else None

@@ -1,0 +1,113 @@
+"""Audits of the DALI route: samples are decoded by torchcodec, too. On DALI's CPU backend, with VP9."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nvidia.dali import fn
+from support.batches import check_identities, equal, samples
+from support.datasets import CAMERAS, SIDE, TOP, read_lengths
+
+from dali_stream import Dataset, DecodeError, Loader
+from dali_stream.decode import choice, route
+from dali_stream.order.audited import audited
+from dali_stream.pipeline import graph
+
+BATCH = 8
+WINDOW = {TOP: [-0.1, 0.0, 0.05]}
+ARGUMENTS: dict[str, Any] = {"batch_size": BATCH, "device": "cpu", "image_dtype": "uint8"}
+
+
+@pytest.fixture
+def may_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, "auto" never takes DALI. Here it does, and may fall back to torchcodec as on a GPU."""
+    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+
+
+@pytest.fixture
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DALI's decoder delivers the frames of the sample before, as one that has not written its output would."""
+    decoded, order = graph._decoded, [BATCH - 1, *range(BATCH - 1)]
+    monkeypatch.setattr(graph, "_decoded", lambda *given: fn.permute_batch(decoded(*given), indices=order))
+
+
+@pytest.mark.parametrize("image_size", [None, (96, 120)])
+@pytest.mark.parametrize("image_dtype", ["uint8", "float32"])
+def test_audits_of_right_frames_change_nothing(vp9_demo: Path, image_size: tuple[int, int] | None, image_dtype: str) -> None:
+    arguments = ARGUMENTS | {"image_size": image_size, "image_dtype": image_dtype, "delta_timestamps": WINDOW, "decode": "dali"}
+    with Loader(vp9_demo, audit=1, **arguments) as loader:
+        with_audits = list(loader)
+        assert loader.stats()["audited"] >= len(CAMERAS) * BATCH * len(with_audits)
+    with Loader(vp9_demo, audit=0, **arguments) as loader:
+        assert all(equal(first, second) for first, second in zip(with_audits, loader, strict=True))
+        assert loader.stats()["audited"] == 0
+
+
+def test_the_first_sample_of_each_file_is_audited(vp9_demo: Path) -> None:
+    with Loader(vp9_demo, audit=1 << 40, decode="dali", **ARGUMENTS) as loader:
+        for _ in loader:
+            pass
+        files = sum(len(np.unique(loader.dataset.files(camera))) for camera in CAMERAS)
+        assert loader.stats()["audited"] == files
+
+
+@pytest.mark.usefixtures("may_fall_back", "swapped")
+@pytest.mark.parametrize("augmented", [False, True])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_swapped_frame_changes_the_route_and_is_not_delivered(
+    vp9_demo: Path, caplog: pytest.LogCaptureFixture, augmented: bool, window: dict[str, list[float]] | None
+) -> None:
+    lengths, seen = read_lengths(vp9_demo), []
+    dali_graph = (lambda nodes: dict(nodes)) if augmented else None
+    arguments = ARGUMENTS | {"delta_timestamps": window, "dali_graph": dali_graph}
+    with Loader(vp9_demo, **arguments) as loader, caplog.at_level(logging.WARNING, "dali_stream"):
+        for batch in loader:
+            check_identities(batch, TOP, [-2, 0, 1] if window else None, lengths)
+            check_identities(batch, SIDE, None, lengths)
+            assert not [key for key in batch if key.startswith("audited")]
+            seen += samples([batch])
+        assert len(set(seen)) == len(seen) == BATCH * len(loader)
+        assert {found.decoder for found in loader.routes.values()} == {"torchcodec"}
+        assert loader.stats()["route_changes"] == len(CAMERAS)
+    message = caplog.records[0].message
+    assert message.startswith(f"Falling back to torchcodec: {TOP}: ")
+    assert ".mp4: episode " in message
+    assert "DALI's frame differs from FFmpeg's by " in message
+
+
+@pytest.mark.usefixtures("swapped")
+def test_a_swapped_frame_is_an_error_where_dali_is_asked_for(vp9_demo: Path) -> None:
+    with (
+        Loader(vp9_demo, decode="dali", **ARGUMENTS) as loader,
+        pytest.raises(DecodeError, match=r'decode="dali": .*\.mp4: episode \d+, frame \d+: DALI\'s frame differs'),
+    ):
+        next(iter(loader))
+
+
+def test_the_frames_of_a_graph_that_changes_them_are_audited_before_it(vp9_demo: Path) -> None:
+    def flipped(nodes: dict[str, Any]) -> dict[str, Any]:
+        return nodes | {camera: fn.flip(255 - nodes[camera]) for camera in CAMERAS}
+
+    with Loader(vp9_demo, audit=1, decode="dali", dali_graph=flipped, **ARGUMENTS) as loader:
+        batch = next(iter(loader))
+    assert set(CAMERAS) <= set(batch)
+    assert not [key for key in batch if key.startswith("audited")]
+
+
+def test_audit_must_not_be_negative(vp9_demo: Path) -> None:
+    with pytest.raises(ValueError, match="audit is -1"):
+        Loader(Dataset(vp9_demo), audit=-1)
+
+
+def test_about_one_in_n_positions_is_audited() -> None:
+    position = np.arange(200_000)
+    for every in (1, 10, 1000):
+        chosen = audited(position, 3, every)
+        assert abs(chosen.mean() * every - 1) < 0.3
+        for world in (2, 8):  # each rank has its share
+            assert all(chosen[rank::world].any() for rank in range(world))
+    assert (audited(position, 0, 10) != audited(position, 1, 10)).any()

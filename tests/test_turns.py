@@ -1,0 +1,107 @@
+"""Loaders of one GPU take turns: one DALI pipeline runs at a time. On a CPU, told that both are on one device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.batches import equal
+
+from dali_stream import Loader
+from dali_stream.errors import DaliStreamError
+from dali_stream.pipeline import dali_batches, iterator
+
+
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All pipelines are on one device. Fails if a run begins while the run of another pipeline is in progress."""
+    shared, at_once, iterators = iterator.Turns(), [], set[Any]()
+    begin = shared.begin
+
+    def checked(own: iterator.Iterator) -> None:
+        begin(own)
+        iterators.add(own)
+        at_once.extend(other for other in iterators if other is not own and other._running)
+
+    monkeypatch.setattr(shared, "begin", checked)
+    monkeypatch.setattr(dali_batches, "turns", lambda _: shared)
+    yield
+    assert len(iterators) > 1
+    assert not at_once
+
+
+def make(root: Path, seed: int) -> Loader:
+    return Loader(root, batch_size=8, seed=seed, image_dtype="uint8", dali_graph=lambda nodes: dict(nodes))
+
+
+@pytest.mark.usefixtures("one_device")
+def test_loaders_that_alternate_deliver_what_each_delivers_alone(demo: Path) -> None:
+    expected = []
+    for seed in range(2):
+        with make(demo, seed) as loader:
+            expected.append(list(loader))
+    with make(demo, 0) as first, make(demo, 1) as second:
+        for pair, batches in zip(zip(first, second, strict=True), zip(*expected, strict=True), strict=True):
+            assert all(map(equal, pair, batches))
+
+
+@pytest.mark.usefixtures("one_device")
+def test_loaders_in_threads_deliver_what_each_delivers_alone(demo: Path) -> None:
+    def run(seed: int) -> list[dict[str, Any]]:
+        with make(demo, seed) as loader:
+            return list(loader)
+
+    expected = [run(seed) for seed in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for batches, own in zip(pool.map(run, range(2)), expected, strict=True):
+            assert all(equal(a, b) for a, b in zip(batches, own, strict=True))
+
+
+@pytest.mark.usefixtures("one_device")
+def test_an_error_of_a_run_that_another_loader_waited_for_is_raised_where_it_belongs(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(demo, 0) as first, make(demo, 1) as second:
+        one, other = iter(first), iter(second)
+        next(one)
+        own = first._source._stream._batches._iterator  # type: ignore[union-attr]
+        share = type(own._pipes[0]).share_outputs
+
+        def fail(pipe: Any, *arguments: Any) -> Any:
+            if pipe is own._pipes[0]:
+                raise RuntimeError("Critical error in pipeline: Error encountered: broken")
+            return share(pipe, *arguments)
+
+        own._run()  # ahead of time
+        monkeypatch.setattr(type(own._pipes[0]), "share_outputs", fail)
+        next(other)
+        with pytest.raises(DaliStreamError, match="broken"):
+            next(one)
+        next(other)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_wait_for_the_turn_of_a_thread_of_its_parent() -> None:
+    turns, held, done = iterator.turns(0), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turns.lock:
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    if not (child := os.fork()):
+        os._exit(0 if iterator.turns(0).lock.acquire(blocking=False) else 1)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert iterator.turns(0) is turns
+    assert iterator.turns(None) is not iterator.turns(None)
