@@ -118,7 +118,7 @@ class DiskCache:
         no more.
         """
         handle = -1
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):  # only Linux has locks of open files
             handle = os.open(os.path.join(self._folder, "locks"), os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
             start = (int.from_bytes(_hash(file)[:5], "little") << 22) + first % (1 << 22)
             lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, last - first, 0)
