@@ -11,32 +11,20 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from dali_stream import process
-from dali_stream.arguments import (
-    INSTEAD_OF_DATALOADER,
-    byte_count,
-    from_zero,
-    known_arguments_or,
-    one_of,
-    picture_size,
-    positive,
-    share,
-)
-from dali_stream.cache.indices import IndexCache
+from dali_stream.arguments import INSTEAD_OF_DATALOADER, known_arguments_or, one_of
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
 from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import DaliStreamError, ResumeError, counted
+from dali_stream.loader_config import make_config, make_normalizer, open_dataset
 from dali_stream.memory_limit import memory_limit
 from dali_stream.mixture import Mixture
-from dali_stream.mixture_file import is_mixture_file
-from dali_stream.normalize import Modes, Normalizer
-from dali_stream.order import Shuffle, check_world, default_pools, windows
-from dali_stream.order.batches import LAST_BATCH, Batches
-from dali_stream.order.state import OrderArguments, check_state, noted
+from dali_stream.normalize import Modes
+from dali_stream.order import Shuffle
+from dali_stream.order.state import check_state, noted
 from dali_stream.pipeline import bottleneck
 from dali_stream.pipeline.bottleneck import Bottleneck
-from dali_stream.pipeline.config import Config, delivered
 from dali_stream.pipeline.required_memory import check_memory
 from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.schedule.budget import divide
@@ -116,6 +104,11 @@ class Loader:
             if a GPU, `dali_graph` or `decode="dali"` needs DALI, and it cannot be imported.
     """
 
+    _epoch = _position = 0  # of the next batch
+    _iteration = 0  # number of the current one
+    _began = _abandoned = False  # an iteration; in mid-epoch
+    _closed = _told_left_out = _bottleneck_logged = False
+
     @known_arguments_or(INSTEAD_OF_DATALOADER)
     def __init__(
         self,
@@ -144,81 +137,47 @@ class Loader:
         world_size: int | None = None,
     ) -> None:
         process.refuse_workers()
-        image_dtype = str(image_dtype).removeprefix("torch.")
-        one_of("image_dtype", image_dtype, ("float32", "uint8"))
         one_of("decode", decode, DECODE)
-        one_of("last_batch", last_batch, LAST_BATCH)
-        one_of("on_error", on_error, ("raise", "substitute"))
-        max_substitutes = share("max_substitutes", max_substitutes)
-        batch_size = positive("batch_size", batch_size)
         self._ranks = process.ranks(rank, world_size)
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        check_world(rank, world_size, None)
-        self._pools_given = {"consumers": consumers, "episode_pool_size": episode_pool_size}
-        pools = default_pools(batch_size, world_size, consumers, episode_pool_size)
-        arguments = OrderArguments(shuffle, seed, *pools).checked(rank, world_size)
-        num_threads = process.cores() if num_threads is None else positive("num_threads", num_threads)
-        if isinstance(dataset, (list, tuple)):
-            raise ValueError(
-                f"dataset must be one dataset or a Mixture, got a {type(dataset).__name__}. Give several datasets as "
-                'Loader(dali_stream.Mixture({"first": uri, "second": uri}), ...)'
-            )
-        if isinstance(dataset, Mapping) or (isinstance(dataset, (str, os.PathLike)) and is_mixture_file(dataset)):
-            how = "Mixture(datasets)" if isinstance(dataset, Mapping) else "Mixture.from_file(path)"
-            raise ValueError(f"dataset is {str(dataset)[:80]!r}; make a mixture of it: Loader(dali_stream.{how}, ...)")
-        self.dataset = dataset if isinstance(dataset, (Dataset, Mixture)) else Dataset(dataset)
-        orders = self.dataset.orders()
-        batches = Batches(orders.positions, batch_size, world_size, last_batch).checked()
-        keys = [key for key, feature in self.dataset.features.items() if not feature.is_text]
-        offsets = self.dataset.window_offsets(delta_timestamps or {}, keys)
-        self._warn_of_frames_as_seconds(delta_timestamps or {}, offsets, rank)
-        streamed = delivered(self.dataset, offsets, dali_graph is not None, on_error == "substitute")
-        if image_size is None:
-            for camera in streamed.cameras:
-                streamed.picture_size(camera)
-        self.normalizer = Normalizer(streamed, normalize)
-        if image_dtype != "float32" and (frames := [key for key in self.normalizer.modes if key in self.dataset.cameras]):
-            raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
-        self._config = Config(
-            dataset=streamed,
-            orders=orders,
-            batches=batches,
-            windows=windows.Windows(offsets),
-            arguments=arguments,
-            rank=rank,
-            num_threads=num_threads,
-            prefetch=None if prefetch is None else positive("prefetch", prefetch),
-            memory_budget=byte_count(memory_budget),
-            image_size=picture_size(image_size),
+        self._given_pools = {"consumers": consumers, "episode_pool_size": episode_pool_size}
+        self.dataset = open_dataset(dataset)
+        self._config = make_config(
+            self.dataset,
+            self._ranks,
+            batch_size=batch_size,
+            delta_timestamps=delta_timestamps,
+            dali_graph=dali_graph,
+            image_size=image_size,
             image_dtype=image_dtype,
-            indices=IndexCache(streamed),
-            max_substitutes=max_substitutes if on_error == "substitute" else None,
-            gpu=process.gpu(device),
-            augments=dali_graph is not None,
-            audit=from_zero("audit", audit),
+            order=(shuffle, seed, consumers, episode_pool_size),
+            device=device,
+            num_threads=num_threads,
+            prefetch=prefetch,
+            memory_budget=memory_budget,
+            audit=audit,
+            last_batch=last_batch,
+            on_error=on_error,
+            max_substitutes=max_substitutes,
         )
-        if dali_graph is not None and not callable(dali_graph):
-            raise ValueError(f"dali_graph must be a function from a dict of DALI nodes to one, or None, got {dali_graph!r}")
-        self._counters = Counters()
-        self._recent, self._bottleneck_logged = bottleneck.Recent(), False
-        self._constructed = time.perf_counter()
-        self._epoch = self._position = 0
-        self._began = self._abandoned = False
-        self._iteration = 0
-        self._closed = False
-        self._pid = os.getpid()
-        self._left_out_told = False
+        self.normalizer = make_normalizer(self._config, normalize)
+        self._counters, self._recent = Counters(), bottleneck.Recent()
+        self._constructed, self._pid = time.perf_counter(), os.getpid()
+        self._source = self._make_source(decode, dali_graph)
+        self._warn_if_uneven()
+
+    def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
+        """Choose the decoders, and check that batches can be made: that they fit in memory, and that DALI is installed."""
+        config = self._config
         try:
-            routes = choose_routes(streamed, self._config.indices, decode, self._config.gpu)
+            routes = choose_routes(config.dataset, config.indices, decode, config.gpu)
         finally:
             self.dataset.close()
-        self._source = BatchSource(routes, dali_graph, decode, self._counters)
-        divide(self._config.memory_budget, self._config.sizes(()))
-        on_cpu = self._config.on_cpu(routes)
-        check_memory(self._config, on_cpu, memory_limit())
-        if self._config.uses_dali(on_cpu):  # where DALI is not installed, that is said here
+        divide(config.memory_budget, config.sizes(()))
+        on_cpu = config.on_cpu(routes)
+        check_memory(config, on_cpu, memory_limit())
+        if config.uses_dali(on_cpu):
             importlib.import_module("dali_stream.pipeline.dali_batches")
-        self._warn_if_uneven()
+        return BatchSource(routes, dali_graph, decode, self._counters)
 
     def __getattr__(self, name: str) -> Any:
         # What Accelerate asks of a loader that it would split by rank, or skip batches of.
@@ -314,7 +273,7 @@ class Loader:
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
                 f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
             )
-        taken = noted(state, self._config.arguments.shuffle, self._pools_given)
+        taken = noted(state, self._config.arguments.shuffle, self._given_pools)
         config = replace(self._config, arguments=self._config.arguments._replace(**taken))
         epoch, position = check_state(state, "loader", config.order_state(), config.batches.frames)
         if taken:
@@ -531,26 +490,14 @@ class Loader:
         self._epoch, self._position = self._epoch + 1, 0
 
     def _tell_left_out(self, batches: int) -> None:
-        if not self._left_out_told:
+        if not self._told_left_out:
             _log.warning(
                 "the last iteration ended before its epoch: %d of %d batches of epoch %d are left out, and epoch %d begins. To "
                 "continue within an epoch, keep the iterator, it = iter(loader), or load the state into a new Loader. This is "
                 "said once",
                 *(batches, len(self), self._epoch, self._epoch + 1),
             )
-        self._left_out_told = True
-
-    def _warn_of_frames_as_seconds(
-        self, deltas: Mapping[str, Sequence[float]], offsets: Mapping[str, windows.Int64], rank: int
-    ) -> None:
-        for key, frames in offsets.items():
-            beyond = windows.beyond_every_episode(frames, self.dataset.lengths, self.dataset.dataset_of)
-            if rank == 0 and windows.looks_like_frames(deltas[key], frames, beyond):
-                _log.warning(
-                    "delta_timestamps[%r] is in seconds, and %d of its %d steps lie beyond the end or the beginning of every "
-                    "episode, so they deliver padding only. If you meant frames, divide them by dataset.fps",
-                    *(key, beyond.sum(), len(beyond)),
-                )
+        self._told_left_out = True
 
     def _warn_if_uneven(self) -> None:
         config = self._config

@@ -1,0 +1,136 @@
+"""The arguments of a Loader, checked and put together into the configuration of its pipeline."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from dali_stream import process
+from dali_stream.arguments import byte_count, from_zero, one_of, picture_size, positive, share
+from dali_stream.cache.indices import IndexCache
+from dali_stream.dataset import Dataset
+from dali_stream.mixture import Mixture
+from dali_stream.mixture_file import is_mixture_file
+from dali_stream.normalize import Modes, Normalizer
+from dali_stream.order import Shuffle, check_world, default_pools, windows
+from dali_stream.order.batches import LAST_BATCH, Batches
+from dali_stream.order.state import OrderArguments
+from dali_stream.pipeline.config import Config, delivered
+
+_log = logging.getLogger("dali_stream")
+
+
+def open_dataset(dataset: Dataset | Mixture | str | os.PathLike[str]) -> Dataset | Mixture:
+    """Return the dataset of a Loader.
+
+    Raises:
+        ValueError: If it is a list or a mapping, or the path to a mixture file.
+        DatasetError: See `Dataset`.
+    """
+    if isinstance(dataset, (list, tuple)):
+        raise ValueError(
+            f"dataset must be one dataset or a Mixture, got a {type(dataset).__name__}. Give several datasets as "
+            'Loader(dali_stream.Mixture({"first": uri, "second": uri}), ...)'
+        )
+    if isinstance(dataset, Mapping) or (isinstance(dataset, (str, os.PathLike)) and is_mixture_file(dataset)):
+        how = "Mixture(datasets)" if isinstance(dataset, Mapping) else "Mixture.from_file(path)"
+        raise ValueError(f"dataset is {str(dataset)[:80]!r}; make a mixture of it: Loader(dali_stream.{how}, ...)")
+    return dataset if isinstance(dataset, (Dataset, Mixture)) else Dataset(dataset)
+
+
+def make_config(
+    dataset: Dataset | Mixture,
+    ranks: process.Ranks,
+    *,
+    batch_size: int,
+    delta_timestamps: Mapping[str, Sequence[float]] | None,
+    dali_graph: object,
+    image_size: tuple[int, int] | None,
+    image_dtype: object,
+    order: tuple[Shuffle, int, int | None, int | None],
+    device: str,
+    num_threads: int | None,
+    prefetch: int | None,
+    memory_budget: int | str,
+    audit: int,
+    last_batch: str,
+    on_error: str,
+    max_substitutes: float,
+) -> Config:
+    """Return the configuration of a Loader's pipeline.
+
+    Args:
+        dataset: Dataset of the Loader.
+        ranks: Rank of this process, and number of ranks.
+        order: The Loader's shuffle, seed, consumers and episode_pool_size.
+        batch_size, delta_timestamps, dali_graph, image_size, image_dtype, device, num_threads, prefetch, memory_budget, audit,
+            last_batch, on_error, max_substitutes: See `Loader`.
+
+    Raises:
+        ValueError: If an argument is invalid.
+    """
+    dtype = str(image_dtype).removeprefix("torch.")
+    one_of("image_dtype", dtype, ("float32", "uint8"))
+    one_of("last_batch", last_batch, LAST_BATCH)
+    one_of("on_error", on_error, ("raise", "substitute"))
+    max_substitutes = share("max_substitutes", max_substitutes)
+    if dali_graph is not None and not callable(dali_graph):
+        raise ValueError(f"dali_graph must be a function from a dict of DALI nodes to one, or None, got {dali_graph!r}")
+    batch_size = positive("batch_size", batch_size)
+    check_world(ranks.rank, ranks.world_size, None)
+    shuffle, seed, *pools = order
+    arguments = OrderArguments(shuffle, seed, *default_pools(batch_size, ranks.world_size, *pools))
+    orders = dataset.orders()
+    offsets = _window_offsets(dataset, delta_timestamps or {}, ranks.rank)
+    streamed = delivered(dataset, offsets, dali_graph is not None, on_error == "substitute")
+    if image_size is None:
+        for camera in streamed.cameras:
+            streamed.picture_size(camera)
+    return Config(
+        dataset=streamed,
+        orders=orders,
+        batches=Batches(orders.positions, batch_size, ranks.world_size, last_batch).checked(),
+        windows=windows.Windows(offsets),
+        arguments=arguments.checked(ranks.rank, ranks.world_size),
+        rank=ranks.rank,
+        num_threads=process.cores() if num_threads is None else positive("num_threads", num_threads),
+        prefetch=None if prefetch is None else positive("prefetch", prefetch),
+        memory_budget=byte_count(memory_budget),
+        image_size=picture_size(image_size),
+        image_dtype=dtype,
+        indices=IndexCache(streamed),
+        max_substitutes=max_substitutes if on_error == "substitute" else None,
+        gpu=process.gpu(device),
+        augments=dali_graph is not None,
+        audit=from_zero("audit", audit),
+    )
+
+
+def make_normalizer(config: Config, modes: Modes) -> Normalizer:
+    """Return the normalizer of a Loader. Raises ValueError if it would have to normalize integers."""
+    normalizer = Normalizer(cast("Dataset | Mixture", config.dataset), modes)
+    frames = [key for key in normalizer.modes if key in config.dataset.cameras]
+    if config.image_dtype != "float32" and frames:
+        raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
+    return normalizer
+
+
+def _window_offsets(
+    dataset: Dataset | Mixture, deltas: Mapping[str, Sequence[float]], rank: int
+) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
+    """Return the frame offsets of each window. Warn of windows that were probably meant in frames."""
+    keys = [key for key, feature in dataset.features.items() if not feature.is_text]
+    offsets = dataset.window_offsets(deltas, keys)
+    for key, frames in offsets.items():
+        beyond = windows.beyond_every_episode(frames, dataset.lengths, dataset.dataset_of)
+        if rank == 0 and windows.looks_like_frames(deltas[key], frames, beyond):
+            _log.warning(
+                "delta_timestamps[%r] is in seconds, and %d of its %d steps lie beyond the end or the beginning of every "
+                "episode, so they deliver padding only. If you meant frames, divide them by dataset.fps",
+                *(key, beyond.sum(), len(beyond)),
+            )
+    return offsets
