@@ -379,6 +379,9 @@ class Loader:
         self._closed = True
         if os.getpid() == self._pid:
             self._source.close()
+            for camera, file in self._config.indices.held():
+                self._config.indices.drop(camera, file)
+            process.trim_memory()  # a large dataset has much of it in small blocks
             self._config.substitutes.report(self._epoch + 1)  # of the next epoch, some batches may have been made
             self.dataset.close()
 

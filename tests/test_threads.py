@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -97,6 +98,21 @@ def test_after_close(small: Path, dali_graph: Graph | None) -> None:
             assert any(kind in name for name in traces()[0])
         loader.close()
         loader.close()
+
+
+def test_a_closed_loader_keeps_neither_its_plans_nor_its_indices(demo: Path) -> None:
+    loader = Loader(demo, batch_size=8)
+    batches = iter(loader)
+    next(batches)
+    planner = weakref.ref(loader._source._stream.planner)  # type: ignore[union-attr]
+    assert loader._config.indices.held()
+    gc.disable()
+    try:
+        loader.close()
+        assert planner() is None
+    finally:
+        gc.enable()
+    assert not loader._config.indices.held()
 
 
 def test_after_close_in_the_middle_of_an_epoch(demo: Path) -> None:

@@ -14,6 +14,7 @@ from dali_stream.counters import Counters
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
 from dali_stream.decode.route import Route
+from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.order.audited import audited
 from dali_stream.pipeline.config import Config
 from dali_stream.process import trim_memory
@@ -53,8 +54,6 @@ class DecodePool:
         slots = Slots(slot_count, config.frame_shape(key))
         decoders: list[Decoder] = []
         if key in dataset.videos:
-            from dali_stream.decode.torchcodec import TorchcodecDecoder
-
             decoders.append(TorchcodecDecoder(dataset, key, self._counters, slots, size))
         if key in dataset.images:
             decoders.append(ImageDecoder(dataset, key, self._counters, slots, size))
