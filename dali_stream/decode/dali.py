@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.decoder import Pool, RouteChange, named, succeeded
@@ -27,7 +27,7 @@ from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.schedule.samples import Samples
-from dali_stream.schedule.schedule import Step
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
@@ -125,22 +125,13 @@ class DaliDecoder(VideoFiles):
         self._counters, self._gpu, self._size, self._audited = counters, gpu, size, audited
         self._audited_files: set[str] = set()
 
-    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
-        """As of `Decoder`; what is wrong with a file is told when a frame of it is asked for."""
-        packets = memory.packets(self.key, episode)
-        there = packets != LACKING
-        keyframes = np.full(len(packets), LACKING, np.int64)
-        if there.any():
-            keyframes[there] = memory.index(self.key, episode).decode_starts(packets[there])
-        return packets, keyframes
-
-    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Clips:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
         """As of `Decoder`."""
-        packets, clips = step.packets[self.key], Clips(len(frames))
-        audited = None if self._audited is None else self._audited(step.samples)
-        for row, episode in enumerate(step.samples.episode.tolist()):
+        packets, clips = plan.packets[self.key], Clips(len(frames))
+        audited = None if self._audited is None else self._audited(plan.samples)
+        for row, episode in enumerate(plan.samples.episode.tolist()):
             try:
-                index = self._locate(memory, episode, frames[row], packets[row])
+                index = self._locate(episodes, episode, frames[row], packets[row])
             except DecodeError as error:
                 clips.failed[row] = error
             else:
@@ -170,14 +161,14 @@ class DaliDecoder(VideoFiles):
         frames, _ = decode_on_cpu(store, [index] * len(unique), unique.tolist(), video)
         return resize(frames, self._size)[steps.reshape(-1)]
 
-    def _locate(self, memory: Memory, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
+    def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
         """The index of the episode's file, with all checked that can be before decoding."""
         try:
-            index = memory.index(self.key, episode)
+            index = episodes.index(self.key, episode)
             absent = packets == LACKING
             if absent.any():
                 frames = frames[absent]
-                raise self.lacking(memory, index, episode, int(frames[0]))
+                raise self.lacking(episodes, index, episode, int(frames[0]))
             self.checked(index, packets, episode)
         except DecodeError as error:
             raise named(self._source, self.key, episode, frames, error) from error
