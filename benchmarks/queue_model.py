@@ -300,16 +300,16 @@ class _Rank:
             samples(lambda epoch: recording.order(training.seed, epoch, *key), batches, rank, 0, 0),
             training.batch_size, windows,
             Limits(
-                shares.frames, self.depth, order_horizon(shares, sizes), 0, cameras, shares.video, shares.block, ahead
+                shares.frames, self.depth, order_horizon(shares, sizes), 0, cameras, shares.block, ahead
             ),
         )  # fmt: skip
         self.opening = Opening(
             Storage(
                 dict.fromkeys(cameras, files), recording.lengths, ROW * SPARE[0] // SPARE[1], table_bytes,
-                dict.fromkeys(cameras, index.nbytes), shares.encoded - shares.video, ahead,
+                dict.fromkeys(cameras, index.nbytes), shares.opened, shares.encoded - shares.opened, shares.indices, ahead,
             )
         )  # fmt: skip
-        self._block = shares.block
+        self._block, self._encoded = shares.block, shares.encoded
         self.decoded = self.shown = self.peak = self.evicted = 0
         self._footers: set[int] = set()
         self._reads: dict[tuple[str, int], Job] = {}
@@ -338,7 +338,7 @@ class _Rank:
             opening.observe(read.key, size)
         ready = np.array(opening.ready())
         opened = [self._recording.open(e, self._block) for e in ready[~planner.table.is_open(ready)].tolist()]
-        planner.observe(opened, self._closed())
+        planner.observe(opened, self._closed(), self._encoded - sum(opening.room.bytes_by_kind))
         self._step()
 
     def _step(self) -> None:
@@ -360,14 +360,14 @@ class _Rank:
         self.decoded += decodes
         self.shown += sum(planned.show.size for planned in plan.frames.values())
         self._batches.append((self._clock, list(jobs.values()), decodes))
-        taken = sum(self.opening.bytes_by_kind()) + self.planner.video.bytes
+        taken = sum(self.opening.room.bytes_by_kind) + self.planner.video.bytes
         taken += sum(cache.cached for cache in frames) * self._training.frame_bytes
         self.peak = max(self.peak, taken)
 
     def _closed(self) -> list[int]:
         """The open episodes that were evicted."""
         first_row = self.planner.table.first_row
-        return [number for camera, number in self.opening.take_evicted() if not camera and first_row[number] >= 0]
+        return [number for camera, number in self.opening.room.take_evicted() if not camera and first_row[number] >= 0]
 
     def ready(self, batch: int) -> float:
         """When a batch is there, if it was planned."""

@@ -81,12 +81,13 @@ class Run:
         batches = samples(self.order, Batches(int(self.lengths.sum()), BATCH, 1, "pad"), 0, 0, 0)
         windows = {CAMERA: np.array([0, 1])}
         opening = Opening(
-            Storage({CAMERA: self.file}, self.lengths, ROW, TABLE, {CAMERA: 0}, self.opened_room, self.look_ahead)
+            Storage({CAMERA: self.file}, self.lengths, ROW, TABLE, {CAMERA: 0}, self.opened_room, 0, self.opened_room // 2, self.look_ahead)
         )
-        limits = Limits(self.kept, 2, 1000, 0, (CAMERA,), self.room, self.block, self.look_ahead)
+        limits = Limits(self.kept, 2, 1000, 0, (CAMERA,), self.block, self.look_ahead)
         planner = BatchPlanner(
             self.lengths, batches, BATCH, windows if self.cached else {}, limits, {} if self.cached else windows
         )
+        planner.observe(video_room=self.room)
         for number in range(count):
             reads = opening.request(planner.ahead(1 + opening.horizon(number)))
             self.close(opening, planner)
@@ -94,6 +95,8 @@ class Run:
                 assert read.key not in self.held, "read although it is there"
                 self.held[read.key] = 0
             for read in opening.due():
+                if read.key not in self.held:  # evicted by what arrived before it
+                    continue
                 if number < read.batch and read.number in self.failing:
                     opening.observe(read.key, None)
                     del self.held[read.key]
@@ -103,7 +106,7 @@ class Run:
                 self.held[read.key] = size if read.camera else size + int(self.lengths[read.number]) * TABLE
                 self.close(opening, planner)
             self.open(opening, planner)
-            assert sum(opening.bytes_by_kind()) <= self.opened_room
+            assert sum(opening.room.bytes_by_kind) <= self.opened_room
             step = planner.plan()
             opening.advance()
             self.carry_out(step)
@@ -120,7 +123,7 @@ class Run:
                 planner.observe([OpenEpisode(episode, {CAMERA: Located(packet, keyframe, blocks)})])
 
     def close(self, opening: Opening, planner: BatchPlanner) -> None:
-        for key in opening.take_evicted():
+        for key in opening.room.take_evicted():
             del self.held[key]
             if not key[0] and planner.table.first_row[key[1]] != NONE:
                 planner.observe(closed=[key[1]])

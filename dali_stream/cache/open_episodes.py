@@ -21,7 +21,8 @@ from dali_stream.lerobot.rows import Found
 from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.episodes import OpenEpisode
-from dali_stream.schedule.opening import Key, Opening, Read
+from dali_stream.schedule.opening import Opening, Read
+from dali_stream.schedule.room import Key
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 
@@ -64,7 +65,7 @@ class OpenEpisodes:
     def begin(self, opening: Opening, ahead: Iterable[Samples]) -> list[int]:
         """Begin to read what batches ahead need. Return the episodes that were closed."""
         reads = opening.request(ahead)
-        closed = self._evict(opening.take_evicted())
+        closed = self._evict(opening.room.take_evicted())
         for read in reads:
             call = self._read_index if read.camera else self._read_rows
             self._coming[read.key] = self._readers.submit(call, read, priority=(read.step, 0))
@@ -80,8 +81,10 @@ class OpenEpisodes:
         """
         closed: list[int] = []
         for read in opening.due():
+            if (coming := self._coming.pop(read.key, None)) is None:  # evicted by what arrived before it
+                continue
             try:
-                result = self._coming.pop(read.key).result()
+                result = coming.result()
             except (DaliStreamError, CancelledError):
                 if read.batch == now:
                     raise
@@ -93,7 +96,7 @@ class OpenEpisodes:
                 others = {episode: size_of(rows) for episode, rows in result.items() if episode != read.number}
                 for episode in (read.number, *opening.observe(read.key, size_of(result[read.number]), others)):
                     self._rows.put(episode, result[episode])
-            closed += self._evict(opening.take_evicted())
+            closed += self._evict(opening.room.take_evicted())
         opened = [self._opened(episode) for episode in opening.ready() if episode not in self._open]
         return opened, closed
 
@@ -141,13 +144,16 @@ class OpenEpisodes:
         """Drop rows and indices. Return the episodes that were open."""
         closed: list[int] = []
         for camera, number in keys:
-            if camera:
+            coming = self._coming.pop((camera, number), None)
+            if camera and coming is not None:  # it arrives later, or not at all
+                coming.add_done_callback(lambda _, key=(camera, number): self._indices.drop(*key))
+            elif camera:
                 self._indices.drop(camera, number)
-                continue
-            self._rows.drop(number)
-            if number in self._open:
-                self._open.remove(number)
-                closed.append(number)
+            elif coming is None:
+                self._rows.drop(number)
+                if number in self._open:
+                    self._open.remove(number)
+                    closed.append(number)
         return closed
 
     def _read_rows(self, read: Read) -> Found:

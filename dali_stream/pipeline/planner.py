@@ -81,7 +81,7 @@ class Planner:
             self._opening.observe((key, file), index_bytes)
         block = self._parts.block if self._remote else None
         self._episodes = OpenEpisodes(
-            dataset, config.indices, self._store, self._readers, self._parts.encoded - self._parts.video, block, counters
+            dataset, config.indices, self._store, self._readers, self._parts.opened, block, counters
         )
         self._video: Video = InPlace(self._store, dataset.videos)
         if self._remote:
@@ -139,7 +139,7 @@ class Planner:
     def memory(self) -> dict[str, int]:
         """Bytes of what is kept in memory, by the keys `MEMORY`: all, then rows, indices, encoded video, decoded frames."""
         frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
-        kinds = *self._opening.bytes_by_kind(), self._planner.video.bytes, frames
+        kinds = *self._opening.room.bytes_by_kind, self._planner.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
     def advice(self) -> tuple[int, float, float] | None:
@@ -178,7 +178,7 @@ class Planner:
         larger = min(max(2 * parts.frames, _LEAST_ADVISED), frames) if parts.frames < frames and parts.frame_bytes else 0
         fetched = self._config.dataset.videos if self._remote else ()
         ahead = look_ahead(self._config.batches.batch_size)
-        return Limits(parts.frames, depth, order_horizon(parts, sizes), larger, fetched, parts.video, parts.block, ahead)
+        return Limits(parts.frames, depth, order_horizon(parts, sizes), larger, fetched, parts.block, ahead)
 
     def _storage(self, sizes: Sizes) -> Storage:
         dataset = self._config.dataset
@@ -188,7 +188,9 @@ class Planner:
             row_bytes=(dataset.row_bytes_of * SPARE[0] // SPARE[1])[self._dataset_of],
             table_bytes=self._config.table_bytes,
             index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
-            room=self._parts.encoded - self._parts.video,
+            room=self._parts.opened,
+            more=self._parts.encoded - self._parts.opened,
+            index_share=self._parts.indices,
             look_ahead=look_ahead(self._config.batches.batch_size) if self._remote else 0,
         )
 
@@ -243,7 +245,7 @@ class Planner:
         """Wait for the episodes that the next batch needs, and those of some batches ahead of it."""
         [samples] = self._planner.ahead(1)
         opened, closed = self._episodes.finish(self._opening, samples.number)
-        self._planner.observe(opened, closed)
+        self._planner.observe(opened, closed, self._parts.encoded - sum(self._opening.room.bytes_by_kind))
         self._count_again("indices_read_again", self._opening.indices_read_again, "indices are read")
 
     def _fetch(self, plan: BatchPlan) -> Mapping[str, Store]:

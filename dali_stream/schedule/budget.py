@@ -30,14 +30,16 @@ class Parts(NamedTuple):
 
     Attributes:
         encoded: bytes for rows, indices and, of remote data, encoded video.
-        video: bytes of that for encoded video.
+        opened: bytes of that for rows and indices, unless one batch needs more.
+        indices: bytes of that for indices.
         frames: decoded frames of each camera that may be kept for later batches.
         frame_bytes: of one decoded frame of each camera.
         block: bytes of a block of encoded video.
     """
 
     encoded: int
-    video: int
+    opened: int
+    indices: int
     frames: int
     frame_bytes: int
     block: int
@@ -104,7 +106,7 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     else:
         kept = max((room - sizes.in_progress) // each, 0)
         encoded = budget - kept * each - (sizes.in_progress if kept else 0)
-    return Parts(encoded, _video(encoded, sizes, budget), kept, each, _block(sizes, budget))
+    return Parts(encoded, *_divide_encoded(encoded, sizes, budget), kept, each, _block(sizes, budget))
 
 
 def frames_budget(sizes: Sizes) -> int:
@@ -160,20 +162,25 @@ def encoded_horizon(room: int, sizes: Sizes) -> int:
     return min(2 * int(sizes.lengths.sum()), int(2 * room / each), 1 << 18) if each else 0
 
 
-def _video(encoded: int, sizes: Sizes, budget: int) -> int:
-    """How many of the bytes for rows, indices and encoded video are for encoded video: its share of those in use."""
-    if not sizes.fetched:
-        return 0
-    share = encoded * _video_in_use(sizes) // _in_use(sizes)
-    return min(max(share, _least_video(sizes, budget)), encoded - _least_opened(sizes))
+def _divide_encoded(encoded: int, sizes: Sizes, budget: int) -> tuple[int, int]:
+    """Return how many of the bytes for rows, indices and encoded video are for rows and indices, and how many for indices."""
+    rows, indices = _rows(sizes.frames_in_use, sizes.row_bytes) + (1 << 20), _indices_in_use(sizes)
+    opened = encoded
+    if sizes.fetched:  # rows and indices get all that they need, but at most half, and their share of what is left
+        opened = min(max(rows + indices, (rows + indices) * encoded // _in_use(sizes)), encoded // 2)
+        opened = max(min(opened, encoded - _least_video(sizes, budget)), _least_opened(sizes))
+    return opened, opened * indices // (rows + indices)
 
 
 def _in_use(sizes: Sizes) -> int:
     """About how many bytes the rows, indices and, of remote data, the encoded video of the episodes in use take."""
+    return _rows(sizes.frames_in_use, sizes.row_bytes) + _indices_in_use(sizes) + _video_in_use(sizes) + (1 << 20)
+
+
+def _indices_in_use(sizes: Sizes) -> int:
     files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
-    # A full cache evicts a share of it at once. The spare keeps indices from being among what is evicted.
-    indices = sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * _INDEX_SPARE[0] // _INDEX_SPARE[1]
-    return _rows(sizes.frames_in_use, sizes.row_bytes) + indices + _video_in_use(sizes) + (1 << 20)
+    # What they get is not all used, since files differ. The spare keeps those in use from being evicted.
+    return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * _INDEX_SPARE[0] // _INDEX_SPARE[1]
 
 
 def _video_in_use(sizes: Sizes) -> int:

@@ -12,7 +12,7 @@ Reads for the first batch run alone. After that, reads for later batches begin a
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
+from dali_stream.schedule.room import Key, Room
 from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.video import GROWTH
 
 Int64 = npt.NDArray[np.int64]
-Key = tuple[str, int]
-"""("", episode) for the rows of an episode, (camera, file) for the index of a video file."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class Storage:
         table_bytes: Memory of a row in the tables that say where its frames are.
         index_bytes: {camera: memory of the index of a file, about}.
         room: Bytes that rows, tables and indices may take together.
+        more: Bytes that they may take beyond that if one batch needs it.
+        index_share: Bytes of that for indices, see `Room`.
         look_ahead: Maximum number of batches to read ahead.
     """
 
@@ -49,6 +50,8 @@ class Storage:
     table_bytes: int
     index_bytes: Mapping[str, int]
     room: int
+    more: int = 0
+    index_share: int = 0
     look_ahead: int = 0
 
 
@@ -71,7 +74,7 @@ class Read(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The rows or the index that it reads."""
+        """Key of what it reads."""
         return self.camera, self.number
 
 
@@ -91,19 +94,16 @@ class Opening:
         storage: What there is to read.
 
     Attributes:
+        room: What is in memory or on its way.
         indices_read_again: Number of indices that were evicted and read another time.
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self._storage, self.room = storage, Room(storage.room, storage.index_share)
         self._row_bytes = np.broadcast_to(storage.row_bytes + storage.table_bytes, len(storage.lengths))
         self._index_bytes = dict(storage.index_bytes)
-        self._size: OrderedDict[Key, int] = OrderedDict()  # what is in memory or on its way, least recently used first
-        self._taken = 0  # the sum of that
         self._coming: set[Key] = set()
         self._pinned: deque[_Pinned] = deque()
-        self._pins: Counter[Key] = Counter()
-        self._evicted: list[Key] = []
         self._due = self._requested = -1  # batches whose reads are done, and have begun
         self._retry = 0  # batch from which on to try to read ahead again, after there was no room
         self._read_in = np.full(len(storage.lengths), -1, np.int32)  # the last epoch that read the rows of each episode
@@ -113,16 +113,6 @@ class Opening:
     def horizon(self, now: int) -> int:
         """Number of batches after the next one whose reads may begin."""
         return min(2 * GROWTH * now, self._storage.look_ahead * 5 // 4)
-
-    def bytes_by_kind(self) -> tuple[int, int]:
-        """Bytes of rows with their tables, and of indices."""
-        sizes = list(self._size.items())
-        rows = sum(size for (camera, _), size in sizes if not camera)
-        return rows, sum(size for _, size in sizes) - rows
-
-    def is_held(self, key: Key) -> bool:
-        """Whether something is in memory or on its way."""
-        return key in self._size
 
     def request(self, ahead: Iterable[Samples]) -> list[Read]:
         """Return what to begin to read before the next batch is planned.
@@ -140,15 +130,15 @@ class Opening:
             if samples.number > now and (samples.number <= self._requested or now < self._retry):
                 continue
             batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
-            missing = [key for key in batch.keys if key not in self._size]
+            missing = [key for key in batch.keys if key not in self.room]
             need = sum(map(self._estimate, missing))
             if not self._make_room(need):
                 if batch.number == now:
-                    raise self._too_small(need)
-                self._unpin(self._pinned.pop())
-                self._retry = now + 1 + (samples.number - now) // 4
-                break
-            self._requested = max(self._requested, batch.number)
+                    self._make_room_for_now(need)
+                else:
+                    self._unpin_last()
+                    self._retry = now + 1 + (samples.number - now) // 4
+                    break
             reads += [self._read(key, batch, now) for key in missing]
         return reads
 
@@ -174,25 +164,22 @@ class Opening:
         """
         self._coming.discard(key)
         if size is None:
-            self._taken -= self._size.pop(key, 0)
+            self.room.drop(key)
             return []
         camera, number = key
         if camera:
             self._index_bytes[camera] = size
             self._seen.add(key)
-        else:
-            size = self._with_table(number, size)
-        self._hold(key, size)
+        self.room.hold(key, size if camera else self._with_table(number, size))
         while not self._make_room(0) and len(self._pinned) > 1:  # it is larger than expected: read less far ahead
-            self._requested = self._pinned[-1].number - 1
-            self._unpin(self._pinned.pop())
+            self._unpin_last()
         kept: list[int] = []
         for episode, more in sorted((others or {}).items(), key=lambda item: (item[0] < number, item[0])):
             more = self._with_table(episode, more)
-            if ("", episode) not in self._size and self._taken + more <= self._storage.room:
+            is_new = ("", episode) not in self.room and ("", episode) not in self.room.evicted
+            if is_new and more <= self.room.free:
                 kept.append(episode)
-                self._hold(("", episode), more)
-                self._size.move_to_end(("", episode), last=False)  # it was not used yet
+                self.room.hold(("", episode), more, used=False)
         return kept
 
     def ready(self) -> list[int]:
@@ -201,28 +188,17 @@ class Opening:
         Raises:
             MemoryBudgetError: If the next batch alone needs too much.
         """
-        if self._taken > self._storage.room:
-            raise self._too_small(0)
+        self._make_room_for_now(0)
         ready: dict[int, None] = {}
         for batch in self._newly_due():
-            ready |= dict.fromkeys(
-                e for e in batch.episodes if all(k in self._size and k not in self._coming for k in self._keys([e]))
-            )
+            missing = {key for key in batch.keys if key in self._coming or key not in self.room}
+            ready |= dict.fromkeys(e for e in batch.episodes if not missing or missing.isdisjoint(self._keys([e])))
         return list(ready)
 
     def advance(self) -> None:
         """Take note that the next batch was planned."""
         self._due = max(self._due, self._last_due())
-        batch = self._pinned.popleft()
-        self._unpin(batch)
-        for key in batch.keys:
-            if key in self._size:
-                self._size.move_to_end(key)
-
-    def take_evicted(self) -> list[Key]:
-        """Return what was evicted since the last call."""
-        evicted, self._evicted = self._evicted, []
-        return evicted
+        self.room.unpin(self._pinned.popleft().keys)
 
     def _last_due(self) -> int:
         now = self._pinned[0].number
@@ -244,44 +220,32 @@ class Opening:
     def _pin(self, samples: Samples) -> _Pinned:
         episodes = np.unique(samples.episode).tolist()
         batch = _Pinned(samples.number, samples.epoch, episodes, self._keys(episodes))
-        self._pins.update(batch.keys)
+        self.room.pin(batch.keys)
         self._pinned.append(batch)
+        self._requested = batch.number
         return batch
 
-    def _unpin(self, batch: _Pinned) -> None:
-        self._pins.subtract(batch.keys)
-        for key in batch.keys:
-            if not self._pins[key]:
-                del self._pins[key]
+    def _make_room(self, need: int, as_far_as_possible: bool = False) -> bool:
+        before = len(self.room.evicted)
+        is_enough = self.room.make(need, as_far_as_possible)
+        self._coming.difference_update(self.room.evicted[before:])  # whatever arrives of it is dropped
+        return is_enough
 
-    def _make_room(self, need: int) -> bool:
-        """Evict what is not pinned, the least recently used first, if that makes enough room."""
-        short = self._taken + need - self._storage.room
-        if short <= 0:
-            return True
-        evicted: list[Key] = []
-        for key, size in self._size.items():
-            if key not in self._pins and key not in self._coming:
-                evicted.append(key)
-                short -= size
-                if short <= 0:
-                    break
-        if short > 0:
-            return False
-        for key in evicted:
-            self._taken -= self._size.pop(key)
-        self._evicted += evicted
-        return True
+    def _make_room_for_now(self, need: int) -> None:
+        """Make room for the next batch, at the cost of later ones and of encoded video."""
+        while not self._make_room(need) and len(self._pinned) > 1:
+            self._unpin_last()
+        if not self._make_room(need, as_far_as_possible=True) and self.room.free + self._storage.more < need:
+            raise MemoryBudgetError(
+                f"memory_budget leaves {self._storage.room + self._storage.more} bytes for rows, indices and encoded video, "
+                f"and a batch needs {need} beside {sum(self.room.bytes_by_kind)} in use; give a larger memory_budget, or a "
+                "smaller batch_size"
+            )
 
-    def _too_small(self, need: int) -> MemoryBudgetError:
-        return MemoryBudgetError(
-            f"memory_budget leaves {self._storage.room} bytes for rows and indices, and a batch needs {need} beside "
-            f"{self._taken} in use; give a larger memory_budget, or a smaller batch_size"
-        )
-
-    def _hold(self, key: Key, size: int) -> None:
-        self._taken += size - self._size.get(key, 0)
-        self._size[key] = size
+    def _unpin_last(self) -> None:
+        batch = self._pinned.pop()
+        self.room.unpin(batch.keys)
+        self._requested = batch.number - 1
 
     def _read(self, key: Key, batch: _Pinned, now: int) -> Read:
         camera, number = key
@@ -291,7 +255,7 @@ class Opening:
             self._seen.add(key)
         else:
             self._read_in[number] = batch.epoch
-        self._hold(key, self._estimate(key))
+        self.room.hold(key, self._estimate(key))
         self._coming.add(key)
         step = max(now, batch.number - self._storage.look_ahead, -(-batch.number // (1 + GROWTH)))
         return Read(batch.number, step, camera, number, again)

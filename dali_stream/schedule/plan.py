@@ -32,7 +32,6 @@ class Limits:
         advise: Number of frames that a larger cache would keep, which is tried on the first camera to see whether it would
             help. 0 for none.
         fetched: Cameras whose encoded video is fetched into memory. That of others is read in place.
-        video_room: Bytes that encoded video may take.
         block: Bytes of a block of encoded video.
         look_ahead: Maximum number of batches whose encoded video is fetched ahead.
     """
@@ -42,7 +41,6 @@ class Limits:
     horizon: int
     advise: int = 0
     fetched: tuple[str, ...] = ()
-    video_room: int = 0
     block: int = BLOCK
     look_ahead: int = 0
 
@@ -112,7 +110,7 @@ class BatchPlanner:
         self._advisor = Advisor(cache(self._advised, limits.advise), limits.advise) if self._advised and limits.advise else None
         fetched = {camera: self._windows[camera] for camera in limits.fetched}
         self.video = VideoPlanner(
-            self.table, fetched, self.frames, limits.video_room, limits.block, limits.look_ahead
+            self.table, fetched, self.frames, limits.block, limits.look_ahead
         )
 
     advice: Advice | None
@@ -128,8 +126,18 @@ class BatchPlanner:
         episodes = np.unique(samples.episode)
         return episodes[~self.table.is_open(episodes)].tolist()
 
-    def observe(self, opened: Iterable[OpenEpisode] = (), closed: Iterable[int] = ()) -> None:
-        """Take note of what has happened outside: episodes were closed, and others were opened."""
+    def observe(
+        self, opened: Iterable[OpenEpisode] = (), closed: Iterable[int] = (), video_room: int | None = None
+    ) -> None:
+        """Take note of what has happened outside.
+
+        Args:
+            opened: Episodes that were opened.
+            closed: Episodes that were closed before that.
+            video_room: Bytes that encoded video may take from now on. None if that has not changed.
+        """
+        if video_room is not None:
+            self.video.room = video_room
         for episode in closed:
             self.video.close(episode)
             self.table.close(episode)

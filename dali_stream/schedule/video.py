@@ -72,11 +72,11 @@ class VideoPlanner:
         table: Open episodes.
         windows: {camera whose video is fetched: its window}.
         frames: {camera: its decoded frames}. Cameras whose frames are not cached are missing.
-        room: Bytes that encoded video may take.
         block: Bytes of a block.
         look_ahead: Maximum number of batches to fetch ahead.
 
     Attributes:
+        room: Bytes that encoded video may take.
         bytes: Bytes of the blocks that are in memory or on their way.
     """
 
@@ -85,13 +85,12 @@ class VideoPlanner:
         table: EpisodeTable,
         windows: Mapping[str, Window],
         frames: Mapping[str, FrameCache],
-        room: int,
         block: int = BLOCK,
         look_ahead: int = 0,
     ) -> None:
         self._table, self._block, self._look_ahead = table, block, look_ahead
         self._cameras = {camera: _CameraBlocks(table, camera, windows[camera], frames.get(camera)) for camera in windows}
-        self._room, self.bytes = room, 0
+        self.room = self.bytes = 0
         self._keeps_frames = bool(frames) and all(cache.keeps_all for cache in frames.values())
         self._fetched, self._retry = NONE, 0  # the last batch whose blocks are fetched; when to try to fetch more
         self._horizon = NEVER  # of the blocks that were evicted last, the soonest next use, in batches from then on
@@ -122,7 +121,7 @@ class VideoPlanner:
             missing[camera] = needed[~blocks.held[needed]]
         if not self._make_room(missing, now, now):
             raise MemoryBudgetError(
-                f"memory_budget leaves {self._room} bytes for encoded video, and a batch needs {self._bytes(missing)} beside "
+                f"memory_budget leaves {self.room} bytes for encoded video, and a batch needs {self._bytes(missing)} beside "
                 f"{self.bytes} in use; give a larger memory_budget, or a smaller batch_size"
             )
         self._fetch(now, now, missing)
@@ -155,7 +154,7 @@ class VideoPlanner:
 
     def _make_room(self, missing: Mapping[str, Int64], now: int, later_than: int) -> bool:
         """Evict blocks whose next use is after batch `later_than`, if that makes enough room for others."""
-        short = self.bytes + self._bytes(missing) - self._room
+        short = self.bytes + self._bytes(missing) - self.room
         if short <= 0:
             return True
         candidates = {camera: blocks.evictable(now, later_than) for camera, blocks in self._cameras.items()}
@@ -165,7 +164,7 @@ class VideoPlanner:
             return False
         order = np.argsort(-touched, kind="stable")  # of blocks without a known use, the least recently used ones are evicted
         keep = np.zeros(len(order), np.bool_)
-        keep[order] = nearest(next_use[order], int(sizes.sum()) - short - self._room // _SLACK, sizes[order])
+        keep[order] = nearest(next_use[order], int(sizes.sum()) - short - self.room // _SLACK, sizes[order])
         self._horizon = int(next_use[~keep].min()) - now
         self._plan.evicted_early += int((next_use[~keep] < NEVER).sum())
         ends = np.cumsum([len(found) for found, *_ in candidates.values()])
@@ -184,14 +183,14 @@ class VideoPlanner:
         """Fetch blocks that a batch needs and that there is room for."""
         for camera, rows in missing.items():
             self._hold(camera, rows, now)
-        largest = max(min(RANGE, self._room // 128), self._block)
+        largest = max(min(RANGE, self.room // 128), self._block)
         # The farther ahead, the more comes with one request.
         wanted = min(largest, self._block << min(batch - now, 16))
         for camera, rows in missing.items():
             blocks = self._cameras[camera]
             for group in blocks.groups(rows):
                 if batch > now:
-                    room = min(wanted - int(blocks.sizes(group).sum()), self._room - self.bytes)
+                    room = min(wanted - int(blocks.sizes(group).sum()), self.room - self.bytes)
                     behind = blocks.behind(int(group[-1]), now, now + min(self._horizon, NEVER - now), room)
                     self._hold(camera, behind, now)
                     group = np.concatenate([group, behind])
@@ -264,15 +263,17 @@ class _CameraBlocks:
     def behind(self, block: int, now: int, before: int, room: int) -> Int64:
         """Return blocks directly behind one, of at most `room` bytes, that are not in memory and are needed before a batch."""
         episode = int(self._blocks.episode[block])
-        stop = self._blocks.first[episode] + self._blocks.count[episode]
-        blocks = np.arange(block + 1, stop)
-        if room <= 0 or not len(blocks):
-            return blocks[:0]
-        first = int(self._table.first_row[episode])
-        soon = self.next_uses(np.arange(first, first + int(self._table.lengths[episode])), now)[block + 1 : stop] < before
-        good = soon & ~self.held[blocks] & (self._blocks.start[blocks] == self._blocks.stop[blocks - 1])
+        blocks = np.arange(block + 1, self._blocks.first[episode] + self._blocks.count[episode])
+        good = ~self.held[blocks] & (self._blocks.start[blocks] == self._blocks.stop[blocks - 1])
         good &= np.cumsum(self.sizes(blocks)) <= room
-        return blocks if good.all() else blocks[: int(np.argmin(good))]
+        blocks = blocks if good.all() else blocks[: int(np.argmin(good))]
+        if not len(blocks):
+            return blocks
+        first = int(self._table.first_row[episode])
+        rows = np.arange(first, first + int(self._table.lengths[episode]))
+        rows = rows[(self._camera.last_block[rows] > block) & (self._camera.first_block[rows] <= blocks[-1])]
+        soon = self.next_uses(rows, now)[blocks] < before
+        return blocks if soon.all() else blocks[: int(np.argmin(soon))]
 
     def evictable(self, now: int, later_than: int) -> tuple[Int64, Int64, Int64]:
         """Return the blocks that batch `now` does not need, and none up to `later_than`: rows, next use, last use."""
