@@ -81,7 +81,17 @@ class Run:
         batches = samples(self.order, Batches(int(self.lengths.sum()), BATCH, 1, "pad"), 0, 0, 0)
         windows = {CAMERA: np.array([0, 1])}
         opening = Opening(
-            Storage({CAMERA: self.file}, self.lengths, ROW, TABLE, {CAMERA: 0}, self.opened_room, 0, self.opened_room // 2, self.look_ahead)
+            Storage(
+                {CAMERA: self.file},
+                self.lengths,
+                ROW,
+                TABLE,
+                {CAMERA: 0},
+                self.opened_room,
+                0,
+                self.opened_room // 2,
+                self.look_ahead,
+            )
         )
         limits = Limits(self.kept, 2, 1000, 0, (CAMERA,), self.block, self.look_ahead)
         planner = BatchPlanner(

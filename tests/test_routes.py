@@ -163,9 +163,7 @@ def test_hidden_frames_are_kept_from_nvdec(
         next(task for task in clips.tasks if task.exception()).result()
 
 
-def packed(
-    dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray
-) -> dali.Clips:
+def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray) -> dali.Clips:
     """The clips of a batch: frames (B, T) of episodes (B,)."""
     camera = dali.DaliDecoder(dataset, key, Counters(), gpu, (128, 160), None)
     episodes = OpenEpisodes(dataset, IndexCache(dataset))
@@ -236,9 +234,7 @@ def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.Mo
         for episode, arguments in enumerate((video_data.h264(12), video_data.h264_without_idr()))
     ]
     dataset = dali_stream.Dataset(video_data.write_dataset(tmp_path / "set", files, [[40], [40]]))
-    clips = packed(
-        dataset, video_data.CAMERA, 0, np.array([0, 0, 1, 1]), np.array([[3, 20], [30, 30], [3, 5], [3, 20]])
-    )
+    clips = packed(dataset, video_data.CAMERA, 0, np.array([0, 0, 1, 1]), np.array([[3, 20], [30, 30], [3, 5], [3, 20]]))
     *sound, error = [task.exception() for task in clips.tasks]
     assert sound == [None, None, None]  # the last of these is within the first GOP, which begins with an IDR frame
     assert isinstance(error, RouteChange)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import is_avc
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.timing import find_packets
@@ -32,16 +32,16 @@ def locate(
         camera: Camera.
         episode: Number of the episode.
         rows: {key: values of the episode's rows}, with the keys `CLOCKS`.
-        index: Index of the episode's video file. None if it is broken: an error when a frame is asked for.
+        index: Index of the episode's video file. None if it has none: its frames are images, or zeros if its dataset lacks the
+            camera, or an error when one is asked for if the file is broken.
         block: Bytes of a block of encoded video. None if it is read in place.
     """
     length = int(source.lengths[episode])
     nothing = np.full(length, NONE, np.int64)
-    if camera not in source.videos or source.files(camera)[episode] == ABSENT:
-        if camera in source.images and source.feature(camera, episode) is not None:
-            return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
-        return Located(nothing, nothing)  # the dataset lacks the camera, and its frames are zeros
     if index is None:
+        feature = source.feature(camera, episode)
+        if feature is not None and feature.is_image:
+            return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
         return Located(nothing, nothing)
     packet = find_packets(index, source.interval(camera, episode), source.seconds(episode, rows), *source.timing(episode))
     keyframe, exists = nothing, packet != LACKING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.dataset import CLOCKS
 from dali_stream.lerobot.rows import Found
-from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.episodes import OpenEpisode
 from dali_stream.schedule.opening import Opening, Read
@@ -133,27 +134,25 @@ class OpenEpisodes:
         )
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
-        if camera not in self._source.videos or self._source.files(camera)[episode] == ABSENT:
-            return None
         try:
-            return self.index(camera, episode)
+            return self.index(camera, episode) if self._indices.has_file(camera, episode) else None
         except DecodeError:  # reported when a frame of it is asked for
             return None
 
     def _evict(self, keys: Iterable[Key]) -> list[int]:
         """Drop rows and indices. Return the episodes that were open."""
-        closed: list[int] = []
+        dropped: list[int] = []
         for camera, number in keys:
             coming = self._coming.pop((camera, number), None)
             if camera and coming is not None:  # it arrives later, or not at all
-                coming.add_done_callback(lambda _, key=(camera, number): self._indices.drop(*key))
+                coming.add_done_callback(partial(self._drop_index, camera, number))
             elif camera:
                 self._indices.drop(camera, number)
             elif coming is None:
-                self._rows.drop(number)
-                if number in self._open:
-                    self._open.remove(number)
-                    closed.append(number)
+                dropped.append(number)
+        self._rows.drop(dropped)
+        closed = [episode for episode in dropped if episode in self._open]
+        self._open.difference_update(closed)
         return closed
 
     def _read_rows(self, read: Read) -> Found:
@@ -167,3 +166,6 @@ class OpenEpisodes:
             return self._indices.read(read.camera, read.number, self._store).nbytes
         except DecodeError:  # reported when a frame of it is asked for
             return 0
+
+    def _drop_index(self, camera: str, file: int, _: Future[Any]) -> None:
+        self._indices.drop(camera, file)

@@ -26,8 +26,8 @@ from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.index import LACKING, VideoIndex
-from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.plan import BatchPlan
+from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 

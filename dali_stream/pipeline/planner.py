@@ -80,9 +80,7 @@ class Planner:
         for (key, file), index_bytes in config.indices.held().items():
             self._opening.observe((key, file), index_bytes)
         block = self._parts.block if self._remote else None
-        self._episodes = OpenEpisodes(
-            dataset, config.indices, self._store, self._readers, self._parts.opened, block, counters
-        )
+        self._episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, self._parts.opened, block, counters)
         self._video: Video = InPlace(self._store, dataset.videos)
         if self._remote:
             self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))

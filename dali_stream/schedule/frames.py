@@ -1,8 +1,8 @@
 """Which frames of a camera are decoded for each batch, and which decoded frames stay in memory until when.
 
 Each GOP that a batch needs is decoded from its keyframe. Frames that come out beside the requested ones are kept for later
-batches, and a GOP is decoded further than the batch needs where that brings frames worth keeping. If the cache is full, the frame
-whose next use is farthest away is evicted.
+batches, and a GOP is decoded further than the batch needs where that brings frames worth keeping. If the cache is full, the
+frame whose next use is farthest away is evicted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class FrameCache:
         self.slots = kept + in_flight * batch_frames
         self._slot_of: dict[int, int] = {}  # of cached frames
         self._state = _Slots(self.slots, in_flight)
-        self._room, self._room_later = kept, defaultdict[int, int](int)  # frames that may still be kept: now, and from a batch on
+        self._room, self._room_later = (
+            kept,
+            defaultdict[int, int](int),
+        )  # frames that may still be kept: now, and from a batch on
 
     @property
     def cached(self) -> int:
@@ -94,6 +97,10 @@ class FrameCache:
     def slots_of(self, frames: Int64) -> Int64:
         """Return the slot of each frame. `NONE` if it is not cached."""
         return np.fromiter(map(self._slot_of.get, frames.tolist(), itertools.repeat(NONE)), np.int64, len(frames))
+
+    def kept(self) -> list[tuple[int, int]]:
+        """Return (frame, batch that shows it next) of all cached frames."""
+        return [(frame, int(self._state.next_use[slot])) for frame, slot in self._slot_of.items()]
 
     def foresee(self, batch: int, frames: Int64) -> None:
         """Take note that the order was read ahead to a batch, which shows these frames."""

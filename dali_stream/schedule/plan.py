@@ -109,9 +109,7 @@ class BatchPlanner:
         self._advised, self.advice = next(iter(windows), ""), None
         self._advisor = Advisor(cache(self._advised, limits.advise), limits.advise) if self._advised and limits.advise else None
         fetched = {camera: self._windows[camera] for camera in limits.fetched}
-        self.video = VideoPlanner(
-            self.table, fetched, self.frames, limits.block, limits.look_ahead
-        )
+        self.video = VideoPlanner(self.table, fetched, self.frames, limits.block, limits.look_ahead)
 
     advice: Advice | None
 
@@ -126,9 +124,7 @@ class BatchPlanner:
         episodes = np.unique(samples.episode)
         return episodes[~self.table.is_open(episodes)].tolist()
 
-    def observe(
-        self, opened: Iterable[OpenEpisode] = (), closed: Iterable[int] = (), video_room: int | None = None
-    ) -> None:
+    def observe(self, opened: Iterable[OpenEpisode] = (), closed: Iterable[int] = (), video_room: int | None = None) -> None:
         """Take note of what has happened outside.
 
         Args:

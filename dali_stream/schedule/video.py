@@ -1,7 +1,7 @@
 """Which blocks of encoded video are fetched for each batch and for batches ahead of it, and which are evicted.
 
-The blocks of the first batch are fetched alone. After that, blocks of later batches are fetched ahead, up to a limit, those of the
-earliest need first. If the room is full, the block whose next use is farthest away is evicted.
+The blocks of the first batch are fetched alone. After that, blocks of later batches are fetched ahead, up to a limit, those of
+the earliest need first. If the room is full, the block whose next use is farthest away is evicted.
 """
 
 from __future__ import annotations
