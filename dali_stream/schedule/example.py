@@ -20,9 +20,9 @@ batch 1 shows episode 0 frame 0, episode 1 frame 4
   show    slots 2, 1
   keep    episode 2 frame 3 for batch 2, episode 1 frame 5 for batch 2
 
-Both frames of each GOP are decoded together, since decoding begins at the keyframe. Frame 0 of episode 0 comes out on the way
-to frame 1. Batch 1 shows it, so it stays in slot 2 and is not decoded again. After batch 1 no batch is known to show it, and its
-slot is free. Frames 3 and 5 wait for batch 2, which decodes nothing.
+Both frames of each GOP are decoded together, since decoding begins at the keyframe. Frame 0 of episode 0 comes out on the
+way to frame 1. Batch 1 shows it, so it stays in slot 2 and is not decoded again. After batch 1 no batch is known to show it,
+and its slot is free. Frames 3 and 5 wait for batch 2, which decodes nothing.
 """
 
 from __future__ import annotations
