@@ -75,7 +75,7 @@ class Loader:
             be resumed on every world size that divides `consumers`.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one.
         decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "fastest" for the faster of
-            the two on this machine, "dali", or "torchcodec".
+            the two on this machine, "dali", "torchcodec", or "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet).
         num_threads: Number of decode threads, on the CPU and of DALI for NVDEC. Default: the number of cores of this process.
         prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or
@@ -197,7 +197,7 @@ class Loader:
             self.dataset.close()
         self._source = BatchSource(routes, dali_graph, decode, self._counters)
         divide(self._config.memory_budget, self._config.sizes(()))
-        check_memory(self._config, [key for key, route in routes.items() if route.decoder != "dali"], memory_limit())
+        check_memory(self._config, [key for key, route in routes.items() if route.decoder == "torchcodec"], memory_limit())
         self._warn_if_uneven()
 
     def __getattr__(self, name: str) -> Any:

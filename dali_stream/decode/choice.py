@@ -9,9 +9,10 @@ import numpy as np
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.capability import DriverError, capabilities
-from dali_stream.decode.route import Route, by_speed, choose
+from dali_stream.decode.route import TORCHCODEC_CUDA, Route, by_speed, choose
 from dali_stream.decode.speed import Speeds, median_gop, request_clips
-from dali_stream.decode.trial import trial
+from dali_stream.decode.torchcodec_cuda import device_name, unavailable
+from dali_stream.decode.trial import trial, trial_of_torchcodec
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError, StorageError
 from dali_stream.lerobot.source import ABSENT, Source
@@ -31,10 +32,12 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
         num_threads: Number of decode threads of the Loader.
 
     Raises:
-        ValueError: `decode` is "dali" and DALI cannot decode a camera here.
-        DecodeError: `decode` is "dali" and a file cannot be read.
+        ValueError: `decode` names a decoder on NVDEC that cannot decode a camera here.
+        DecodeError: `decode` names such a decoder, and a file cannot be read.
         StorageError: a file cannot be fetched.
     """
+    if decode == TORCHCODEC_CUDA and (why := unavailable(gpu)):
+        raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
     chooser = _Chooser(source, indices, decode, gpu, num_threads)
     routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in source.cameras}
     routes |= {key: chooser.choose(key) for key in source.videos}
@@ -70,15 +73,15 @@ class _Chooser:
         source, decode = self._source, self._decode
         present = source.files(key) != ABSENT
         if not present.all() and decode != "torchcodec":
-            why = "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
-            if decode == "dali":
-                raise ValueError(f'{key}: decode="dali": {why}. Use decode="auto", which takes torchcodec for such cameras')
+            why = "a dataset of the mixture has no video of the camera, and NVDEC would need a clip of each sample"
+            if decode in ("dali", TORCHCODEC_CUDA):
+                raise ValueError(f'{key}: decode="{decode}": {why}. Use decode="auto", which takes torchcodec for such cameras')
             return Route("torchcodec", why)
         _, first = np.unique(source.dataset_of[present], return_index=True)
         routes = []
         for episode in np.flatnonzero(present)[first].tolist():
             routes.append(self._choose_for_file(key, episode))
-            if routes[-1].decoder != "dali":
+            if routes[-1].decoder == "torchcodec":
                 return routes[-1]
         return next((route for route in routes if route.advice), routes[0])
 
@@ -87,7 +90,11 @@ class _Chooser:
         try:
             index, video = VideoFiles(self._source, key).describe(self._indices, episode)
             route = choose(decode, gpu, video, index, store)
-            if route.decoder != "dali":
+            if route.decoder == "torchcodec":
+                return route
+            if route.decoder == TORCHCODEC_CUDA:
+                if refused := trial_of_torchcodec(store, index, video, device_name(gpu)):
+                    raise ValueError(f'decode="{TORCHCODEC_CUDA}": {refused}. Use decode="auto"')
                 return route
             if refused := trial(store, index, video, gpu):
                 if decode == "dali":
@@ -97,7 +104,7 @@ class _Chooser:
         except StorageError:
             raise
         except DaliStreamError as error:
-            if decode == "dali":
+            if decode in ("dali", TORCHCODEC_CUDA):
                 raise
             # The first batch that needs the file says what is wrong, and with which frame; other files may be whole.
             return Route("torchcodec", f"the file of its first episode cannot be read: {error}")

@@ -16,14 +16,14 @@ import numpy.typing as npt
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.memory import Memory
 from dali_stream.counters import Counters
-from dali_stream.decode.decoder import Pool, RouteChange, named, succeeded
+from dali_stream.decode.decoder import Pool, RouteChange, succeeded
 from dali_stream.decode.route import refusal
-from dali_stream.decode.video_files import VideoFiles
+from dali_stream.decode.samples import Request, SampleDecoder
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
-from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
@@ -82,65 +82,26 @@ class Clips:
         return self.packed
 
 
-class _Request(NamedTuple):
-    """What one sample shows: a window of frames of one episode, and their packets."""
-
-    row: int
-    episode: int
-    frames: Array
-    packets: Array
-    file: VideoIndex
-
-
-class DaliDecoder(VideoFiles):
+class DaliDecoder(SampleDecoder):
     """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them."""
 
     def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
-        super().__init__(source, key)
-        self._counters, self._gpu = counters, gpu
-
-    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
-        """As of `Decoder`; what is wrong with a file is told when a frame of it is asked for."""
-        packets = memory.packets(self.key, episode)
-        there = packets != LACKING
-        keyframes = np.full(len(packets), LACKING, np.int64)
-        if there.any():
-            keyframes[there] = memory.index(self.key, episode).decode_starts(packets[there])
-        return packets, keyframes
+        super().__init__(source, key, counters)
+        self._gpu = gpu
 
     def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Clips:
-        """As of `Decoder`."""
-        packets, clips = step.packets[self.key], Clips(len(frames))
-        for row, episode in enumerate(step.samples.episode.tolist()):
-            try:
-                index = self._locate(memory, episode, frames[row], packets[row])
-            except DecodeError as error:
-                clips.failed[row] = error
-            else:
-                request = _Request(row, episode, frames[row], packets[row], index)
-                clips.tasks.append(pool.submit(self._pack, store, request, clips))
+        """See `Decoder.start`."""
+        clips = Clips(len(frames))
+        self.start_samples(clips, pool, step, frames, memory, store)
         return clips
 
-    def close(self) -> None:
-        """Holds no decoded frames."""
-
-    def _locate(self, memory: Memory, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
-        """The index of the episode's file, with all checked that can be before decoding."""
-        try:
-            index = memory.index(self.key, episode)
-            absent = packets == LACKING
-            if absent.any():
-                frames = frames[absent]
-                raise self.lacking(memory, index, episode, int(frames[0]))
-            self.checked(index, packets, episode)
-        except DecodeError as error:
-            raise named(self._source, self.key, episode, frames, error) from error
-        if reason := refusal(self._gpu, self.format(index, int(packets[0])), index):
+    def check(self, index: VideoIndex, packet: int) -> None:
+        """Raise RouteChange if DALI must not decode the file."""
+        if reason := refusal(self._gpu, self.format(index, packet), index):
             raise RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
-        return index
 
-    def _pack(self, store: Store, request: _Request, clips: Clips) -> None:
-        """Decode pool. Each frame of the window is decoded once, in rising order, and then put into place."""
+    def make(self, store: Store, request: Request, work: Clips) -> None:
+        """Pack the clip of a sample. Each frame of the window is decoded once, in rising order, and then put into place."""
         unique, steps = np.unique(request.packets, return_inverse=True)
         try:
             with self._counters.timed("pack_s"):
@@ -150,12 +111,12 @@ class DaliDecoder(VideoFiles):
             where = self._source.data_store.where(request.file.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
-            clips.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
+            work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
-        clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
+        work.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order)
 
 
 def decode_threads(num_threads: int, engines: int, cameras: int) -> int:

@@ -191,7 +191,7 @@ def _read(kind: str) -> Rates | None:
 def _keep(kind: str, rates: Rates) -> None:
     """Write speeds for later Loaders, if the cache folder allows it.
 
-    Of two processes that write at the same time, one may lose its figures, and the next Loader measures them again.
+    If two processes write at the same time, one may lose its figures, and the next Loader measures them again.
     """
     with contextlib.suppress(OSError, RuntimeError):
         file, kept = _file(), {}

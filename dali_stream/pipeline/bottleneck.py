@@ -208,7 +208,7 @@ def _change(key: str, times: Mapping[str, float], setup: Setup) -> str:
 
 
 def _decode_change(times: Mapping[str, float], setup: Setup) -> str:
-    on_cpu = [camera for camera, decoder in setup.videos.items() if decoder != "dali"]
+    on_cpu = [camera for camera, decoder in setup.videos.items() if decoder == "torchcodec"]
     if setup.gpu and on_cpu and setup.decode == "torchcodec":
         return 'decode="auto", which decodes on the GPU what the GPU can decode'
     if setup.gpu and on_cpu and setup.decode != "fastest":

@@ -14,6 +14,7 @@ import numpy as np
 
 from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
 from dali_stream.decode.capability import engines
+from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
 
@@ -71,7 +72,7 @@ def build(
         nodes = _read(config, producer, routes)
         for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
             # The CPU's frames have been resized where they were decoded.
-            size = config.image_size if routes[camera].decoder == "dali" else None
+            size = None if routes[camera].decoder == "torchcodec" else config.image_size
             nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
         given = nodes
         if user is not None:
@@ -112,12 +113,15 @@ def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> 
     """The producer's arrays as nodes on the pipeline's device, encoded cameras decoded; without what bypasses DALI."""
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
+    on_gpu: list[Kind] = []
     for camera in config.dataset.cameras:
+        layout = "HWC" if config.squeezed(camera) else "FHWC"
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
+        elif routes[camera].decoder == TORCHCODEC_CUDA:
+            on_gpu.append((camera, types.UINT8, len(layout), layout))
         elif not config.past_dali:
-            layout = "HWC" if config.squeezed(camera) else "FHWC"
             decoded.append((camera, types.UINT8, len(layout), layout))
     # A key comes once, but for an encoded camera's.
     grouped: dict[str, list[DataNode]] = {}
@@ -139,7 +143,9 @@ def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> 
     for camera, node in _source(producer.frames, decoded, no_copy=True) if decoded else ():
         divided = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if divided else fn.copy(node))
-    return nodes
+    # DALI's own stream copies these before `gpu_frames` is called again, so their memory may be freed at once.
+    place = {"device": "cpu"} if config.gpu is None else {"device": "gpu", "cuda_stream": 1}
+    return nodes | (dict(_source(producer.gpu_frames, on_gpu, **place)) if on_gpu else {})
 
 
 def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: Any) -> list[tuple[str, DataNode]]:

@@ -31,8 +31,9 @@ from dali_stream.counters import Counters
 from dali_stream.decode.dali import DaliDecoder, Packed
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
-from dali_stream.decode.route import Route
+from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.torchcodec import TorchcodecDecoder
+from dali_stream.decode.torchcodec_cuda import TorchcodecCudaDecoder
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, StorageError
 from dali_stream.lerobot.source import ABSENT
 from dali_stream.memory_limit import fits
@@ -88,7 +89,9 @@ class BatchProducer:
         self._config, self._counters = config, counters
         dataset, self._dataset_of = config.dataset, config.dataset.dataset_of
         self._on_dali = [key for key in dataset.cameras if routes[key].decoder == "dali"]
-        self._on_cpu = [key for key in dataset.cameras if key not in self._on_dali]
+        self._on_cuda = [key for key in dataset.cameras if routes[key].decoder == TORCHCODEC_CUDA]
+        self._on_nvdec = [*self._on_dali, *self._on_cuda]  # a clip per sample, and no decoded frames in slots
+        self._on_cpu = [key for key in dataset.cameras if key not in self._on_nvdec]
         self._past_dali = self._on_cpu if config.past_dali else []
         sizes = config.sizes(self._on_cpu)
         self._parts, depth = divide(config.memory_budget, sizes), config.depth
@@ -104,7 +107,7 @@ class BatchProducer:
             {key: config.windows.of(key) for key in self._on_cpu},
             self._limits(depth, sizes),
             self._storage(sizes),
-            {key: config.windows.of(key) for key in self._on_dali},
+            {key: config.windows.of(key) for key in self._on_nvdec},
             dataset.dataset_of,
         )
         for (key, file), index_bytes in config.indices.held().items():
@@ -113,9 +116,9 @@ class BatchProducer:
         self._advised, self._decoded_bytes = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
-        self.keeps_all = not self._on_dali and self._parts.frames >= int(dataset.lengths.sum())  # all decoded frames
+        self.keeps_all = not self._on_nvdec and self._parts.frames >= int(dataset.lengths.sum())  # all decoded frames
         self._buffers = Buffers()
-        self._taken, self._given = 0, [0, 0]  # batches; of them by `source` and by `frames`
+        self._taken, self._given = 0, [0, 0, 0]  # batches; of them by `source`, `frames` and `gpu_frames`
         self._current: tuple[Batch, dict[str, Any]]
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that DALI may be at
         self._made: deque[Batch | BaseException] = deque()
@@ -136,6 +139,8 @@ class BatchProducer:
         config, dataset = self._config, self._config.dataset
         if key in self._on_dali:
             return DaliDecoder(dataset, key, self._counters, config.gpu)
+        if key in self._on_cuda:
+            return TorchcodecCudaDecoder(dataset, key, self._counters, config.gpu)
         size = config.frame_size(key)
         slots = Slots(self._schedule.frames[key].slots, config.frame_shape(key))
         kinds = [TorchcodecDecoder] * (key in dataset.videos) + [ImageDecoder] * (key in dataset.images)
@@ -164,12 +169,22 @@ class BatchProducer:
         _, frames = self._turn(1)
         return tuple(self._shown(key, frames[key]) for key in self._on_cpu)
 
+    def gpu_frames(self) -> tuple[list[Any], ...]:
+        """The rest of the same batch: per camera that torchcodec decodes on a GPU, (H, W, 3) or (T, H, W, 3) uint8 of each
+        sample by DLPack. Errors as in `source`.
+        """
+        _, frames = self._turn(2)
+        samples = (
+            frames[key] if not self._config.squeezed(key) else [sample[0] for sample in frames[key]] for key in self._on_cuda
+        )
+        return tuple([sample.__dlpack__(stream=-1) for sample in of_camera] for of_camera in samples)
+
     def _shown(self, key: str, frames: Array) -> Array:
         """Frames (B, T, ...) as a batch has them: without T where a sample has one frame."""
         return frames[:, 0] if self._config.squeezed(key) else frames
 
     def _turn(self, which: int) -> tuple[Batch, dict[str, Any]]:
-        """The current batch of one of the two sources. Depending on the graph, DALI asks one of them or both."""
+        """The current batch of one of the sources. Depending on the graph, DALI asks some of them."""
         self._given[which] += 1
         if self._given[which] > self._taken:
             try:

@@ -186,7 +186,7 @@ class BatchSource:
 
     def setup(self, config: Config, normalize: bool, warm: bool) -> Setup:
         """What `bottleneck.find` has to know of the loader, whose batches come after a whole epoch if `warm`."""
-        sizes = config.sizes([key for key in config.dataset.cameras if self.routes[key].decoder != "dali"])
+        sizes = config.sizes([key for key in config.dataset.cameras if self.routes[key].decoder == "torchcodec"])
         parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
         stream = self._stream
         advice = stream.producer.advice() if stream else None
