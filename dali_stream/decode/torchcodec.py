@@ -25,6 +25,7 @@ from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.schedule.frames import FrameStep
 from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
@@ -160,7 +161,12 @@ class TorchcodecDecoder(VideoFiles):
 
 
 def decode(
-    store: Store, indices: Sequence[VideoIndex], packets: Sequence[int], expected: VideoFormat, timed: Timed = untimed
+    store: Store,
+    indices: Sequence[VideoIndex],
+    packets: Sequence[int],
+    expected: VideoFormat,
+    timed: Timed = untimed,
+    device: str = "cpu",
 ) -> tuple[Frames, int]:
     """Decodes packets, in the order asked for.
 
@@ -169,16 +175,17 @@ def decode(
         indices, packets: per request, the index of its file, and the packet there; all with the same sample description.
         expected: what that says, in particular the size of the frames.
         timed: counts the time of reading and packing.
+        device: Where to decode, "cpu" or a GPU such as "cuda:0".
 
     Returns:
-        (n, H, W, 3) uint8 RGB, and how many frames were decoded for it.
+        (n, H, W, 3) uint8 RGB in the CPU's memory, and how many frames were decoded for it.
 
     Raises:
         DecodeError: the decoder failed, or delivered another frame than the one asked for.
     """
     frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), timed):
-        frames[requests] = part
+    for requests, part, more in decode_tensors(store, indices, packets, expected, len(packets), timed, device):
+        frames[requests] = part.cpu().numpy()
         decoded += more
     return frames, decoded
 
@@ -223,13 +230,21 @@ def decode_tensors(
                 yield [group[i] for i in requests], frames, decoded
             continue
         except DecodeError:
-            # Of an H.264 file with open GOPs, only the first frame is sure to be one that FFmpeg shows all frames after.
-            if not (mine[0].open_gops and is_avc(mine[0])):
+            if not _holds_back(store, mine):
                 raise
         with timed("pack_s"):
             clip = pack(store, mine, wanted, from_the_start=True, timed=timed)
         for requests, frames, decoded in _decode_clip(clip, expected, part, device):
             yield [group[i] for i in requests], frames, decoded
+
+
+def _holds_back(store: Store, indices: Sequence[VideoIndex]) -> bool:
+    """Return whether FFmpeg may keep the last frames of a clip of these files: of H.264 with keyframes other than IDR frames.
+
+    It shows all frames after the file's first one. That is slower, so it is tried only if the shorter clip fails.
+    """
+    files = {id(index): index for index in indices}.values()
+    return any(is_avc(index) and (index.open_gops or has_other_keyframes(store, index, "h264")) for index in files)
 
 
 def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[int]]:
