@@ -101,7 +101,7 @@ def test_a_batch_of_another_size_than_the_decoder_announces(tmp_path: Path, monk
 
 
 def test_a_frame_after_a_keyframe_that_is_no_idr_frame_is_decoded_alone(tmp_path: Path) -> None:
-    """FFmpeg keeps the last frames of a clip that begins with such a keyframe, and the one after it is the last one there."""
+    """FFmpeg does not show the last frames of a clip that begins with such a keyframe."""
     root = data.recorded(tmp_path, data.h264_without_idr())
     for number in (14, 15, 28):
         dataset = dali_stream.Dataset(root, frames=sampled(number))

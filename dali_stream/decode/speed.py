@@ -182,7 +182,7 @@ def _rate(decode: Callable[[], int], seconds: float) -> float:
 
 
 def _read(kind: str) -> Rates | None:
-    """Return the speeds that `_keep` has written; None if there are none."""
+    """Return the speeds that `_keep` has written; None without such a file or entry."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
         return Rates(**json.loads(_file().read_bytes())[kind])
     return None

@@ -34,7 +34,8 @@ from dali_stream.workers import Workers
 
 _LEAST = (0, 14)  # torchcodec's version
 _LEAST_CUDA = 13
-_CACHED = 100  # NVDEC decoders that torchcodec keeps per GPU, as many as DALI. In use are as many as there are sessions.
+_CACHED = 100  # NVDEC decoders that torchcodec keeps per GPU, as many as DALI. One is in use per session.
+_of_thread = threading.local()
 
 
 def unavailable(gpu: int | None) -> str:
@@ -73,7 +74,6 @@ class TorchcodecCudaDecoder(SampleDecoder):
     def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
         super().__init__(source, key, counters)
         self._gpu, self._device = gpu, device_name(gpu)
-        self._of_thread = threading.local()
 
     def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> SampleFrames:
         """See `Decoder.start`."""
@@ -86,7 +86,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
         unique, steps = np.unique(request.packets, return_inverse=True)
         video, timed, decoded = self.format(request.file, int(unique[0])), self._counters.timed, 0
         try:
-            with self._stream(), timed("decode_s"):
+            with own_stream(self._gpu), timed("decode_s"):
                 frames = torch.empty((len(unique), video.height, video.width, 3), dtype=torch.uint8, device=self._device)
                 indices = [request.file] * len(unique)
                 for requests, part, more in decode_tensors(
@@ -99,22 +99,24 @@ class TorchcodecCudaDecoder(SampleDecoder):
             work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
         self._counters.add(clips=1, decoded_frames=decoded)
 
-    @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
-        """Work on a CUDA stream of this thread. At the end, wait until the frames are complete."""
-        if self._gpu is None:
-            yield
-            return
-        if not hasattr(self._of_thread, "stream"):
-            self._of_thread.stream = torch.cuda.Stream(self._device)
-        with _sessions(self._gpu), torch.cuda.stream(self._of_thread.stream):
-            yield
-            self._of_thread.stream.synchronize()
-
 
 def device_name(gpu: int | None) -> str:
     """Return torch's name of a GPU, or of the CPU for None."""
     return "cpu" if gpu is None else f"cuda:{gpu}"
+
+
+@contextlib.contextmanager
+def own_stream(gpu: int | None) -> Iterator[None]:
+    """Work on a CUDA stream of this thread. At the end, wait until it is done. Does nothing for the CPU."""
+    if gpu is None:
+        yield
+        return
+    streams = _of_thread.__dict__.setdefault("streams", {})
+    if gpu not in streams:
+        streams[gpu] = torch.cuda.Stream(device_name(gpu))
+    with _sessions(gpu), torch.cuda.stream(streams[gpu]):
+        yield
+        streams[gpu].synchronize()
 
 
 @functools.cache
