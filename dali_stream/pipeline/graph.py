@@ -143,7 +143,8 @@ def _read(config: Config, producer: BatchProducer, routes: dict[str, Route]) -> 
     for camera, node in _source(producer.frames, decoded, no_copy=True) if decoded else ():
         divided = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if divided else fn.copy(node))
-    # DALI's own stream copies these before `gpu_frames` is called again, so their memory may be freed at once.
+    # The frames are complete, and the producer refers to them until this run of the pipeline has ended. With 1 for the stream,
+    # DALI copies them on a stream of its own and waits for it (according to its documentation; not run on a GPU).
     place = {"device": "cpu"} if config.gpu is None else {"device": "gpu", "cuda_stream": 1}
     return nodes | (dict(_source(producer.gpu_frames, on_gpu, **place)) if on_gpu else {})
 

@@ -174,10 +174,8 @@ class BatchProducer:
         sample by DLPack. Errors as in `source`.
         """
         _, frames = self._turn(2)
-        samples = (
-            frames[key] if not self._config.squeezed(key) else [sample[0] for sample in frames[key]] for key in self._on_cuda
-        )
-        return tuple([sample.__dlpack__(stream=-1) for sample in of_camera] for of_camera in samples)
+        one = self._config.squeezed
+        return tuple([(f[0] if one(key) else f).__dlpack__(stream=-1) for f in frames[key]] for key in self._on_cuda)
 
     def _shown(self, key: str, frames: Array) -> Array:
         """Frames (B, T, ...) as a batch has them: without T where a sample has one frame."""
