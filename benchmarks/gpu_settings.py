@@ -25,6 +25,8 @@ from nvidia.dali.pipeline import OperatorConcurrency, StreamPolicy
 import dali_stream
 from dali_stream import process
 from dali_stream.decode import dali
+from dali_stream.decode.route import TORCHCODEC_CUDA
+from dali_stream.decode.torchcodec_cuda import unavailable
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 from dali_stream.tools.selftest import lockstep
@@ -64,6 +66,8 @@ def main() -> int:
             arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
 
     routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]
+    if gpu is not None and not unavailable(gpu):
+        routes.insert(1, (TORCHCODEC_CUDA, *SETTINGS[0]))
     for decode, dali.STREAMS, dali.CONCURRENCY in routes:
         head = {"decode": decode, "streams": dali.STREAMS.name, "concurrency": dali.CONCURRENCY.name}
         for threads in arguments.threads:

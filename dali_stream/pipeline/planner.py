@@ -65,7 +65,7 @@ class Planner:
         self._config, self._counters = config, counters
         dataset, self._dataset_of = config.dataset, config.dataset.dataset_of
         on_cpu = config.on_cpu(routes)
-        on_dali = [key for key in dataset.cameras if key not in on_cpu]
+        on_nvdec = [key for key in dataset.cameras if key not in on_cpu]
         sizes = config.sizes(on_cpu)
         self._parts, depth = divide(config.memory_budget, sizes), config.depth
         self._remedies = reread_remedies(
@@ -80,7 +80,7 @@ class Planner:
             {key: config.windows.of(key) for key in on_cpu},
             self._limits(depth, sizes),
             self._storage(sizes),
-            {key: config.windows.of(key) for key in on_dali},
+            {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
         for (key, file), index_bytes in config.indices.held().items():
@@ -90,7 +90,7 @@ class Planner:
         self._advised = False
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
-        self.keeps_all = not on_dali and self._parts.frames >= int(dataset.lengths.sum())
+        self.keeps_all = not on_nvdec and self._parts.frames >= int(dataset.lengths.sum())
         self._planned: deque[PlannedBatch | BaseException] = deque()
         self._more = threading.Condition()
         self._room = threading.Semaphore(depth)
