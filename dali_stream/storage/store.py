@@ -127,7 +127,13 @@ class Ranges(io.RawIOBase):
 
     def __init__(self, store: Store, path: str, size: int) -> None:
         self._store, self._path, self._at, self._size = store, path, 0, size
+        self._held: list[tuple[int, bytes]] = []
         self.bytes_read = 0
+
+    def hold(self, start: int, stop: int) -> None:
+        """Reads bytes [start, stop) ahead of time. Later reads within them are served from memory."""
+        self.seek(start)
+        self._held.append((start, self.read(stop - start)))
 
     def readable(self) -> bool:
         return True
@@ -144,6 +150,11 @@ class Ranges(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         stop = self._size if size is None or size < 0 else min(self._at + size, self._size)
+        for start, held in self._held:
+            if start <= self._at < stop <= start + len(held):
+                data = held[self._at - start : stop - start]
+                self._at = stop
+                return data
         data = self._store.read(self._path, self._at, stop) if stop > self._at else b""
         self._at += len(data)
         self.bytes_read += len(data)
