@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import io
 import os
 import threading
@@ -109,6 +110,7 @@ class Store(abc.ABC):
         return f"{self.address.rstrip('/')}/{path}"
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def checked(path: str) -> str:
     """The path itself, unless it leads out of the root: paths come from metadata that others wrote."""
     with suppress(UnicodeEncodeError):  # JSON can spell half a surrogate pair, which has no bytes
