@@ -167,7 +167,7 @@ class FramesCase(IndexCase):
             shown = data.whole_file(healthy / f"{name}.mp4").movedim(1, -1).numpy()
             order = np.argsort(table.display_order)
             self.headers[name] = table.configs, table.track_header
-            places = zip(table.offset.tolist(), table.size.tolist(), strict=True)
+            places = zip(table.offset[:].tolist(), table.size[:].tolist(), strict=True)
             self.pictures[name] = {place: shown[order[i]] for i, place in enumerate(places)}
 
     def run(self, rng: random.Random, change: Callable[[bytes], bytes]) -> None:
