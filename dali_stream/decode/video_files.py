@@ -35,8 +35,9 @@ class VideoFiles:
 
     def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
         """Checks the sample descriptions of an episode's packets against the metadata. Raises DecodeError."""
-        for number in np.unique(index.config[packets]).tolist():
-            self._check_size(index, self.format(index, int(np.argmax(index.config == number))), episode)
+        _, first = np.unique(index.config[packets], return_index=True)
+        for packet in packets[first].tolist():
+            self._check_size(index, self.format(index, packet), episode)
 
     def lacking(self, memory: Memory, index: VideoIndex, episode: int, frame: int) -> DecodeError:
         """The error for a frame that the video lacks."""

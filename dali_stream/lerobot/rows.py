@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError, StorageError, counted
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.row_file import RowFile
 from dali_stream.storage import Store
-from dali_stream.storage.store import SMALL, Ranges
 from dali_stream.workers import Once
 
 _log = logging.getLogger("dali_stream")
@@ -93,7 +92,7 @@ class RowReader:
         keys: of these features only; None: of all that `dataset` selects.
     """
 
-    FOOTERS = 256  # Parquet footers kept, least recently used first to go
+    FILES = 256  # whose footers are kept, least recently used first to go
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class RowReader:
         self._dataset, self._store = dataset, store or dataset.data_store
         self._limit, self._warned = limit or ReadLimit(), False
         self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
-        self._footers: OrderedDict[str, _Footer] = OrderedDict()
+        self._files: OrderedDict[str, RowFile] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
         self._alive: weakref.WeakValueDictionary[tuple[object, ...], Found] = weakref.WeakValueDictionary()
@@ -124,11 +123,10 @@ class RowReader:
         path = dataset.table.data.paths[number]
         first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
         with parquet_errors(self._store, path):
-            footer = self._footer(path, number)
-            found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
-            footer.whole = b""
+            file = self._file(path, number)
+            found = self._read(file, path, file.groups_at(first, first + int(dataset.lengths[episode])))
             if episode not in found:  # the file does not hold its episodes in their order
-                found = self._read(footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index))
+                found = self._read(file, path, file.groups_of(index))
         if episode not in found:
             raise DatasetError(
                 f"{self._store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
@@ -137,27 +135,20 @@ class RowReader:
             )
         return found
 
-    def _read(self, footer: _Footer, path: str, groups: list[int]) -> Found:
-        columns = list(dict.fromkeys([*self.features, "episode_index"]))
-
+    def _read(self, file: RowFile, path: str, groups: list[int]) -> Found:
         def read() -> Found:
-            whole = footer.whole
-            file = self._store.open(path, footer.size)
-            parquet = _parquet(pa.BufferReader(whole) if whole else file, footer)
-            runs = footer.runs(columns) if self._dataset.skips_images else [columns]
-            parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
-            table = pa.table({name: part[name] for part in parts for name in part.column_names})
+            table, bytes_read = file.read(groups)
             found = self._cut(path, table)
             episodes, rows = np.unique(_episode_index(table, path), return_counts=True)
             found.rows = dict(zip(episodes.tolist(), rows.tolist(), strict=True))
-            found.bytes_read += len(whole) or file.bytes_read
+            found.bytes_read += bytes_read
             return found
 
         def read_in_turn() -> Found:
             with self._lock:
                 found = self._alive.get(key)
             if found is None:
-                with self._turn(path, sum(footer.metadata.row_group(group).total_byte_size for group in groups)):
+                with self._turn(path, int(file.groups.sizes[groups].sum())):
                     found = read()
                 with self._lock:
                     self._alive[key] = found
@@ -179,27 +170,18 @@ class RowReader:
         with self._limit.turn(size):
             yield
 
-    def _footer(self, path: str, number: int) -> _Footer:
-        """The footer of the dataset's data file of that number."""
+    def _file(self, path: str, number: int) -> RowFile:
+        """The dataset's data file of that number."""
         with self._lock:
-            footer = self._footers.get(path)
-        if footer is None:
-            footer = self._once(path, lambda: self._read_footer(path, number))
+            file = self._files.get(path)
+        if file is None:
+            file = self._once(path, lambda: RowFile(self._dataset, self._store, number, list(self.features)))
         with self._lock:
-            self._footers[path] = footer
-            self._footers.move_to_end(path)
-            while len(self._footers) > self.FOOTERS:
-                self._footers.popitem(last=False)
-        return footer
-
-    def _read_footer(self, path: str, number: int) -> _Footer:
-        table = self._dataset.table
-        first_row, promised = int(table.first_row[table.data.rows(number)].min()), int(table.length.sum())
-        parquet, whole = open_parquet(self._dataset, self._store, number)
-        where, size = self._store.where(path), self._store.size(path)
-        footer = _Footer(parquet, list(self.features), first_row, promised, where, size)
-        footer.whole = whole
-        return footer
+            self._files[path] = file
+            self._files.move_to_end(path)
+            while len(self._files) > self.FILES:
+                self._files.popitem(last=False)
+        return file
 
     def _cut(self, path: str, table: pa.Table) -> Found:
         """The selected episodes that are whole in `table`."""
@@ -245,91 +227,7 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
         )
 
 
-def open_parquet(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.ParquetFile, bytes]:
-    """A data file with its footer, by its number among the dataset's, and all of its bytes if it was read whole, or none.
-
-    A remote file of one short episode, as v2.x has them, is read whole: one request instead of three.
-    """
-    path = dataset.table.data.paths[number]
-    rows = dataset.table.length[dataset.table.data.rows(number)]
-    small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
-    whole = store.read(path, 0, SMALL) if small and store.remote else b""
-    size = store.size(path)  # after the read above, which brings that of a remote file
-    if whole and len(whole) == size:
-        return pq.ParquetFile(pa.BufferReader(whole)), whole
-    file = store.open(path, size)
-    # pyarrow reads 64 KiB from the end, where an image may lie that is not needed.
-    return pq.ParquetFile(_footer_alone(file, size) if dataset.skips_images else file), b""
-
-
-def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:
-    """A file that has the footer and nothing else; the file itself where it has none, for pyarrow to say so."""
-    file.seek(max(size - 8, 0))
-    end = file.read(8)
-    length = int.from_bytes(end[:4], "little")
-    if end[4:] != b"PAR1" or length > size - 12:
-        return file
-    file.seek(size - 8 - length)
-    return pa.BufferReader(b"PAR1" + file.read(length) + end)
-
-
-def _parquet(file: Ranges, footer: _Footer) -> pq.ParquetFile:
-    """A Parquet file whose neighbouring columns are read together, and whose checksums are verified if it has any."""
-    return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True)
-
-
-class _Footer:
-    """What a Parquet file says of itself: which row groups hold which rows.
-
-    A group's statistics would tell the episodes in it, but pyarrow ends the process where a broken footer gives them
-    another type than their column has.
-    """
-
-    def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str, size: int) -> None:
-        self.metadata, self.size = parquet.metadata, size
-        self.whole = b""  # the file, where it was read with the footer and its rows were not yet read
-        self._names = parquet.schema_arrow.names
-        missing = [key for key in [*keys, "episode_index"] if key not in parquet.schema_arrow.names]
-        if missing:
-            raise DatasetError(f"{where}: lacks the column {missing[0]}, which meta/info.json has as a feature")
-        rows = np.array([self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)], np.int64)
-        most = max(promised, _FEW_ROWS)  # files keep the rows of episodes that were taken out of the metadata
-        if (wrong := (rows < 0) | (rows > most)).any():
-            raise DatasetError(f"{where}: a row group claims {rows[wrong][0]} rows, and the dataset has {promised} frames")
-        self._stop = first_row + np.cumsum(rows)
-        self._start = self._stop - rows
-        self._episodes: npt.NDArray[np.int64] | None = None
-
-    def groups_at(self, start: int, stop: int) -> list[int]:
-        """Row groups of the rows [start, stop), counted over the dataset, if the file holds its episodes in their order."""
-        return np.flatnonzero((self._start < stop) & (start < self._stop)).tolist()
-
-    def runs(self, columns: list[str]) -> list[list[str]]:
-        """These columns, split where others lie between them: pyarrow reads over small gaps."""
-        runs: list[list[str]] = []
-        before = -2
-        for place in sorted(self._names.index(name) for name in columns):
-            if place != before + 1:
-                runs.append([])
-            runs[-1].append(self._names[place])
-            before = place
-        return runs
-
-    def groups_of(self, parquet: pq.ParquetFile, episode: int) -> list[int]:
-        """Row groups that may hold rows of an episode, by its index, in a file of any order: all are looked into once."""
-        if self._episodes is None:
-            self._episodes = np.array([_range(parquet, i) for i in range(len(self._start))], np.int64).reshape(-1, 2)
-        return np.flatnonzero((self._episodes[:, 0] <= episode) & (episode <= self._episodes[:, 1])).tolist()
-
-
-_FEW_ROWS = 1 << 20
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
-
-
-def _range(parquet: pq.ParquetFile, group: int) -> tuple[int, int]:
-    """The lowest and the highest episode index in a row group."""
-    values = _episode_index(parquet.read_row_group(group, columns=["episode_index"], use_threads=False), "")
-    return (int(values.min()), int(values.max())) if len(values) else (0, -1)
 
 
 def _episode_index(table: pa.Table, where: str) -> npt.NDArray[np.int64]:

@@ -118,12 +118,14 @@ class ByteCache:
         numbers, size, after, touched = (np.concatenate(part) for part in zip(*found, strict=True))
         kind = np.repeat(np.arange(len(kinds)), [len(mine) for mine, *_ in found])
         free = np.flatnonzero((after > later_than) & (touched != batch))
-        free = free[np.lexsort((touched[free], -after[free]))]
+        # A small index gives up little memory and costs a request to read again, so those go last, and only if they must.
+        spared = np.isin(kind[free], 1 + np.arange(len(self._indices))) & (size[free] < self.room // 1024)
+        free = free[np.lexsort((touched[free], -after[free], spared))]
         ends = np.cumsum(size[free])
         if not len(ends) or ends[-1] < short:
             return False
         least, most = np.searchsorted(ends, [short, short + self.room // _SLACK]).tolist()
-        evicted = free[: max(least + 1, most)]
+        evicted = free[: max(least + 1, min(most, len(free) - int(spared.sum())))]
         self.nearest = int(after[evicted].min()) - batch
         for number, (camera, which) in enumerate(zip(["", *self._indices, *self._blocks], kinds, strict=True)):
             mine = evicted[kind[evicted] == number]
