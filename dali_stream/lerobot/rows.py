@@ -9,8 +9,9 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,23 +31,42 @@ _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
 
 
-class Found(dict[int, Columns]):
-    """{episode: {key: (L, ...) array}} of some row groups; strings and encoded images are arrays of objects.
+class Found(Mapping[int, Columns]):
+    """{episode: {key: (L, ...) array}} of some row groups, converted on access. Strings and images are arrays of objects.
 
-    Attributes:
-        rows: per episode index that was there, how many.
-        bytes_read: that it took.
-        renamed: the one that it was made of, if any; while it is referenced, it is not read again.
+    Args:
+        lengths: Rows of each episode.
+        convert: Function of an episode that returns its columns.
+        row_bytes: About how many bytes a row takes in memory.
+        take_bytes: Function that returns the bytes that were read, to whoever asks first; 0 to others.
     """
 
-    rows: dict[int, int]
-    bytes_read: int
-    renamed: Found | None = None
+    def __init__(
+        self,
+        lengths: Mapping[int, int] = MappingProxyType({}),
+        convert: Callable[[int], Columns] = lambda episode: {},
+        row_bytes: int = 0,
+        take_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.lengths, self._convert, self._row_bytes, self.take_bytes = lengths, convert, row_bytes, take_bytes
+        self._last: tuple[int, Columns] = -1, {}
 
-    def take_bytes(self) -> int:
-        """`bytes_read`, to whoever asks first; 0 to others."""
-        taken, self.bytes_read = self.bytes_read, 0
-        return taken
+    def __getitem__(self, episode: int) -> Columns:
+        if episode not in self.lengths:
+            raise KeyError(episode)
+        if self._last[0] != episode:
+            self._last = episode, self._convert(episode)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sizes(self) -> dict[int, int]:
+        """Return about how many bytes each episode takes, without converting any."""
+        return {episode: length * self._row_bytes for episode, length in self.lengths.items()}
 
 
 class Rows(Protocol):
@@ -57,29 +77,88 @@ class Rows(Protocol):
         ...
 
 
-class ReadLimit:
-    """Bytes of row groups that are read at the same time, by one reader or by several together.
+class RowMemory:
+    """Decoded row groups of one reader, or of several together: those that are being read, and some of those that were.
+
+    Row groups are kept, least recently used first to go, since their other episodes are needed later: a dataset that LeRobot
+    has converted has one row group a file, with thousands of episodes.
 
     Args:
-        at_once: how many, unless a single row group has more.
+        at_once: Bytes of row groups that are read at the same time, with those that are kept, unless a single one has more.
+        kept: Bytes of decoded row groups to keep.
     """
 
-    def __init__(self, at_once: int = 1 << 62) -> None:
-        self.at_once, self._reading = at_once, 0
+    def __init__(self, at_once: int = 1 << 62, kept: int = 64 << 20) -> None:
+        self.at_once, self._kept = at_once, kept
+        self._reading = self.nbytes = 0
         self._room = threading.Condition()
+        self._groups: OrderedDict[tuple[object, ...], _Group] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[tuple[object, ...], _Group] = weakref.WeakValueDictionary()
 
     @contextmanager
     def turn(self, size: int) -> Iterator[None]:
-        """Waits until row groups of `size` bytes may be read beside those that are."""
+        """Wait until row groups of `size` bytes may be read beside those that are."""
         with self._room:
             self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
+            self._evict()
         try:
             yield
         finally:
             with self._room:
                 self._reading -= size
                 self._room.notify_all()
+
+    def get(self, key: tuple[object, ...]) -> _Group | None:
+        """Return row groups that are kept, or that are still referenced."""
+        with self._room:
+            if key in self._groups:
+                self._groups.move_to_end(key)
+            return self._alive.get(key)
+
+    def put(self, key: tuple[object, ...], group: _Group) -> None:
+        """Keep row groups, if that is worth it."""
+        with self._room:
+            self._alive[key] = group
+            if len(group.lengths) > 1 and group.nbytes <= self._kept:
+                self._groups[key] = group
+                self.nbytes += group.nbytes
+                self._evict()
+
+    def _evict(self) -> None:
+        while self._groups and self.nbytes > min(self._kept, max(self.at_once - self._reading, 0)):
+            self.nbytes -= self._groups.popitem(last=False)[1].nbytes
+
+
+class _Group:
+    """Decoded row groups of a file.
+
+    Attributes:
+        lengths: {episode: rows}, of the selected episodes that are whole in them.
+        start: {episode: row}, where each begins.
+        rows: {episode index: rows}, of all episodes.
+    """
+
+    def __init__(self, table: pa.Table, index: npt.NDArray[np.int64], dataset: DatasetFiles, bytes_read: int) -> None:
+        self.columns = {name: table[name] for name in table.column_names}
+        self.nbytes, self.bytes_read = table.nbytes, bytes_read
+        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.empty(0, np.int64)
+        lengths, index = np.diff(np.append(starts, len(index))), index[starts]
+        number = np.minimum(np.searchsorted(dataset.episodes, index), len(dataset.episodes) - 1)
+        whole = (dataset.episodes[number] == index) & (dataset.lengths[number] == lengths)
+        numbers = number[whole].tolist()
+        self.lengths = dict(zip(numbers, lengths[whole].tolist(), strict=True))
+        self.start = dict(zip(numbers, starts[whole].tolist(), strict=True))
+        self._index, self._lengths = index, lengths
+
+    def rows_of(self, index: int) -> int:
+        """Return how many rows of an episode are here, by its index."""
+        return int(self._lengths[self._index == index].sum())
+
+    def take_bytes(self) -> int:
+        """Return the bytes that were read, to whoever asks first."""
+        taken, self.bytes_read = self.bytes_read, 0
+        return taken
 
 
 class RowReader:
@@ -88,7 +167,7 @@ class RowReader:
     Args:
         dataset: the selected part of a dataset.
         store: where its rows are read; None: where the dataset lies.
-        limit: of what is read at the same time; None: there is none.
+        memory: for decoded row groups; None: an own one.
         keys: of these features only; None: of all that `dataset` selects.
     """
 
@@ -98,21 +177,20 @@ class RowReader:
         self,
         dataset: DatasetFiles,
         store: Store | None = None,
-        limit: ReadLimit | None = None,
+        memory: RowMemory | None = None,
         keys: Container[str] | None = None,
     ) -> None:
         self._dataset, self._store = dataset, store or dataset.data_store
-        self._limit, self._warned = limit or ReadLimit(), False
+        self._memory, self._warned = memory or RowMemory(), False
         self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
         self._files: OrderedDict[str, RowFile] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
-        self._alive: weakref.WeakValueDictionary[tuple[object, ...], Found] = weakref.WeakValueDictionary()
 
     def read(self, episode: int) -> Found:
         """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
 
-        Row groups that are still referenced are returned again without reading, so do not modify the arrays.
+        Row groups that are kept or still referenced are not read again, and come without the others. Do not modify the arrays.
 
         Raises:
             DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
@@ -121,53 +199,49 @@ class RowReader:
         row = int(dataset.rows[episode])
         number = int(dataset.table.data.index[row])
         path = dataset.table.data.paths[number]
-        first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
+        first, index, length = int(dataset.table.first_row[row]), int(dataset.episodes[episode]), int(dataset.lengths[episode])
         with parquet_errors(self._store, path):
             file = self._file(path, number)
-            found = self._read(file, path, file.groups_at(first, first + int(dataset.lengths[episode])))
-            if episode not in found:  # the file does not hold its episodes in their order
-                found = self._read(file, path, file.groups_of(index))
-        if episode not in found:
-            raise DatasetError(
-                f"{self._store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
-                f"{counted(dataset.lengths[episode], 'row')}, and the file holds "
-                f"{found.rows.get(index, 0)}; copy the dataset again"
-            )
+            group, is_new = self._group(file, path, file.groups_at(first, first + length))
+            if episode not in group.lengths:  # the file does not hold its episodes in their order
+                group, is_new = self._group(file, path, file.groups_of(index))
+            if episode not in group.lengths:
+                raise DatasetError(
+                    f"{self._store.where(path)}: episode {index}: the metadata promises {counted(length, 'row')}, and the file "
+                    f"holds {group.rows_of(index)}; copy the dataset again"
+                )
+            lengths = group.lengths if is_new else {episode: length}
+            found = Found(lengths, lambda e: self._columns(group, path, e), self._dataset.row_bytes, group.take_bytes)
+            _ = found[episode]
         return found
 
-    def _read(self, file: RowFile, path: str, groups: list[int]) -> Found:
-        def read() -> Found:
-            table, bytes_read = file.read(groups)
-            found = self._cut(path, table)
-            episodes, rows = np.unique(_episode_index(table, path), return_counts=True)
-            found.rows = dict(zip(episodes.tolist(), rows.tolist(), strict=True))
-            found.bytes_read += bytes_read
-            return found
+    def _group(self, file: RowFile, path: str, groups: list[int]) -> tuple[_Group, bool]:
+        """Decoded row groups, and whether they were read just now."""
+        key = (id(self), path, *groups)
 
-        def read_in_turn() -> Found:
-            with self._lock:
-                found = self._alive.get(key)
-            if found is None:
-                with self._turn(path, int(file.groups.sizes[groups].sum())):
-                    found = read()
-                with self._lock:
-                    self._alive[key] = found
-            return found
+        def read() -> tuple[_Group, bool]:
+            if (group := self._memory.get(key)) is not None:
+                return group, False
+            with self._turn(path, int(file.groups.sizes[groups].sum())):
+                table, bytes_read = file.read(groups)
+                index = to_numpy(table["episode_index"], _EPISODE_INDEX, f"{self._store.where(path)}: episode_index")
+                group = _Group(table, index, self._dataset, bytes_read)
+            self._memory.put(key, group)
+            return group, True
 
-        key = (path, *groups)
-        return self._once(key, read_in_turn)
+        return self._once(key, read)
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
-        """See `ReadLimit`. Warn once if a row group is too large to be kept."""
-        if size > self._limit.at_once and not self._warned:
+        """See `RowMemory`. Warn once if a row group is too large to be kept."""
+        if size > self._memory.at_once and not self._warned:
             self._warned = True
             _log.warning(
                 "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
                 "episodes. `dali-stream reshard URI OUT` writes smaller ones",
-                self._store.where(path), size, self._limit.at_once,
+                self._store.where(path), size, self._memory.at_once,
             )  # fmt: skip
-        with self._limit.turn(size):
+        with self._memory.turn(size):
             yield
 
     def _file(self, path: str, number: int) -> RowFile:
@@ -183,37 +257,27 @@ class RowReader:
                 self._files.popitem(last=False)
         return file
 
-    def _cut(self, path: str, table: pa.Table) -> Found:
-        """The selected episodes that are whole in `table`."""
-        dataset = self._dataset
-        index = _episode_index(table, self._store.where(path))
-        found = Found()
-        found.bytes_read = 0
+    def _columns(self, group: _Group, path: str, episode: int) -> Columns:
+        """The columns of an episode."""
+        start, length = group.start[episode], group.lengths[episode]
+        where = f"{self._store.where(path)}: episode {self._dataset.episodes[episode]}"
 
         def image(name: str) -> bytes:
             data = self._store.read_all(name)
-            found.bytes_read += len(data)
+            group.bytes_read += len(data)
             return data
 
-        if not len(index):
-            return found
-        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1]))
-        stops = np.append(starts[1:], len(index))
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            episode = int(np.searchsorted(dataset.episodes, index[start]))
-            known = episode < len(dataset.episodes) and dataset.episodes[episode] == index[start]
-            if known and stop - start == dataset.lengths[episode]:
-                rows = table.slice(start, stop - start)
-                where = f"{self._store.where(path)}: episode {index[start]}"
-                found[episode] = {
-                    key: to_numpy(rows[key], self.features[key], f"{where}: {key}", image) for key in self.features
-                }
-                counted = found[episode].get("frame_index")
-                if counted is not None and (np.diff(counted) != 1).any():
-                    raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
-                if "timestamp" in found[episode] and dataset.clock == "timestamp":
-                    check_rising(where, found[episode]["timestamp"])
-        return found
+        with parquet_errors(self._store, path):  # text that is not UTF-8 shows only now
+            columns = {
+                key: to_numpy(group.columns[key].slice(start, length), feature, f"{where}: {key}", image)
+                for key, feature in self.features.items()
+            }
+        numbers = columns.get("frame_index")
+        if numbers is not None and (numbers[1:] - numbers[:-1] != 1).any():
+            raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
+        if "timestamp" in columns and self._dataset.clock == "timestamp":
+            check_rising(where, columns["timestamp"])
+        return columns
 
 
 def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
@@ -228,10 +292,6 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
 
 
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
-
-
-def _episode_index(table: pa.Table, where: str) -> npt.NDArray[np.int64]:
-    return to_numpy(table["episode_index"], _EPISODE_INDEX, f"{where}: episode_index")
 
 
 def to_numpy(
@@ -254,7 +314,7 @@ def to_numpy(
         size = shape[depth] if depth < len(shape) else 1
         if not _is_list(array.type):
             raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
-        if pc.any(pc.not_equal(pc.list_value_length(array), size)).as_py():
+        if not _has_length(array, size):
             raise DatasetError(f"{where}: a value has another shape than {feature['shape']}, which meta/info.json says")
         array, depth = array.flatten(), depth + 1
         if array.null_count:
@@ -275,6 +335,13 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
 
 
+def _has_length(array: pa.Array, size: int) -> bool:
+    """Whether all lists, of which none is null, have this length."""
+    if pa.types.is_fixed_size_list(array.type):
+        return bool(array.type.list_size == size or not len(array))
+    return bool((np.diff(array.offsets.to_numpy()) == size).all())
+
+
 def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
     """Numbers in the dtype of a batch. Floats are rounded to float32; all others have to fit exactly."""
     kind = array.type
@@ -283,6 +350,8 @@ def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
             f"{where}: holds {kind}, and meta/info.json says {feature.dtype} of shape {feature['shape']}{_LEAVE_OUT}"
         )
     values = array.to_numpy(zero_copy_only=False)
+    if values.dtype == feature.numpy:
+        return values
     with np.errstate(invalid="ignore", over="ignore"):
         found: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
     if not feature.is_float and values.dtype != found.dtype and (wrong := found != values).any():
@@ -333,6 +402,7 @@ def _objects(values: list[Any], kind: type, where: str) -> npt.NDArray[np.object
 
 def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:
     """The first row whose timestamp is not above that of the row before; None where all rise."""
-    with np.errstate(invalid="ignore"):  # of infinite ones
-        wrong = ~(np.diff(timestamp, prepend=-np.inf) > 0)
-    return int(np.argmax(wrong)) if wrong.any() else None
+    wrong = ~(timestamp[1:] > timestamp[:-1])
+    if not timestamp[:1] > -np.inf:
+        return 0
+    return int(np.argmax(wrong)) + 1 if wrong.any() else None

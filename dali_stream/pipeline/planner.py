@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dali_stream.arguments import gibibytes
 from dali_stream.cache.memory import Memory
-from dali_stream.cache.rows import SPARE, size_of
+from dali_stream.cache.rows import SPARE
 from dali_stream.counters import Counters
 from dali_stream.decode.route import Route
 from dali_stream.errors import DaliStreamError, DatasetError
@@ -235,7 +235,7 @@ class Planner:
                     raise
                 reads.failed(read)  # it gets another chance
             else:
-                others = {episode: size_of(rows) for episode, rows in found.items() if episode != read.number}
+                others = {e: size * SPARE[0] // SPARE[1] for e, size in found.sizes().items() if e != read.number}
                 self._memory.keep(found, reads.arrived(read, size, others))
         self._count_again("indices_read_again", self._schedule.reads.indices_read_again, "indices are read")
         episodes, remote = reads.ready(), self._config.dataset.data_store.remote
