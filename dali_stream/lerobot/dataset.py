@@ -76,6 +76,7 @@ class DatasetFiles:
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Selects the episodes in these rows of the table, and these frames of them."""
         self.rows, self.frame_ranges = rows, ranges
+        self._files: dict[str, npt.NDArray[np.int64]] = {}
         self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
         self.num_episodes = len(rows)
         self.num_frames = int(self.sampled_lengths.sum())
@@ -230,7 +231,10 @@ class DatasetFiles:
         return {}
 
     def files(self, camera: str) -> npt.NDArray[np.int64]:
-        return self.table.video[camera].index[self.rows]
+        if camera not in self._files:  # asked for each episode that is opened
+            index = self.table.video[camera].index
+            self._files[camera] = index if self.num_episodes == len(index) else index[self.rows]
+        return self._files[camera]
 
     def path(self, camera: str, file: int) -> str:
         return self.table.video[camera].paths[file]

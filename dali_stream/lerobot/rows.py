@@ -29,6 +29,7 @@ from dali_stream.workers import Once
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
+KEPT = 128 << 20  # bytes of decoded row groups that are kept at most: one of a million rows of two vectors of 8 numbers
 
 
 class Found(Mapping[int, Columns]):
@@ -88,7 +89,7 @@ class RowMemory:
         kept: Bytes of decoded row groups to keep.
     """
 
-    def __init__(self, at_once: int = 1 << 62, kept: int = 64 << 20) -> None:
+    def __init__(self, at_once: int = 1 << 62, kept: int = KEPT) -> None:
         self.at_once, self._kept = at_once, kept
         self._reading = self.nbytes = 0
         self._room = threading.Condition()
