@@ -20,11 +20,13 @@ from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
+from dali_stream.memory_limit import return_freed_memory
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # that every dataset has
 CLOCKS = ("timestamp", "frame_index")
+_MANY = 2000  # episodes whose metadata took so much memory that it is worth giving back
 Self = TypeVar("Self", bound="DatasetFiles")
 
 
@@ -71,6 +73,9 @@ class DatasetFiles:
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
+        if len(self.table.index) > _MANY:
+            pa.default_memory_pool().release_unused()
+            return_freed_memory()
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
