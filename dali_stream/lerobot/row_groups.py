@@ -142,7 +142,7 @@ def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
     That is: columns (field 1, a list), of the first one file_offset (2, i64) and meta_data (3, a structure), of that the type
     (1, i32), the encodings (2, a list) and path_in_schema (3, a list of names, which pyarrow joins with dots).
     """
-    names = metadata.schema.column(0).path.encode().split(b".")
+    names = metadata.row_group(0).column(0).path_in_schema.encode().split(b".")  # `schema` would make a reference cycle
     number, encodings, any_byte = rb"[\x80-\xff]*[\x00-\x7f]", rb"[\s\S]{1,9}?", rb"[\s\S]"
     columns = rb"\x19" + re.escape(_list_header(metadata.num_columns))
     path = rb"\x19[\x18-\xe8][\x00-\x7f]" + any_byte.join(map(re.escape, names))
