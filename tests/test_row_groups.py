@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.datasets import Column, build
 
+from dali_stream import Dataset
 from dali_stream.lerobot.row_groups import RowGroups, as_file
+from dali_stream.lerobot.rows import RowMemory, RowReader
+from dali_stream.storage import LocalStore
 
 ROWS = 6  # of a group
 
@@ -119,3 +124,58 @@ def test_row_groups_take_little_memory() -> None:
     groups = RowGroups(pq.ParquetFile(pa.BufferReader(file)).metadata, footer)
     assert groups.nbytes < len(footer) / 2
     assert rows(file, groups, [4321])["index"].to_pylist() == list(range(4321 * ROWS, 4322 * ROWS))
+
+
+@pytest.fixture
+def shared_group(tmp_path: Path) -> Path:
+    """A dataset whose data file has one row group with all episodes, as LeRobot's converter writes it."""
+    action = Column("float32", [2], np.arange(48).reshape(-1, 2))
+    return build(tmp_path / "set", [5, 7, 3, 9], {"action": action}, rows_per_group=24)
+
+
+class CountingStore(LocalStore):
+    """A store that counts the bytes that are read of data files."""
+
+    rows_read = 0
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        data = super().read(path, start, stop)
+        self.rows_read += len(data) * path.startswith("data/")
+        return data
+
+
+def test_a_row_group_is_decoded_once_for_all_of_its_episodes(shared_group: Path) -> None:
+    dataset, store = Dataset(shared_group), CountingStore(str(shared_group))
+    reader = RowReader(dataset, store)
+    first = reader.read(2)
+    once = store.rows_read
+    rows = [reader.read(episode)[episode] for episode in range(4)]
+    assert store.rows_read == once
+    assert [*first] == [0, 1, 2, 3]  # the others come along with the first read
+    assert np.concatenate([each["index"] for each in rows]).tolist() == list(range(24))
+    assert np.concatenate([each["action"] for each in rows]).ravel().tolist() == list(range(48))
+
+
+def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None:
+    dataset, store = Dataset(shared_group), CountingStore(str(shared_group))
+    memory = RowMemory(kept=100)
+    reader = RowReader(dataset, store, memory)
+    reader.read(0)
+    once = store.rows_read
+    found = reader.read(1)
+    assert (store.rows_read > once, memory.nbytes) == (True, 0)
+    again = store.rows_read
+    assert reader.read(0)[0]["index"].tolist() == list(range(5))  # while it is referenced, it is there
+    assert store.rows_read == again
+    assert found.sizes().keys() == {0, 1, 2, 3}
+
+
+def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
+    action = Column("float32", [2], np.zeros((200, 2)))
+    root = build(tmp_path / "set", [5] * 40, {"action": action}, rows_per_group=20)  # four episodes each
+    reader = RowReader(Dataset(root), memory=(memory := RowMemory(kept=5000)))
+    sizes = []
+    for episode in range(40):
+        assert reader.read(episode)[episode]["index"][0] == 5 * episode
+        sizes.append(memory.nbytes)
+    assert 1000 < max(sizes) <= 5000

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dali_stream.lerobot.common import common, table
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.rows import Columns, Found, RowMemory, RowReader, Rows
+from dali_stream.lerobot.rows import KEPT, Columns, Found, RowMemory, RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
 
@@ -223,7 +223,7 @@ def row_reader(source: Source, store: Store, at_once: int) -> Rows:
     if isinstance(source, CombinedSource):
         return CombinedReader(source, store, at_once)
     assert isinstance(source, DatasetFiles)
-    return RowReader(source, store, RowMemory(at_once, at_once // 4))
+    return RowReader(source, store, RowMemory(at_once, min(at_once // 4, KEPT)))
 
 
 class CombinedReader:
@@ -238,7 +238,7 @@ class CombinedReader:
     def __init__(self, union: CombinedSource[Any], store: Store, at_once: int) -> None:
         assert isinstance(store, CombinedStore)
         self._source = union
-        memory = RowMemory(at_once, at_once // 4)
+        memory = RowMemory(at_once, min(at_once // 4, KEPT))
         self._readers = [RowReader(part, of, memory) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:

@@ -58,15 +58,19 @@ class RowGroups:
         edges = np.append(starts[:-1:_BLOCK], starts[-1]).tolist()
         self._blocks = [pa.compress(footer[a:b], _CODEC, asbytes=True) for a, b in itertools.pairwise(edges)]
         self._starts = (starts - starts[0]).astype(np.int32)
+        # Metadata is pickled as these bytes, and what unpickles it is four times as fast as to open a file.
+        self._parse = pq.read_metadata(as_file(self._footer([0]))).__reduce__()[0]
         self.nbytes = sum(map(len, self._blocks)) + self.rows.nbytes + self.sizes.nbytes + self._starts.nbytes
 
     def metadata(self, groups: Sequence[int]) -> tuple[pq.FileMetaData, Sequence[int]]:
         """Return metadata that has these row groups, and their numbers in it."""
         if self._whole is not None:
             return self._whole, groups
+        return self._parse(pa.py_buffer(self._footer(groups))), range(len(groups))
+
+    def _footer(self, groups: Sequence[int]) -> bytes:
         number, entries = _varint(2 * int(self.rows[list(groups)].sum())), b"".join(map(self._entry, groups))
-        footer = self._before + number + self._between + _list_header(len(groups)) + entries + self._after
-        return pq.read_metadata(as_file(footer)), range(len(groups))
+        return self._before + number + self._between + _list_header(len(groups)) + entries + self._after
 
     def _entry(self, group: int) -> bytes:
         block = group // _BLOCK
@@ -138,7 +142,7 @@ def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
     That is: columns (field 1, a list), of the first one file_offset (2, i64) and meta_data (3, a structure), of that the type
     (1, i32), the encodings (2, a list) and path_in_schema (3, a list of names, which pyarrow joins with dots).
     """
-    names = metadata.schema.column(0).path.encode().split(b".")
+    names = metadata.row_group(0).column(0).path_in_schema.encode().split(b".")  # `schema` would make a reference cycle
     number, encodings, any_byte = rb"[\x80-\xff]*[\x00-\x7f]", rb"[\s\S]{1,9}?", rb"[\s\S]"
     columns = rb"\x19" + re.escape(_list_header(metadata.num_columns))
     path = rb"\x19[\x18-\xe8][\x00-\x7f]" + any_byte.join(map(re.escape, names))

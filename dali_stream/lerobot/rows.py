@@ -24,11 +24,13 @@ from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import RowFile
+from dali_stream.memory_limit import return_freed_memory
 from dali_stream.storage import Store
 from dali_stream.workers import Once
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
+KEPT = 128 << 20  # bytes of decoded row groups that are kept at most: one of a million rows of two vectors of 8 numbers
 
 
 class Found(Mapping[int, Columns]):
@@ -88,7 +90,7 @@ class RowMemory:
         kept: Bytes of decoded row groups to keep.
     """
 
-    def __init__(self, at_once: int = 1 << 62, kept: int = 64 << 20) -> None:
+    def __init__(self, at_once: int = 1 << 62, kept: int = KEPT) -> None:
         self.at_once, self._kept = at_once, kept
         self._reading = self.nbytes = 0
         self._room = threading.Condition()
@@ -250,6 +252,8 @@ class RowReader:
             file = self._files.get(path)
         if file is None:
             file = self._once(path, lambda: RowFile(self._dataset, self._store, number, list(self.features)))
+            if len(file.groups.rows) > _MANY:  # of which pyarrow's metadata took 6 KB each
+                return_freed_memory()
         with self._lock:
             self._files[path] = file
             self._files.move_to_end(path)
@@ -291,6 +295,7 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
         )
 
 
+_MANY = 1000  # row groups
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
 
 

@@ -102,21 +102,17 @@ class VideoIndex:
 
     def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
         """The packets displayed nearest to these times, and how many seconds away each is."""
-        last = len(self) - 1
-
-        def at(place: Int64) -> npt.NDArray[np.float64]:
-            return np.asarray(self.shown_at[place] / self.timescale)
-
-        # Ticks are rounded, so the first frame at or after a time is found to within one, and then compared in seconds.
-        ticks = np.clip(np.nan_to_num(seconds * self.timescale, nan=_MOST_TICKS), -_MOST_TICKS, _MOST_TICKS).astype(np.int64)
-        first = np.minimum(self.shown_at.searchsorted(ticks), last)
-        first = np.where(at(first) < seconds, first + 1, np.where(at(np.maximum(first - 1, 0)) < seconds, first, first - 1))
-        right = np.clip(first, 1, max(last, 1))
-        left = right - 1
-        right = np.minimum(right, last)
-        before, after = np.abs(at(left) - seconds), np.abs(at(right) - seconds)
+        low, high = np.fmin.reduce(seconds, initial=np.inf), np.fmax.reduce(seconds, initial=-np.inf)
+        # Ticks are rounded, so times are compared in seconds, among the frames from the first time to the last one.
+        ends = np.clip(np.array([low, high]) * self.timescale, -_MOST_TICKS, _MOST_TICKS).astype(np.int64)
+        begin, end = self.shown_at.searchsorted(ends).tolist()
+        begin, end = max(min(begin, end) - 2, 0), min(end + 2, len(self))
+        shown = self.shown_at[begin:end] / self.timescale
+        right = np.clip(np.searchsorted(shown, seconds), min(1, len(shown) - 1), len(shown) - 1)
+        left = np.maximum(right - 1, 0)
+        before, after = np.abs(shown[left] - seconds), np.abs(shown[right] - seconds)
         is_after = after < before
-        place: Int64 = np.where(is_after, right, left)
+        place: Int64 = np.where(is_after, right, left) + begin
         return (self.display_order[place] if self.reordered else place), np.where(is_after, after, before)
 
 
