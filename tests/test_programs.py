@@ -138,6 +138,8 @@ def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
     result = json.loads(out.splitlines()[-1])
     assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
     assert result["frames_per_round"] == 8 * 4 * 2
+    gather = result["gather"]
+    assert gather["ratio"] == result["files"]["second_epoch_frames_per_s"] / gather["floor_frames_per_s"] > 0
 
 
 @pytest.mark.slow
