@@ -1,7 +1,7 @@
 """Metadata of the row groups of a Parquet file, in a tenth of the memory that pyarrow's takes.
 
-A data file of DROID's size has 4600 row groups. Their metadata takes 29 MB in pyarrow and 3.8 MB in the file. This module cuts the
-footer into the entries of its row groups, and keeps them compressed. To read some groups, a footer is put together that
+A data file of DROID's size has 4600 row groups. Their metadata takes 29 MB in pyarrow and 3.8 MB in the file. This module cuts
+the footer into the entries of its row groups, and keeps them compressed. To read some groups, it puts together a footer that
 has only theirs.
 
 A footer is one Thrift structure in the compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
