@@ -1,8 +1,8 @@
-"""What a dataset of DROID's size costs: 76,000 episodes, 20 million frames, 3 cameras, batches of 64.
+"""Cost of a dataset of DROID's size: 76,000 episodes, 20 million frames, 3 cameras, batches of 64.
 
     python benchmarks/scale.py FOLDER [--only NAME ...] [--json]
 
-FOLDER gets the datasets, 20 GB with hard links counted once, unless they are there. Each measurement runs in a process of its
+FOLDER gets the datasets, 20 GB with hard links counted once, unless it has them. Each measurement runs in a process of its
 own, in CPU seconds, and takes memory as what the process has beyond its imports and one batch of a small dataset.
 """
 
@@ -52,7 +52,7 @@ class Bench:
         self.episodes = episodes
 
     def write(self) -> None:
-        """Writes the datasets that are not there."""
+        """Writes the missing datasets."""
         write(self.small, 1000)
         write(self.large, self.episodes)
         write(self.converted, max(self.episodes // 7, 1000), converted=True)

@@ -28,7 +28,7 @@ VIDEO = "videos/{}/chunk-{:03d}/file-{:03d}.mp4"
 
 
 def write(root: Path, episodes: int, *, converted: bool = False) -> Path:
-    """Writes a dataset, unless it is there; returns the root."""
+    """Writes a dataset, unless the folder has one; returns the root."""
     if (root / "meta/stats.json").exists():
         return root
     rng = np.random.default_rng(episodes)
