@@ -6,7 +6,9 @@ its default arguments, over its first epoch and its second: it decodes less, sin
 both epochs together.
 
 The floor of files is threads alone, one per core, that decode every frame of the files once in file order and resize it (see
-files_floor.py). The loader beside it delivers float32 of that size: its first epoch and its second. With `--decode dali` it
+files_floor.py). The loader beside it delivers float32 of that size: its first epoch and its second. The second epoch finds its
+frames in memory if `memory_budget` holds them, and is compared with a floor of its own, which only copies frames and converts
+them to float32 (see gather_floor.py). With `--decode dali` it
 has a single floor, that of DALI's decoder: see nvdec_floor.py.
 
     python benchmarks/decode_floor.py URI [--mode single|sarm] [--decode torchcodec|dali] [--device cuda] [--batch-size 64]
@@ -36,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import files_floor
+import gather_floor
 import numpy as np
 import nvdec_floor
 from argument_types import count
@@ -99,6 +102,8 @@ def told(result: dict[str, Any]) -> str:
             f"files: floor {files['floor_frames_per_s']:.0f} frames/s (FFmpeg, without resizing: "
             f"{files['ffmpeg_frames_per_s']:.0f}), loader {first:.0f} in the first epoch, ratio {files['ratio']:.3f}, and "
             f"{second:.0f} in the second, {files['second_to_first']:.1f} times as many",
+            f"gather: floor {result['gather']['floor_frames_per_s']:.0f} frames/s, the loader's second epoch beside it "
+            f"{second:.0f}, ratio {result['gather']['ratio']:.3f}",
             "decoded frames per delivered frame: {:.2f} and {:.2f}".format(*files["decoded_per_frame"]),
             f"wait for a batch: median {files['wait_p50_ms']:.1f} ms, p99 {files['wait_p99_ms']:.1f} ms",
         ]
@@ -129,6 +134,7 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
     prefixes: dict[str, list[float]] = {"floor": [], "loader": [], "first": [], "second": []}
     touching: list[float] = []
     files: dict[str, list[float]] = {"floor": [], "ffmpeg": [], "first": [], "second": []}
+    gather: list[float] = []
     decoded: list[float] = []
     later: list[float] = []
     waits: list[float] = []
@@ -149,6 +155,9 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
             prefixes["second"].append(per_batch / second_s)
             prefixes["loader"].append(2 * per_batch / (first_s + second_s))
             files["floor"].append(files_floor.torchcodec_rate(work, size))
+            # Frames beyond 2 GB make no difference: no cache of a processor holds them.
+            cached = min(dataset.num_frames * len(dataset.videos), int(2e9 / np.prod([*size, 3])))
+            gather.append(gather_floor.gather_rate(cached, size, per_batch, 30, threads))
             files["ffmpeg"].append(files_floor.ffmpeg_rate(work, threads))
             with new_loader(dataset, arguments, deltas, image_size=size) as loader:
                 files["first"].append(per_batch / mean_wait(iter(loader), len(loader) - 1 or 1, waits))
@@ -165,6 +174,7 @@ def measure_cpu(dataset: dali_stream.Dataset, arguments: argparse.Namespace) -> 
         "first_touch_ms_per_mb": statistics.median(touching),
         "frames_per_round": batches * per_batch,
         "routes": routes,
+        "gather": rates("second_epoch", files["second"], gather),
         "files": {
             **rates("first_epoch", files["first"], files["floor"]),
             "ffmpeg_frames_per_s": statistics.median(files["ffmpeg"]),

@@ -25,6 +25,8 @@ from nvidia.dali.pipeline import OperatorConcurrency, StreamPolicy
 import dali_stream
 from dali_stream import process
 from dali_stream.decode import dali
+from dali_stream.decode.route import TORCHCODEC_CUDA
+from dali_stream.decode.torchcodec_cuda import unavailable
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take
 from dali_stream.tools.selftest import lockstep
@@ -36,6 +38,8 @@ SETTINGS = [  # the safest first: a crash ends the program, and the report has w
     (StreamPolicy.PER_BACKEND, OperatorConcurrency.FULL),
     (StreamPolicy.PER_OPERATOR, OperatorConcurrency.FULL),
 ]
+
+_BUDGET = "16MiB"  # for a few decoded frames. With all of them in memory, torchcodec would decode only in the first epoch.
 
 
 def main() -> int:
@@ -64,6 +68,8 @@ def main() -> int:
             arguments.out.write_text(environment.report_json(report, indent=1) + "\n")
 
     routes = [("dali", *setting) for setting in SETTINGS] + [("torchcodec", *SETTINGS[0])]
+    if gpu is not None and not unavailable(gpu):
+        routes.insert(1, (TORCHCODEC_CUDA, *SETTINGS[0]))
     for decode, dali.STREAMS, dali.CONCURRENCY in routes:
         head = {"decode": decode, "streams": dali.STREAMS.name, "concurrency": dali.CONCURRENCY.name}
         for threads in arguments.threads:
@@ -77,8 +83,9 @@ def rates(arguments: argparse.Namespace, device: str, decode: str, threads: int)
     """Frames/s on an idle and on a busy device (None on a CPU), and the bytes that are in use on the GPU then."""
     dataset = dali_stream.Dataset(arguments.root)
     with dali_stream.Loader(
-        dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1
-    ) as loader:
+        dataset, batch_size=arguments.batch_size, device=device, decode=decode, num_threads=threads, rank=0, world_size=1,
+        memory_budget=_BUDGET,
+    ) as loader:  # fmt: skip
         batches = endless(loader)
         found: dict[str, Any] = {"idle": None, "busy": None}
         for name, work in (("idle", None), ("busy", None if device == "cpu" else lockstep.work(device))):

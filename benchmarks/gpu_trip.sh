@@ -7,8 +7,10 @@
 #                                   DEVICE   cuda, or cpu to try the script itself (default: cuda)
 #                                   CODECS   CODEC:GOP of the datasets that are measured (default: h264:2 hevc:12)
 #
-# In order of importance: what is there; right frames; settings of DALI's executor; the decode floor; peers. A part that fails,
-# crashes or hangs costs none of the others. Exit code 1 where one did not end well.
+# In order of importance: what is there; the self-test, which begins with right frames, and says how fast NVDEC is on a busy GPU
+# beside the CPU before it streams for longer; settings of DALI's executor; the decode floor; peers. Each part has its output in
+# a file of its own, and the self-test writes its report after each stage. A part that fails, crashes or hangs costs none of the
+# others. Exit code 1 where one did not end well.
 set -uo pipefail
 exec </dev/null
 
@@ -35,8 +37,8 @@ part() {
         return
     fi
     printf '\n== %s, after %d s\n' "$name" "$SECONDS"
-    timeout --kill-after=5 "$seconds" "$@"
-    local code=$?
+    timeout --kill-after=5 "$seconds" "$@" 2>&1 | tee "$out/${name// /-}.txt"
+    local code=${PIPESTATUS[0]}
     ((code == 0)) || {
         printf '== %s ended with %d\n' "$name" "$code" # 124: it took too long; above 128: a signal
         failed+=("$name")
@@ -52,13 +54,14 @@ for codec, gop in (each.split(":") for each in sys.argv[2:]):
 
 all_parts() {
     local selftest first each codec
-    selftest=$((limit * 45 / 100))
+    selftest=$((limit * 55 / 100))
     part doctor 40 "$python" -m dali_stream doctor
     part selftest "$selftest" "$python" -m dali_stream selftest --device "$device" --soak 15 --speed 0.5 \
         --limit "$((selftest - 20))" --out "$out/selftest.json"
     part datasets 60 "$python" -c "$write_datasets" "$data" "${codecs[@]}"
     first=$data/${codecs[0]%%:*}
-    part settings 130 "$python" "$root/benchmarks/gpu_settings.py" "$first" --device "$device" --out "$out/settings.json"
+    part settings 130 "$python" "$root/benchmarks/gpu_settings.py" "$first" --device "$device" --seconds 2 \
+        --out "$out/settings.json"
     for each in "${codecs[@]}"; do
         codec=${each%%:*}
         part "floor of $codec" 40 "$python" "$root/benchmarks/decode_floor.py" "$data/$codec" --decode dali --device "$device" \

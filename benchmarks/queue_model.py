@@ -19,7 +19,7 @@ from dali_stream.cache.locate import cut
 from dali_stream.cache.readers import FETCHERS
 from dali_stream.cache.rows import SPARE
 from dali_stream.decode.decoder import CLIP_FRAMES
-from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, batches_in_progress, divide, look_ahead, order_horizon
@@ -74,10 +74,11 @@ class Recording:
         sync = np.flatnonzero(frame % self.gop == 0)
         # What FFmpeg writes: 4 bytes a frame and a keyframe, 16 a chunk of a second.
         moov = 1024 + 4 * len(every) + 4 * len(sync) + 16 * int(len(every) / self.fps)
-        return VideoIndex(
-            "", (b"",), b"", round(self.fps * 1000), HEAD + every * self.packet, np.full(len(every), self.packet), every * 1000,
-            sync, (every - frame % self.gop).astype(np.int32), np.zeros(len(every), np.int8), every.astype(np.int32),
-            np.zeros(len(every), np.int32), False, False, self.gop, moov,
+        size = np.full(len(every), self.packet)
+        return video_index(
+            "", (b"",), b"", round(self.fps * 1000),
+            offset=HEAD + every * self.packet, size=size, pts=every * 1000, keyframes=sync,
+            config=np.zeros(len(every), np.int8), index_bytes=moov,
         )  # fmt: skip
 
     def open(self, episode: int, block: int) -> OpenEpisode:

@@ -73,7 +73,8 @@ class Loader:
             batch_size times the world size, such as 32 and 8 for 64 samples; a resumed run keeps those of its state. A run can
             be resumed on every world size that divides `consumers`.
         device: "auto", "cpu", "cuda" or an index such as "cuda:1". "auto" is the GPU of this process if it has one.
-        decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "dali", or "torchcodec".
+        decode: "auto" for NVDEC if the driver supports the camera's video and torchcodec otherwise, "fastest" for the faster of
+            the two on this machine, "dali", "torchcodec", or "torchcodec-cuda" for NVDEC without DALI (not run on a GPU yet).
         num_threads: Number of decode threads, on the CPU and of DALI for NVDEC. Default: the number of cores of this process.
         prefetch: Number of batches that are prepared ahead. Default: enough to keep all threads busy, from 2 to 16.
         memory_budget: Memory for rows, indices of video files, encoded video of remote data, and decoded frames, in bytes or
@@ -169,7 +170,7 @@ class Loader:
         """Choose the decoders, and check that batches can be made: that they fit in memory, and that DALI is installed."""
         config = self._config
         try:
-            routes = choose_routes(config.dataset, config.indices, decode, config.gpu)
+            routes = choose_routes(config.dataset, config.indices, decode, config.gpu, config.num_threads)
         finally:
             self.dataset.close()
         divide(config.memory_budget, config.sizes(()))

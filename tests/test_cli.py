@@ -409,14 +409,24 @@ def test_a_failed_run_is_one_line_and_exit_code_1(made: Path, tmp_path: Path, ca
     assert str(video) in json.loads(capsys.readouterr().out)["cameras"][TOP]["broken"][0]
 
 
-@pytest.mark.parametrize(("module", "remedy"), [("nvidia.dali", "nvidia-dali-cuda120"), slow("torchcodec.decoders", "FFmpeg")])
-def test_what_is_not_installed_is_said_before_anything_is_written(tmp_path: Path, module: str, remedy: str) -> None:
+def without(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the program where a module is not installed."""
     code = f"import sys; sys.modules['{module}'] = None; from dali_stream.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "demo", "--root", str(tmp_path / "new")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_what_is_not_installed_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    run = without("torchcodec.decoders", "demo", "--root", tmp_path / "new")
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (1, "", 1)
-    assert remedy in run.stderr
+    assert "FFmpeg" in run.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_demo_needs_no_dali_on_a_cpu(tmp_path: Path) -> None:
+    run = without("nvidia.dali", "demo", "--root", tmp_path / "new", "--episodes", "2", "--device", "cpu", "--json")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["versions"]["dali"] is None
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["info", "/nowhere"], 1), (["demo", "--nonsense"], 2)])

@@ -15,6 +15,7 @@ from torchcodec import FrameBatch
 
 import dali_stream
 from dali_stream.decode import torchcodec as decode
+from dali_stream.demo import read_identities
 
 FILE = data.VIDEO.format(data.CAMERA, 0)
 CODECS = {
@@ -97,3 +98,14 @@ def test_a_batch_of_another_size_than_the_decoder_announces(tmp_path: Path, monk
     message = error_of(root, image_size=(64, 80))
     place = rf"^{data.CAMERA}: episode \d, frame \d+: .*{FILE}: "
     assert re.search(rf"{place}its decoded frames must be 128×160.*, got 126×160", message), message
+
+
+def test_a_frame_after_a_keyframe_that_is_no_idr_frame_is_decoded_alone(tmp_path: Path) -> None:
+    """FFmpeg does not show the last frames of a clip that begins with such a keyframe."""
+    root = data.recorded(tmp_path, data.h264_without_idr())
+    for number in (14, 15, 28):
+        dataset = dali_stream.Dataset(root, frames=sampled(number))
+        options = {"batch_size": 1, "shuffle": False, "last_batch": "partial", "memory_budget": 1 << 20}
+        [batch] = data.loader(dataset, image_dtype="uint8", **options)
+        [identity] = read_identities(batch[data.CAMERA].movedim(-3, -1).numpy())
+        assert (*data.identity(number), 0) == tuple(identity)

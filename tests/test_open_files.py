@@ -45,14 +45,17 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [build(folder / str(n), [1] * EPISODES, wide, version="v2.1") for n in range(DATASETS)]
 
 
-def streamed(roots: list[Path], allowed: int, taken: int = 0) -> int:
-    """Stream an epoch in a process that may have `allowed` descriptors, and return how many data files it kept open."""
+def streamed(roots: list[Path], allowed: int, taken: int = 0, hard: int | None = None) -> int:
+    """Stream an epoch in a process that may have `allowed` descriptors, and return how many data files it kept open.
+
+    The process may raise its limit to `hard` descriptors.
+    """
     program = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(taken=taken), *map(str, roots)],
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard or allowed)),
     )
     assert program.returncode == 0, program.stderr
     samples, most = json.loads(program.stdout)
@@ -69,3 +72,7 @@ def test_a_mixture_keeps_half_of_the_descriptors_at_most(roots: list[Path]) -> N
 def test_files_are_closed_when_others_need_the_descriptors(roots: list[Path]) -> None:
     """The program itself holds more than its half."""
     assert streamed(roots, 240, taken=170) <= 60
+
+
+def test_all_files_stay_open_where_the_process_may_raise_its_limit(roots: list[Path]) -> None:
+    assert streamed(roots, 240, hard=2000) == DATASETS * EPISODES

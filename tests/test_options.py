@@ -291,7 +291,7 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"episode_pool_size": 0}, "episode_pool_size is 0"),
         ({"device": "gpu"}, "device is 'gpu'; allowed"),
         ({"device": "cpu:1"}, "device is 'cpu:1'"),
-        ({"decode": "nvdec"}, "decode is 'nvdec'; allowed are 'auto', 'dali', 'torchcodec'"),
+        ({"decode": "nvdec"}, "decode is 'nvdec'; allowed are 'auto', 'fastest', 'dali', 'torchcodec', 'torchcodec-cuda'"),
         ({"num_threads": 0}, "num_threads is 0"),
         ({"prefetch": 0}, "prefetch is 0"),
         ({"memory_budget": "lots"}, "memory_budget is 'lots'"),

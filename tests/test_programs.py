@@ -138,6 +138,8 @@ def test_decode_floor_ends_with_one_json_object(demo: Path) -> None:
     result = json.loads(out.splitlines()[-1])
     assert result["ratio"] == result["loader_frames_per_s"] / result["floor_frames_per_s"] > 0
     assert result["frames_per_round"] == 8 * 4 * 2
+    gather = result["gather"]
+    assert gather["ratio"] == result["files"]["second_epoch_frames_per_s"] / gather["floor_frames_per_s"] > 0
 
 
 @pytest.mark.slow
@@ -254,6 +256,7 @@ def test_a_part_that_crashes_costs_the_gpu_trip_no_other(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "not ended well: settings peers of hevc" in done.stdout
     assert (out / "log.txt").read_text() == done.stdout
+    assert {"doctor.txt", "selftest.txt", "settings.txt", "peers-of-hevc.txt"} <= {path.name for path in out.iterdir()}
     calls = (tmp_path / "calls").read_text()
     names = ["-m dali_stream doctor", "-m dali_stream selftest", "gpu_settings.py", "decode_floor.py", "peers.py"]
     assert [call for call in calls.splitlines() if "-c" in call.split()]  # the datasets

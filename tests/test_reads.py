@@ -14,7 +14,7 @@ from support.slow import examples
 from dali_stream import MemoryBudgetError
 from dali_stream.cache.locate import cut
 from dali_stream.mp4.clip import span
-from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.episodes import NONE, Located, OpenEpisode
@@ -35,11 +35,10 @@ def index_of(path: str, packets: int, gop: int, open_gops: bool, seed: int) -> V
     if open_gops:
         leading = sync[1:][sync[1:] + 1 < packets]
         pts[leading], pts[leading + 1] = pts[leading + 1].copy(), pts[leading].copy()
-    head = np.repeat(sync, np.diff(np.append(sync, packets)))
-    return VideoIndex(
-        path, (b"\0\0\0\0hvc1",), b"", 10, 48 + np.cumsum(size) - size, size, pts, sync, head.astype(np.int32),
-        np.zeros(packets, np.int8), np.argsort(pts).astype(np.int32), np.zeros(packets, np.int32), open_gops, open_gops, gop,
-        100,
+    return video_index(
+        path, (b"\0\0\0\0hvc1",), b"", 10,
+        offset=48 + np.cumsum(size) - size, size=size, pts=pts, keyframes=sync, config=np.zeros(packets, np.int8),
+        index_bytes=100,
     )  # fmt: skip
 
 

@@ -383,7 +383,7 @@ def test_a_driver_that_does_not_tell_what_nvdec_decodes_is_a_warning_once(
     choice._warn_without_nvdec.cache_clear()
     dataset = dali_stream.Dataset(h264_demo)
     for _ in range(2):
-        routes = choice.choose_routes(dataset, IndexCache(dataset), "auto", 0)
+        routes = choice.choose_routes(dataset, IndexCache(dataset), "auto", 0, 2)
         assert {found.decoder for found in routes.values()} == {"torchcodec"}
         assert all("--gpus all" in found.reason for found in routes.values())
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

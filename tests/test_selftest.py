@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from support.driver import FakeDriver
 
 import dali_stream
 from dali_stream.cli import main
-from dali_stream.decode import dali
+from dali_stream.decode import dali, route
+from dali_stream.decode.capability import Capability
 from dali_stream.demo import write_demo
-from dali_stream.tools.selftest import identity, lockstep, run, soak, speed, videos
+from dali_stream.tools.selftest import cases, identity, lockstep, run, soak, speed, videos
 
 
 def test_without_a_gpu_it_says_so_and_that_is_no_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -63,7 +65,17 @@ def test_it_passes_where_dali_decodes_on_a_cpu(capsys: pytest.CaptureFixture[str
     assert {row["decoder"] for row in report["speed"]} == {"dali", "torchcodec"}
     assert {tuple(row["size"]) for row in report["speed"]} == {(480, 640), (360, 640)}
     assert {row.get("per_clip") for row in report["speed"]} == {1, 4, 16, None}
-    assert [row["loader"] for row in report["lockstep"]] == ["vp9, recorded size", "vp9, resized"]
+    assert [row["loader"] for row in report["lockstep"]] == ["vp9, recorded size", "vp9, two Loaders", "vp9, resized"]
+    rows = {(row["videos"], row["decoder"]): row for row in report["cases"] if row["shape"] == "16 anywhere"}
+    assert set(rows) == {(case, decoder) for case in cases.CASES for decoder in cases.DECODERS}
+    for (case, decoder), row in rows.items():
+        assert (row["wrong"] == 0) == (decoder != "dali" or case.startswith("vp9"))
+        assert row["wrong"] == 0 or "DALI decodes vp8, vp9, mjpeg on a CPU" in row["refused"]
+    busy = [(row["decoder"], row["threads"]) for row in report["verdict"]["rows"]]
+    assert busy == [("dali", 4), ("dali", 8), ("dali", 16), ("torchcodec", len(os.sched_getaffinity(0)))]
+    rate = [row["frames_per_s"] for row in report["verdict"]["rows"]]
+    assert report["verdict"]["ratio"] == max(rate[:3]) / rate[3]
+    assert "vp9: the fastest decoder reaches" in said
     for row in [*report["lockstep"], report["soak"]]:
         assert row["wrong"] == 0
         assert row["frames"] > 500
@@ -172,6 +184,42 @@ def test_frames_that_change_while_they_are_held_are_seen(vp9_demo: Path, monkeyp
     assert (found["route_changes"], set(found["routes"].values())) == (0, {"dali"})
 
 
+def test_videos_that_are_kept_from_nvdec_are_decoded_all_the_same() -> None:
+    """Here by DALI's decoder on the CPU, which decodes VP9, and by torchcodec's."""
+    for decoder in cases.DECODERS:
+        found = cases.measure("vp9 of odd size", decoder, None)
+        assert found["refused"] == ""
+        assert [row["wrong"] for row in found["shapes"].values()] == [0, 0, 0, 0]
+        assert found["clip_ms"] > 0
+        assert found["gpu_growth"] is None
+    found = cases.measure("h264 without IDR frames", "dali", None)
+    assert found["refused"] == "DALI decodes vp8, vp9, mjpeg on a CPU, and this is h264"
+    assert all(row["failed"] for row in found["shapes"].values())
+    assert found["clip_ms"] is None
+    found = cases.measure("h264 without IDR frames", "torchcodec-cuda", None)
+    assert [row["wrong"] for row in found["shapes"].values()] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+def test_each_case_is_what_the_loader_keeps_from_nvdec(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(route, "capability", lambda *_: Capability(True, "", 7, (48, 48), (4096, 4096), 65536))
+    video = cases._write(cases.CASES[case], tmp_path)
+    assert route.refusal_of_file(0, video.format, video.table, video.store)
+
+
+def test_two_loaders_in_one_process_are_checked(vp9_demo: Path) -> None:
+    found = lockstep.measure_two(str(vp9_demo), "cpu", 0)
+    assert (found["wrong"], found["route_changes"], set(found["routes"].values())) == (0, 0, {"dali"})
+    assert found["frames"] == 2 * 7 * 16 * 2 * 3
+
+
+def test_speed_beside_other_work_is_measured_for_each_number_of_threads(vp9_demo: Path) -> None:
+    for decoder in cases.DECODERS:
+        rows = speed.measure_busy(str(vp9_demo), decoder, None, [1, 2], 0)["rows"]
+        assert [(row["decoder"], row["threads"]) for row in rows] == [(decoder, 1), (decoder, 2)]
+        assert all(row["frames_per_s"] > 0 for row in rows)
+
+
 def test_what_there_is_no_time_for_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["selftest", "--device", "cpu", "--limit", "0", "--out", str(tmp_path / "report.json")]) == 1
     said, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
@@ -185,10 +233,10 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
     clock, ran = [1000.0], []
 
     def slow(name: str, time_limit_s: float, **_: Any) -> dict[str, Any]:
-        took = min({"write": 1.0, "identity": 30.0, "speed": 10.0}.get(name, 1e9), time_limit_s)
+        took = min({"write": 1.0, "identity": 30.0, "case": 1.0, "torchcodec": 5.0, "speed": 10.0}.get(name, 1e9), time_limit_s)
         clock[0], late = clock[0] + took, took == time_limit_s
         ran.append(name)
-        return {"failed": "it did not end", "out_of_time": True} if late else {"refused": "", "shapes": {}}
+        return {"failed": "it did not end", "out_of_time": True} if late else {"refused": "", "shapes": {}, "frames_per_s": 1.0}
 
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(run.process, "cores", lambda: 2)
@@ -197,7 +245,9 @@ def test_it_ends_in_time_whatever_hangs_and_every_stage_has_its_turn(monkeypatch
     report = run.selftest("cpu", keep=lambda report: kept.append(report["seconds"]))
     assert kept[-1] <= 480
     assert kept == sorted(kept)
-    assert list(dict.fromkeys(ran)) == ["write", "identity", "lockstep", "soak", "speed", "torchcodec"]
+    assert list(dict.fromkeys(ran)) == [
+        "write", "identity", "case", "lockstep", "two loaders", "torchcodec", "busy", "soak", "speed",
+    ]  # fmt: skip
     assert report["status"] == "failed"  # a step that hung for as long as it may is a failure, and not short of time
     assert "vp9, recorded size, in lockstep with torchcodec: it did not end" in report["problems"]
     assert "lockstep of vp9, resized" in report["left_out"]
@@ -207,6 +257,8 @@ WRONG = {
     "identity": ({"wrong": 2}, "vp9, GOP 12, one frame: 2 of 24 frames are of another frame"),
     "colour": ({"mean_error": 9.0}, "vp9, GOP 12, one frame: the frames differ from FFmpeg's by 9.0 on average"),
     "crash": ({"failed": "ended by SIGSEGV"}, "vp9, GOP 12, one frame: ended by SIGSEGV"),
+    "case": ({"wrong": 3}, "vp9 of odd size, torchcodec-cuda, one frame: 3 of 24 frames are of another frame"),
+    "busy": ({"failed": "ended by SIGSEGV"}, "speed on a busy GPU: ended by SIGSEGV"),
     "lockstep": ({"wrong": 1}, "vp9, recorded size, in lockstep with torchcodec: 1 of 90 frames"),
     "route": ({"routes": {"top": "dali", "side": "torchcodec"}}, "with torchcodec: a camera is not on the DALI route"),
     "exit": ({"exit": "ended by SIGSEGV"}, "identity of vp9, GOP 12: ended by SIGSEGV"),
@@ -235,8 +287,13 @@ def test_whatever_is_wrong_fails_the_test(
     epochs |= {"memory": {"first": 1 << 30, "last": 1 << 30}, "gpu_memory": None}
     rows = [{"per_clip": 1, "threads": 2, "prefetch": 1, "frames_per_s": 1.0}]
     frames = {"refused": "", "shapes": {"one frame": frame}}
+    case, busy = {"refused": "", "shapes": {"one frame": dict(frame)}}, {"rows": [{"decoder": "dali", "frames_per_s": 1.0}]}
     if what == "exit":
         frames |= change
+    elif what == "case":
+        case["shapes"] = {"one frame": frame | change}
+    elif what == "busy":
+        busy = change
     elif what in ("identity", "colour", "crash"):
         frame |= change
     elif what == "speed":
@@ -245,13 +302,14 @@ def test_whatever_is_wrong_fails_the_test(
         epochs |= change
     answers = {
         "write": change if what == "write" else {}, "identity": frames, "soak": epochs,
-        "lockstep": {**epochs, "worst_mean": 1.0, "worst_block": 9.0}, "speed": {"rows": rows, "gpu_bytes": None},
+        "lockstep": {**epochs, "worst_mean": 1.0, "worst_block": 9.0}, "case": case, "busy": busy,
+        "two loaders": {**epochs, "worst_mean": 1.0, "worst_block": 9.0}, "speed": {"rows": rows, "gpu_bytes": None},
         "torchcodec": {"frames_per_s": 1.0},
     }  # fmt: skip
     monkeypatch.setattr(run, "step", lambda name, **_: dict(answers[name]))
     kept: list[tuple[str, list[str]]] = []
     report = run.selftest("cpu", gops=[12], keep=lambda report: kept.append((report["status"], [*report["problems"]])))
-    assert [status for status, _ in kept] == ["unfinished"] * 3 + [report["status"]]  # whatever ends it, the rest is there
+    assert [status for status, _ in kept] == ["unfinished"] * 5 + [report["status"]]  # whatever ends it, the rest is there
     assert kept[-1][1] == report["problems"]
     assert report["status"] == ("failed" if what else "passed")
     assert bool(report["problems"]) == bool(what)

@@ -58,8 +58,10 @@ def _print(report: dict[str, Any]) -> None:
         typer.echo(f"{report['status']}: {report['reason']}")
         return
     screen = console.results()
-    for made in (_identity(report), _lockstep(report), _soak(report), _speed(report)):
+    for made in (_identity(report), _cases(report), _lockstep(report), _verdict(report), _soak(report), _speed(report)):
         screen.print(made)
+    if ratio := report["verdict"].get("ratio"):
+        typer.echo(f"{report['verdict']['codec']}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
     for codec, reason in report["codecs"].items():
         if reason:
             typer.echo(f"{codec} was not tested: {reason}")
@@ -79,6 +81,23 @@ def _identity(report: dict[str, Any]) -> Table:
         error = "" if row["mean_error"] is None else f"{row['mean_error']:.2f}"
         note = row["failed"] or (f"informational, since the loader uses torchcodec: {row['refused']}" if row["refused"] else "")
         made.add_row(row["codec"], row["videos"], row["shape"], str(row["frames"]), str(row["wrong"]), error, note)
+    return made
+
+
+def _cases(report: dict[str, Any]) -> Table:
+    numbers = ("frames", "wrong", "mean error", "ms per clip")
+    made = console.table("kept from NVDEC", "decoder", "requests", *numbers, "", right=numbers)
+    for row in report["cases"]:
+        error, ms = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("mean_error", "clip_ms"))
+        note = row["failed"] or (f"informational: {row['refused']}" if row["refused"] else "")
+        made.add_row(row["videos"], row["decoder"], row["shape"], str(row["frames"]), str(row["wrong"]), error, ms, note)
+    return made
+
+
+def _verdict(report: dict[str, Any]) -> Table:
+    made = console.table("on a busy GPU", "threads", "frames/s", right=("threads", "frames/s"))
+    for row in report["verdict"].get("rows", []):
+        made.add_row(row.get("decoder", ""), str(row.get("threads", "")), row.get("failed") or f"{row['frames_per_s']:.0f}")
     return made
 
 

@@ -5,7 +5,6 @@ DALI's timestamps come from its own index, so a decoder that delivers a frame of
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +19,12 @@ class Audit(NamedTuple):
     """The frames that a sample must show, as FFmpeg decodes them.
 
     Attributes:
-        expected: Frames of the sample's window, resized, shape (T, H, W, 3). Raises DecodeError if FFmpeg cannot decode them.
+        expected: Frames of the sample's window, resized, shape (T, H, W, 3), or why FFmpeg cannot decode them.
         frames: Frames of the window within their episode, shape (T,).
         where: File and episode, for messages.
     """
 
-    expected: Future[Frames]
+    expected: Frames | DecodeError
     frames: npt.NDArray[np.int64]
     where: str
 
@@ -36,13 +35,12 @@ class Audit(NamedTuple):
             delivered: Frames in [0, 255], shape (T, H, W, 3).
             tolerance: Mean absolute difference that is allowed per frame.
         """
-        try:
-            expected = self.expected.result()
-        except DecodeError as error:
-            return f"{self.where}: FFmpeg cannot decode what NVDEC has decoded: {error}"
-        if delivered.shape != expected.shape:
-            return f"{self.where}: DALI delivered frames of shape {delivered.shape[1:]}, and FFmpeg of {expected.shape[1:]}"
-        errors = np.abs(delivered - expected).mean((1, 2, 3))
+        if isinstance(self.expected, DecodeError):
+            return f"{self.where}: FFmpeg cannot decode what NVDEC has decoded: {self.expected}"
+        if delivered.shape != self.expected.shape:
+            shapes = f"{delivered.shape[1:]}, and FFmpeg of {self.expected.shape[1:]}"
+            return f"{self.where}: DALI delivered frames of shape {shapes}"
+        errors = np.abs(delivered - self.expected).mean((1, 2, 3))
         if errors.max() <= tolerance:
             return ""
         worst = int(errors.argmax())

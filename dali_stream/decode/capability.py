@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dali_stream.errors import DaliStreamError
 
@@ -92,6 +94,18 @@ def cuda_version() -> tuple[int, int]:
     version = ctypes.c_int()
     _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was asked for")
     return version.value // 1000, version.value % 1000 // 10
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return the version of the driver, such as "580.95.05", or of its CUDA if the file does not exist.
+
+    Raises:
+        DriverError: If the driver is missing or fails.
+    """
+    with contextlib.suppress(OSError):
+        if found := re.search(r"Kernel Module .*?\s(\d+\.[\d.]+)\s", file.read_text()):
+            return found[1]
+    return "with CUDA {}.{}".format(*cuda_version())
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -1,4 +1,4 @@
-"""The decoder of each camera when a loader starts: what its index tells, and for DALI a trial of its first frames."""
+"""The decoder of each camera when a loader starts: what its index tells, and for DALI a trial of its frames and its speed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,45 @@ import numpy as np
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.capability import DriverError, capabilities
-from dali_stream.decode.route import Route, choose
+from dali_stream.decode.route import TORCHCODEC_CUDA, Route, by_speed, choose
+from dali_stream.decode.speed import Speeds, median_gop, request_clips
 from dali_stream.decode.video_files import VideoFiles
-from dali_stream.errors import DaliStreamError, StorageError
+from dali_stream.errors import DaliStreamError, DecodeError, StorageError
 from dali_stream.lerobot.source import ABSENT, Source
+from dali_stream.mp4.format import VideoFormat
+from dali_stream.mp4.index import VideoIndex
 
 _log = logging.getLogger("dali_stream")
 
 
-def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None) -> dict[str, Route]:
-    """The route of each camera, by each dataset's first video file. Logs them. `decode` and `gpu` are as for `route.choose`.
+def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None, num_threads: int) -> dict[str, Route]:
+    """Return the route of each camera, by each dataset's first video file. Log them.
+
+    Args:
+        source: Episodes of the Loader.
+        indices: Indices of the video files.
+        decode, gpu: See `route.choose`.
+        num_threads: Number of decode threads of the Loader.
 
     Raises:
-        ValueError: `decode` is "dali" and DALI cannot decode a camera here.
-        DecodeError: `decode` is "dali" and a file cannot be read.
+        ValueError: `decode` names a decoder on NVDEC that cannot decode a camera here.
+        DecodeError: `decode` names such a decoder, and a file cannot be read.
         StorageError: a file cannot be fetched.
     """
+    if decode == TORCHCODEC_CUDA:
+        from dali_stream.decode.torchcodec_cuda import unavailable  # with DALI, which the CPU route does without
+
+        if why := unavailable(gpu):
+            raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
+    chooser = _Chooser(source, indices, decode, gpu, num_threads)
     routes = {key: Route("torchcodec", "its frames are images in Parquet rows") for key in source.cameras}
-    routes |= {key: _choose_route(source, indices, key, decode, gpu) for key in source.videos}
+    routes |= {key: chooser.choose(key) for key in source.videos}
     for key, route in routes.items():
-        _log.info("%s: %s, since %s", key, route.decoder, route.reason)
+        advice = route.advice if decode == "auto" else ""
+        _log.log(
+            logging.WARNING if advice else logging.INFO,
+            "%s: %s, since %s%s", key, route.decoder, route.reason, f". {advice}" if advice else "",
+        )  # fmt: skip
     if gpu is not None and source.videos and decode != "torchcodec":
         _warn_without_nvdec(gpu)
     return routes
@@ -43,42 +62,65 @@ def _warn_without_nvdec(gpu: int) -> None:
         _log.warning("The CPU decodes all videos, although GPU %d is used: %s. %s", gpu, error, error.remedy)
 
 
-def _choose_route(source: Source, indices: IndexCache, key: str, decode: str, gpu: int | None) -> Route:
-    """The route of a camera: DALI's, if that is the route of each dataset's first file."""
-    present = source.files(key) != ABSENT
-    if not present.all() and decode != "torchcodec":
-        why = "a dataset of the mixture has no video of the camera, and DALI would need a clip of each sample"
-        if decode == "dali":
-            raise ValueError(f'{key}: decode="dali": {why}. Use decode="auto", which takes torchcodec for such cameras')
-        return Route("torchcodec", why)
-    _, first = np.unique(source.dataset_of[present], return_index=True)
-    for episode in np.flatnonzero(present)[first].tolist():
-        route = _route_of_file(source, indices, key, episode, decode, gpu)
-        if route.decoder != "dali":
-            break
-    return route
+class _Chooser:
+    """Routes of the cameras of a Loader. Arguments as for `choose_routes`."""
 
+    def __init__(self, source: Source, indices: IndexCache, decode: str, gpu: int | None, num_threads: int) -> None:
+        self._source, self._indices, self._decode, self._gpu = source, indices, decode, gpu
+        self._speeds = Speeds(num_threads, len(source.videos), gpu)
 
-def _route_of_file(source: Source, indices: IndexCache, key: str, episode: int, decode: str, gpu: int | None) -> Route:
-    store = source.data_store
-    try:
-        index, video = VideoFiles(source, key).describe(indices, episode)
-        route = choose(decode, gpu, video, index, store)
-        if route.decoder != "dali":
-            return route
-        from dali_stream.decode.trial import trial  # with DALI, which other routes do without
+    def choose(self, key: str) -> Route:
+        """Return the route of a camera: DALI's, if that is the route of each dataset's first file."""
+        source, decode = self._source, self._decode
+        present = source.files(key) != ABSENT
+        if not present.all() and decode != "torchcodec":
+            why = "a dataset of the mixture has no video of the camera, and NVDEC would need a clip of each sample"
+            if decode in ("dali", TORCHCODEC_CUDA):
+                raise ValueError(f'{key}: decode="{decode}": {why}. Use decode="auto", which takes torchcodec for such cameras')
+            return Route("torchcodec", why)
+        _, first = np.unique(source.dataset_of[present], return_index=True)
+        routes = []
+        for episode in np.flatnonzero(present)[first].tolist():
+            routes.append(self._choose_for_file(key, episode))
+            if routes[-1].decoder == "torchcodec":
+                return routes[-1]
+        return next((route for route in routes if route.advice), routes[0])
 
-        if not (refused := trial(store, index, video, gpu)):
-            return route
-        if decode == "dali":
-            raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
-        return Route("torchcodec", refused)
-    except StorageError:
-        raise
-    except DaliStreamError as error:
-        if decode == "dali":
+    def _choose_for_file(self, key: str, episode: int) -> Route:
+        decode, gpu, store = self._decode, self._gpu, self._source.data_store
+        try:
+            index, video = VideoFiles(self._source, key).describe(self._indices, episode)
+            route = choose(decode, gpu, video, index, store)
+            if route.decoder == "torchcodec":
+                return route
+            from dali_stream.decode.trial import trial, trial_of_torchcodec
+
+            if route.decoder == TORCHCODEC_CUDA:
+                from dali_stream.decode.torchcodec_cuda import device_name
+
+                if refused := trial_of_torchcodec(store, index, video, device_name(gpu)):
+                    raise ValueError(f'decode="{TORCHCODEC_CUDA}": {refused}. Use decode="auto"')
+                return route
+            if refused := trial(store, index, video, gpu):
+                if decode == "dali":
+                    raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
+                return Route("torchcodec", refused)
+            return route if decode == "dali" or gpu is None else self._by_speed(route, index, video)
+        except StorageError:
             raise
-        # The first batch that needs the file says what is wrong, and with which frame; other files may be whole.
-        return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+        except DaliStreamError as error:
+            if decode in ("dali", TORCHCODEC_CUDA):
+                raise
+            # The first batch that needs the file says what is wrong, and with which frame; other files may be whole.
+            return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+
+    def _by_speed(self, route: Route, index: VideoIndex, video: VideoFormat) -> Route:
+        """Return the route of a camera that NVDEC decodes correctly."""
+        store, gpu = self._source.data_store, self._gpu
+        try:
+            rates = self._speeds.of(video, median_gop(index), lambda: request_clips(store, index, gpu))
+        except DecodeError as error:
+            return Route("torchcodec", f"{error}, when its speed was measured")
+        return by_speed(self._decode, route, rates)

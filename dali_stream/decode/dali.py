@@ -17,15 +17,15 @@ from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode.audit import Audit
-from dali_stream.decode.decoder import Pool, RouteChange, named, succeeded
+from dali_stream.decode.decoder import Pool, RouteChange, succeeded
 from dali_stream.decode.resize import resize
 from dali_stream.decode.route import refusal
-from dali_stream.decode.video_files import VideoFiles
+from dali_stream.decode.samples import Request, SampleDecoder
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
-from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
@@ -80,10 +80,15 @@ class Packed(NamedTuple):
 
 
 class Clips:
-    """The clips of one batch of a camera, in progress, as `Work`."""
+    """The clips of one batch of a camera, in progress, as `Work`.
 
-    def __init__(self, samples: int) -> None:
-        self.packed: list[Packed | None] = [None] * samples
+    Args:
+        audited: Which samples are audited, shape (B,).
+    """
+
+    def __init__(self, audited: npt.NDArray[np.bool_]) -> None:
+        self.audited = audited
+        self.packed: list[Packed | None] = [None] * len(audited)
         self.tasks: list[Future[None]] = []
         self.failed: dict[int, DecodeError] = {}
 
@@ -94,18 +99,7 @@ class Clips:
         return self.packed
 
 
-class _Request(NamedTuple):
-    """What one sample shows: a window of frames of one episode, and their packets."""
-
-    row: int
-    episode: int
-    frames: Array
-    packets: Array
-    file: VideoIndex
-    audit: Audit | None
-
-
-class DaliDecoder(VideoFiles):
+class DaliDecoder(SampleDecoder):
     """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them.
 
     Args:
@@ -121,63 +115,23 @@ class DaliDecoder(VideoFiles):
     def __init__(
         self, source: Source, key: str, counters: Counters, gpu: int | None, size: tuple[int, int], audited: Audited | None
     ) -> None:
-        super().__init__(source, key)
-        self._counters, self._gpu, self._size, self._audited = counters, gpu, size, audited
-        self._audited_files: set[str] = set()
+        super().__init__(source, key, counters)
+        self._gpu, self._size, self._audited = gpu, size, audited
+        self._first: dict[str, Request] = {}  # of each file
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
-        """As of `Decoder`."""
-        packets, clips = plan.packets[self.key], Clips(len(frames))
-        audited = None if self._audited is None else self._audited(plan.samples)
-        for row, episode in enumerate(plan.samples.episode.tolist()):
-            try:
-                index = self._locate(episodes, episode, frames[row], packets[row])
-            except DecodeError as error:
-                clips.failed[row] = error
-            else:
-                audit = None
-                if audited is not None and (audited[row] or index.path not in self._audited_files):
-                    audit = self._audit(pool, store, episode, frames[row], packets[row], index)
-                request = _Request(row, episode, frames[row], packets[row], index, audit)
-                clips.tasks.append(pool.submit(self._pack, store, request, clips))
+        """See `Decoder.start`."""
+        clips = Clips(np.zeros(len(frames), np.bool_) if self._audited is None else self._audited(plan.samples))
+        self.start_samples(clips, pool, plan, frames, episodes, store)
         return clips
 
-    def close(self) -> None:
-        """Holds no decoded frames."""
-
-    def _audit(self, pool: Pool, store: Store, episode: int, frames: Int64, packets: Int64, index: VideoIndex) -> Audit:
-        """Start to decode a sample on the CPU."""
-        self._audited_files.add(index.path)
-        self._counters.add(audited=1)
-        where = f"{self._source.data_store.where(index.path)}: episode {self._source.episodes[episode]}"
-        return Audit(pool.submit(self._expected, store, packets, index), frames, where)
-
-    def _expected(self, store: Store, packets: Int64, index: VideoIndex) -> Frames:
-        """Decode pool. Return the frames of a window, resized."""
-        from dali_stream.decode.torchcodec import decode as decode_on_cpu  # which the trial has imported
-
-        unique, steps = np.unique(packets, return_inverse=True)
-        video = self.format(index, int(unique[0]))
-        frames, _ = decode_on_cpu(store, [index] * len(unique), unique.tolist(), video)
-        return resize(frames, self._size)[steps.reshape(-1)]
-
-    def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
-        """The index of the episode's file, with all checked that can be before decoding."""
-        try:
-            index = episodes.index(self.key, episode)
-            absent = packets == LACKING
-            if absent.any():
-                frames = frames[absent]
-                raise self.lacking(episodes, index, episode, int(frames[0]))
-            self.checked(index, packets, episode)
-        except DecodeError as error:
-            raise named(self._source, self.key, episode, frames, error) from error
-        if reason := refusal(self._gpu, self.format(index, int(packets[0])), index):
+    def check(self, index: VideoIndex, packet: int) -> None:
+        """Raise RouteChange if DALI must not decode the file."""
+        if reason := refusal(self._gpu, self.format(index, packet), index):
             raise RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
-        return index
 
-    def _pack(self, store: Store, request: _Request, clips: Clips) -> None:
-        """Decode pool. Each frame of the window is decoded once, in rising order, and then put into place."""
+    def make(self, store: Store, request: Request, work: Clips) -> None:
+        """Pack the clip of a sample. Each frame of the window is decoded once, in rising order, and then put into place."""
         unique, steps = np.unique(request.packets, return_inverse=True)
         try:
             with self._counters.timed("pack_s"):
@@ -187,12 +141,28 @@ class DaliDecoder(VideoFiles):
             where = self._source.data_store.where(request.file.path)
             raise RouteChange([self.key], f"{where}: {error}") from error
         except DecodeError as error:
-            clips.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
+            work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
-        clips.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, request.audit)
+        is_first = self._audited is not None and self._first.setdefault(request.file.path, request) is request
+        audit = self._audit(store, request) if is_first or work.audited[request.row] else None
+        work.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
+
+    def _audit(self, store: Store, request: Request) -> Audit:
+        """Decode the frames of a sample on the CPU."""
+        from dali_stream.decode.torchcodec import decode as decode_on_cpu  # imported by the trial
+
+        self._counters.add(audited=1)
+        unique, steps = np.unique(request.packets, return_inverse=True)
+        where = f"{self._source.data_store.where(request.file.path)}: episode {self._source.episodes[request.episode]}"
+        try:
+            video = self.format(request.file, int(unique[0]))
+            frames, _ = decode_on_cpu(store, [request.file] * len(unique), unique.tolist(), video)
+        except DecodeError as error:
+            return Audit(error, request.frames, where)
+        return Audit(resize(frames, self._size)[steps.reshape(-1)], request.frames, where)
 
 
 def decode_threads(num_threads: int, engines: int, cameras: int) -> int:

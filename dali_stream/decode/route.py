@@ -12,10 +12,29 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes, other_keyframes_refusal
 from dali_stream.storage import Store
 
-DECODE = ("auto", "dali", "torchcodec")
+TORCHCODEC_CUDA = "torchcodec-cuda"
+DECODE = ("auto", "fastest", "dali", "torchcodec", TORCHCODEC_CUDA)
+SLOW = 0.7
+"""Share of the CPU's speed below which NVDEC is reported as slow."""
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
 """Coded sizes are multiples of this many pixels. Those of HEVC may be multiples of 16, 32 or 64: the encoder chooses."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured speed of two decoders on requests for single frames, in frames per second.
+
+    Attributes:
+        nvdec: Speed of NVDEC, with DALI.
+        cpu: Speed of the CPU, with torchcodec in all decode threads of the Loader.
+    """
+
+    nvdec: float
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"NVDEC {self.nvdec:.0f} frames/s, the CPU {self.cpu:.0f}"
 
 
 @dataclass(frozen=True)
@@ -23,27 +42,40 @@ class Route:
     """Decoder of a camera, and why it was chosen.
 
     Attributes:
-        decoder: "dali" (NVDEC on a GPU) or "torchcodec" (FFmpeg on the CPU).
+        decoder: "dali" (NVDEC on a GPU), "torchcodec" (FFmpeg on the CPU), or "torchcodec-cuda" (NVDEC without DALI).
         reason: Reason for this decoder, in one sentence.
+        rates: Measured speed of both decoders, or None if it was not measured.
     """
 
     decoder: str
     reason: str
+    rates: Rates | None = None
+
+    @property
+    def advice(self) -> str:
+        """Advice for a decoder that is much slower than the other one; empty if it is not."""
+        if self.rates is None or self.decoder != "dali" or self.rates.nvdec >= SLOW * self.rates.cpu:
+            return ""
+        return f'NVDEC reaches {self.rates.nvdec / self.rates.cpu:.2f} of the CPU\'s speed. Use decode="fastest"'
 
 
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
-    """Return the route of a camera.
+    """Return the route of a camera by what its decoders support.
 
     Args:
-        decode: "auto", "dali" or "torchcodec".
+        decode: One of `DECODE`. "fastest" is "auto" until the speeds are known, see `by_speed`.
         gpu: index of the CUDA device; None where batches are made on the CPU.
         video, index, store: what the camera's first file says of its video, the file's index, and where it is.
 
     Raises:
-        ValueError: `decode` is "dali" and DALI cannot decode this video here.
+        ValueError: `decode` names a decoder on NVDEC that cannot decode this video here.
     """
     if decode == "torchcodec":
         return Route("torchcodec", 'decode="torchcodec" asks for it')
+    if decode == TORCHCODEC_CUDA:
+        if refused := "" if gpu is None else _capability_refusal(gpu, video):
+            raise ValueError(f'decode="{TORCHCODEC_CUDA}": {refused}. Use decode="auto"')
+        return Route(TORCHCODEC_CUDA, f'decode="{TORCHCODEC_CUDA}" asks for it')
     refused = refusal_of_file(gpu, video, index, store)
     if not refused:
         where = "DALI's CPU decoder" if gpu is None else "NVDEC"
@@ -53,6 +85,19 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
     if decode == "dali":
         raise ValueError(f'decode="dali": {refused}. Use decode="auto", which takes torchcodec for such cameras')
     return Route("torchcodec", refused)
+
+
+def by_speed(decode: str, route: Route, rates: Rates) -> Route:
+    """Return the route of a camera that NVDEC can decode, once the speeds are known.
+
+    Args:
+        decode: "auto" keeps NVDEC, and "fastest" takes the faster decoder.
+        route: Route to NVDEC.
+        rates: Speed of both decoders.
+    """
+    if decode == "fastest" and rates.cpu > rates.nvdec:
+        return Route("torchcodec", f"the CPU decodes it faster ({rates})", rates)
+    return Route("dali", f"{route.reason} ({rates})", rates)
 
 
 def refusal_of_file(gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> str:
@@ -70,7 +115,7 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
     if gpu is None:
         if video.codec not in DALI_ON_CPU:
             return f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU, and this is {video.codec}"
-    elif refused := capability(gpu, video.codec, video.chroma, video.depth).refusal(video.height, video.width):
+    elif refused := _capability_refusal(gpu, video):
         return refused
     if len(index.configs) > 1:
         return f"the file has {len(index.configs)} sample descriptions, and a clip for DALI is made of one"
@@ -79,6 +124,10 @@ def refusal(gpu: int | None, video: VideoFormat, index: VideoIndex) -> str:
     if index.open_gops:
         return "open GOPs: a clip may begin with frames that NVDEC would show and FFmpeg drops"
     return "" if gpu is None else _unsafe_on_nvdec(video, index)
+
+
+def _capability_refusal(gpu: int, video: VideoFormat) -> str:
+    return capability(gpu, video.codec, video.chroma, video.depth).refusal(video.height, video.width)
 
 
 def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:

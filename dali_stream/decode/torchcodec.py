@@ -25,6 +25,7 @@ from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, span
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, VideoIndex
+from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.schedule.frames import FramePlan
 from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
@@ -160,7 +161,12 @@ class TorchcodecDecoder(VideoFiles):
 
 
 def decode(
-    store: Store, indices: Sequence[VideoIndex], packets: Sequence[int], expected: VideoFormat, timed: Timed = untimed
+    store: Store,
+    indices: Sequence[VideoIndex],
+    packets: Sequence[int],
+    expected: VideoFormat,
+    timed: Timed = untimed,
+    device: str = "cpu",
 ) -> tuple[Frames, int]:
     """Decodes packets, in the order asked for.
 
@@ -169,16 +175,17 @@ def decode(
         indices, packets: per request, the index of its file, and the packet there; all with the same sample description.
         expected: what that says, in particular the size of the frames.
         timed: counts the time of reading and packing.
+        device: Where to decode, "cpu" or a GPU such as "cuda:0".
 
     Returns:
-        (n, H, W, 3) uint8 RGB, and how many frames were decoded for it.
+        (n, H, W, 3) uint8 RGB in the CPU's memory, and how many frames were decoded for it.
 
     Raises:
         DecodeError: the decoder failed, or delivered another frame than the one asked for.
     """
     frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), timed):
-        frames[requests] = part
+    for requests, part, more in decode_tensors(store, indices, packets, expected, len(packets), timed, device):
+        frames[requests] = part.cpu().numpy()
         decoded += more
     return frames, decoded
 
@@ -200,22 +207,44 @@ def decode_in_parts(
         The numbers of some requests, their frames, and how many frames were decoded since the part before. Requests may come
         again, with frames that replace those of the first time.
     """
+    for requests, frames, decoded in decode_tensors(store, indices, packets, expected, part, timed):
+        yield requests, frames.numpy(), decoded
+
+
+def decode_tensors(
+    store: Store,
+    indices: Sequence[VideoIndex],
+    packets: Sequence[int],
+    expected: VideoFormat,
+    part: int,
+    timed: Timed = untimed,
+    device: str = "cpu",
+) -> Iterator[tuple[list[int], torch.Tensor, int]]:
+    """Decode packets as `decode_in_parts`, into tensors on a device: "cpu", or a GPU such as "cuda:0"."""
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
         with timed("pack_s"):
             clip = pack(store, mine, wanted, timed=timed)
         try:
-            for requests, frames, decoded in _decode_clip(clip, expected, part):
+            for requests, frames, decoded in _decode_clip(clip, expected, part, device):
                 yield [group[i] for i in requests], frames, decoded
             continue
         except DecodeError:
-            # Of an H.264 file with open GOPs, only the first frame is sure to be one that FFmpeg shows all frames after.
-            if not (mine[0].open_gops and is_avc(mine[0])):
+            if not _holds_back(store, mine):
                 raise
         with timed("pack_s"):
             clip = pack(store, mine, wanted, from_the_start=True, timed=timed)
-        for requests, frames, decoded in _decode_clip(clip, expected, part):
+        for requests, frames, decoded in _decode_clip(clip, expected, part, device):
             yield [group[i] for i in requests], frames, decoded
+
+
+def _holds_back(store: Store, indices: Sequence[VideoIndex]) -> bool:
+    """Return whether FFmpeg may keep the last frames of a clip of these files: of H.264 with keyframes other than IDR frames.
+
+    It shows all frames after the file's first one. That is slower, so it is tried only if the shorter clip fails.
+    """
+    files = {id(index): index for index in indices}.values()
+    return any(is_avc(index) and (index.open_gops or has_other_keyframes(store, index, "h264")) for index in files)
 
 
 def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[int]]:
@@ -227,19 +256,21 @@ def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[
     return list(groups.values())
 
 
-def decode_clip(clip: Clip, expected: VideoFormat) -> Frames:
-    """Decodes one clip to (n, H, W, 3) uint8 RGB. Errors as in `decode`."""
+def decode_clip(clip: Clip, expected: VideoFormat, device: str = "cpu") -> Frames:
+    """Decodes one clip to (n, H, W, 3) uint8 RGB, in the CPU's memory. Errors as in `decode`."""
     frames = np.empty((len(clip.frames), expected.height, expected.width, 3), np.uint8)
-    for requests, part, _ in _decode_clip(clip, expected, len(clip.frames)):
-        frames[requests] = part
+    for requests, part, _ in _decode_clip(clip, expected, len(clip.frames), device):
+        frames[requests] = part.cpu().numpy()
     return frames
 
 
-def _decode_clip(clip: Clip, expected: VideoFormat, part: int) -> Iterator[tuple[list[int], Frames, int]]:
+def _decode_clip(
+    clip: Clip, expected: VideoFormat, part: int, device: str = "cpu"
+) -> Iterator[tuple[list[int], torch.Tensor, int]]:
     """The requests of a clip in the order in which they are shown, `part` at a time. As `decode_in_parts`."""
     order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.coded_frames
     try:
-        decoder = _open(clip)
+        decoder = _open(clip, device)
         size = decoder.metadata.height, decoder.metadata.width
         if size != (expected.height, expected.width):  # before memory is taken for frames of that size
             raise DecodeError(
@@ -251,17 +282,19 @@ def _decode_clip(clip: Clip, expected: VideoFormat, part: int) -> Iterator[tuple
             batch = decoder.get_frames_at([clip.frames[i] for i in requests])
             yield requests, _checked(batch, [clip.frames[i] for i in requests], expected), decoded
             decoded = 0
+    except torch.OutOfMemoryError:  # of a GPU, which is no fault of the file
+        raise
     except (RuntimeError, ValueError, IndexError) as error:
         raise DecodeError(f"the {expected.codec} decoder failed: {_first_line(error)}") from error
 
 
-def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> Frames:
+def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> torch.Tensor:
     """Return the frames of a batch if their size is the expected one and their times are those of `indices`.
 
     Raises:
         DecodeError: If a frame has another size or time.
     """
-    frames: Frames = batch.data.numpy()
+    frames: torch.Tensor = batch.data
     # No real stream fails this check with torchcodec 0.13. It allocates a batch at the size in its metadata, which was compared
     # in `_decode_clip`, and raises an error for a decoded frame of another size. Tried: another size in the middle of a stream,
     # and each bit of the first 12 bytes of each packet of a GOP, in five codecs. Other versions may resize such a frame.
@@ -282,11 +315,14 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> Fr
     return frames
 
 
-def _open(clip: Clip) -> VideoDecoder:
+def _open(clip: Clip, device: str = "cpu") -> VideoDecoder:
     # A tensor: given bytes, torchcodec changes the warning filters of the whole process, which no two threads may do.
     data = torch.frombuffer(clip.data, dtype=torch.uint8)
     # "approximate" spares a scan; a clip's frames are one tick apart, so an index is a time exactly.
-    return VideoDecoder(data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate", device="cpu")
+    decoder = VideoDecoder(data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate", device=device)
+    if device != "cpu" and decoder.cpu_fallback:
+        raise DecodeError(f"NVDEC does not decode it. torchcodec says: {decoder.cpu_fallback}")
+    return decoder
 
 
 def colour_space(clip: Clip) -> str | None:

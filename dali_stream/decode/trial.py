@@ -1,9 +1,11 @@
-"""A trial of DALI before it decodes a camera: a file's first frames, and those of a later GOP, compared with FFmpeg's.
+"""A trial of NVDEC before it decodes a camera: a file's first frames, and those of a later GOP, compared with FFmpeg's.
 
 It finds what an index does not tell, such as colours that only the frames name.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 
@@ -42,7 +44,18 @@ def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) 
         found = dali.decode([dali.encoded(clip) for clip in clips], gpu, 1)
     except DecodeError as error:
         return f"{error}, tried on its first frames"
-    return next(filter(None, map(_difference, found, expected)), "")
+    return _differences("DALI", found, expected)
+
+
+def trial_of_torchcodec(store: Store, index: VideoIndex, video: VideoFormat, device: str) -> str:
+    """Return why torchcodec must not decode a file on a device. Arguments and errors as in `trial`."""
+    clips = [_pack(store, index, frames, None) for frames in _frames(index)]
+    expected = [decode_clip(clip, video) for clip in clips]
+    try:
+        found = [decode_clip(clip, video, device) for clip in clips]
+    except DecodeError as error:
+        return f"{error}, tried on its first frames"
+    return _differences("torchcodec", found, expected)
 
 
 def _frames(index: VideoIndex) -> list[list[int]]:
@@ -56,14 +69,18 @@ def _pack(store: Store, index: VideoIndex, packets: list[int], gpu: int | None) 
     return pack(store, [index] * len(packets), packets, for_nvdec=gpu is not None)
 
 
-def _difference(found: dali.Frames, expected: dali.Frames) -> str:
-    """Return how DALI's frames of a clip differ from FFmpeg's. Empty if they are the same within the tolerance."""
+def _differences(decoder: str, found: list[dali.Frames], expected: list[dali.Frames]) -> str:
+    """Return how a decoder's frames differ from FFmpeg's. Empty if they are the same within the tolerance."""
+    return next(filter(None, map(functools.partial(_difference, decoder), found, expected)), "")
+
+
+def _difference(decoder: str, found: dali.Frames, expected: dali.Frames) -> str:
     if found.shape != expected.shape:
-        return f"DALI delivered frames of shape {found.shape[1:]} for its first ones, which are {expected.shape[1:]}"
+        return f"{decoder} delivered frames of shape {found.shape[1:]} for its first ones, which are {expected.shape[1:]}"
     errors = np.abs(found.astype(np.int16) - expected).mean((1, 2, 3))
     if errors.max() > dali.COLOUR_TOLERANCE:
         return (
-            f"DALI's frames differ from FFmpeg's by up to {errors.max():.1f} of 255 on average, and "
+            f"{decoder}'s frames differ from FFmpeg's by up to {errors.max():.1f} of 255 on average, and "
             f"{dali.COLOUR_TOLERANCE:g} is tolerated; tried on its first ones"
         )
     return ""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dali_stream.lerobot.common import common, table
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.rows import Columns, Found, ReadLimit, RowReader, Rows
+from dali_stream.lerobot.rows import KEPT, Columns, Found, RowMemory, RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
 
@@ -218,12 +218,12 @@ def row_reader(source: Source, store: Store, at_once: int) -> Rows:
     Args:
         source: the episodes.
         store: a session of its `data_store`.
-        at_once: as of `ReadLimit`.
+        at_once: as of `RowMemory`.
     """
     if isinstance(source, CombinedSource):
         return CombinedReader(source, store, at_once)
     assert isinstance(source, DatasetFiles)
-    return RowReader(source, store, ReadLimit(at_once))
+    return RowReader(source, store, RowMemory(at_once, min(at_once // 4, KEPT)))
 
 
 class CombinedReader:
@@ -232,14 +232,14 @@ class CombinedReader:
     Args:
         union: the datasets.
         store: a session of its `data_store`.
-        at_once: bytes of row groups that are read at the same time, of all datasets together; as of `ReadLimit`.
+        at_once: bytes of row groups that are read at the same time, of all datasets together; as of `RowMemory`.
     """
 
     def __init__(self, union: CombinedSource[Any], store: Store, at_once: int) -> None:
         assert isinstance(store, CombinedStore)
         self._source = union
-        limit = ReadLimit(at_once)
-        self._readers = [RowReader(part, of, limit) for (part, _), of in zip(union._each(), store.stores, strict=True)]
+        memory = RowMemory(at_once, min(at_once // 4, KEPT))
+        self._readers = [RowReader(part, of, memory) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:
         """As of `RowReader`."""
@@ -247,9 +247,9 @@ class CombinedReader:
         dataset, number = union._place(episode)
         read = self._readers[dataset].read(number)
         first = int(union.first[dataset])
-        found = Found({first + own: self._renamed(dataset, columns) for own, columns in read.items()})
-        found.rows, found.bytes_read, found.renamed = read.rows, read.take_bytes(), read
-        return found
+        lengths = {first + own: length for own, length in read.lengths.items()}
+        row_bytes = int(union.row_bytes_of[dataset])
+        return Found(lengths, lambda e: self._renamed(dataset, read[e - first]), row_bytes, read.take_bytes)
 
     def _renamed(self, dataset: int, columns: Columns) -> Columns:
         """An episode's rows under the common keys, filled up where the dataset has less."""

@@ -20,11 +20,13 @@ from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
+from dali_stream.memory_limit import return_freed_memory
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage import Store
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # that every dataset has
 CLOCKS = ("timestamp", "frame_index")
+_MANY = 2000  # episodes whose metadata took so much memory that it is worth giving back
 Self = TypeVar("Self", bound="DatasetFiles")
 
 
@@ -71,11 +73,15 @@ class DatasetFiles:
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
+        if len(self.table.index) > _MANY:
+            pa.default_memory_pool().release_unused()
+            return_freed_memory()
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
         """Selects the episodes in these rows of the table, and these frames of them."""
         self.rows, self.frame_ranges = rows, ranges
+        self._files: dict[str, npt.NDArray[np.int64]] = {}
         self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
         self.num_episodes = len(rows)
         self.num_frames = int(self.sampled_lengths.sum())
@@ -230,7 +236,10 @@ class DatasetFiles:
         return {}
 
     def files(self, camera: str) -> npt.NDArray[np.int64]:
-        return self.table.video[camera].index[self.rows]
+        if camera not in self._files:  # asked for each episode that is opened
+            index = self.table.video[camera].index
+            self._files[camera] = index if self.num_episodes == len(index) else index[self.rows]
+        return self._files[camera]
 
     def path(self, camera: str, file: int) -> str:
         return self.table.video[camera].paths[file]

@@ -1,7 +1,4 @@
-"""Rows of the Parquet files as NumPy columns, one episode at a time.
-
-Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every float becomes float32, every integer int64.
-"""
+"""Rows of the Parquet files as NumPy columns, one episode at a time."""
 
 from __future__ import annotations
 
@@ -9,45 +6,66 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from dali_stream.errors import DatasetError, StorageError, counted
+from dali_stream.errors import DatasetError, counted
+from dali_stream.lerobot.columns import to_numpy
 from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
+from dali_stream.lerobot.row_file import RowFile
+from dali_stream.memory_limit import return_freed_memory
 from dali_stream.storage import Store
-from dali_stream.storage.store import SMALL, Ranges
 from dali_stream.workers import Once
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
+KEPT = 128 << 20  # bytes of decoded row groups that are kept at most: one of a million rows of two vectors of 8 numbers
 
 
-class Found(dict[int, Columns]):
-    """{episode: {key: (L, ...) array}} of some row groups; strings and encoded images are arrays of objects.
+class Found(Mapping[int, Columns]):
+    """{episode: {key: (L, ...) array}} of some row groups, converted on access. Strings and images are arrays of objects.
 
-    Attributes:
-        rows: per episode index that was there, how many.
-        bytes_read: that it took.
-        renamed: the one that it was made of, if any; while it is referenced, it is not read again.
+    Args:
+        lengths: Rows of each episode.
+        convert: Function of an episode that returns its columns.
+        row_bytes: About how many bytes a row takes in memory.
+        take_bytes: Function that returns the bytes that were read, to whoever asks first; 0 to others.
     """
 
-    rows: dict[int, int]
-    bytes_read: int
-    renamed: Found | None = None
+    def __init__(
+        self,
+        lengths: Mapping[int, int] = MappingProxyType({}),
+        convert: Callable[[int], Columns] = lambda episode: {},
+        row_bytes: int = 0,
+        take_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.lengths, self._convert, self._row_bytes, self.take_bytes = lengths, convert, row_bytes, take_bytes
+        self._last: tuple[int, Columns] = -1, {}
 
-    def take_bytes(self) -> int:
-        """`bytes_read`, to whoever asks first; 0 to others."""
-        taken, self.bytes_read = self.bytes_read, 0
-        return taken
+    def __getitem__(self, episode: int) -> Columns:
+        if episode not in self.lengths:
+            raise KeyError(episode)
+        if self._last[0] != episode:
+            self._last = episode, self._convert(episode)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sizes(self) -> dict[int, int]:
+        """Return about how many bytes each episode takes, without converting any."""
+        return {episode: length * self._row_bytes for episode, length in self.lengths.items()}
 
 
 class Rows(Protocol):
@@ -58,29 +76,88 @@ class Rows(Protocol):
         ...
 
 
-class ReadLimit:
-    """Bytes of row groups that are read at the same time, by one reader or by several together.
+class RowMemory:
+    """Decoded row groups of one reader, or of several together: those that are being read, and some of those that were.
+
+    Row groups are kept, least recently used first to go, since their other episodes are needed later: a dataset that LeRobot
+    has converted has one row group a file, with thousands of episodes.
 
     Args:
-        at_once: how many, unless a single row group has more.
+        at_once: Bytes of row groups that are read at the same time, with those that are kept, unless a single one has more.
+        kept: Bytes of decoded row groups to keep.
     """
 
-    def __init__(self, at_once: int = 1 << 62) -> None:
-        self.at_once, self._reading = at_once, 0
+    def __init__(self, at_once: int = 1 << 62, kept: int = KEPT) -> None:
+        self.at_once, self._kept = at_once, kept
+        self._reading = self.nbytes = 0
         self._room = threading.Condition()
+        self._groups: OrderedDict[tuple[object, ...], _Group] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[tuple[object, ...], _Group] = weakref.WeakValueDictionary()
 
     @contextmanager
     def turn(self, size: int) -> Iterator[None]:
-        """Waits until row groups of `size` bytes may be read beside those that are."""
+        """Wait until row groups of `size` bytes may be read beside those that are."""
         with self._room:
             self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
+            self._evict()
         try:
             yield
         finally:
             with self._room:
                 self._reading -= size
                 self._room.notify_all()
+
+    def get(self, key: tuple[object, ...]) -> _Group | None:
+        """Return row groups that are kept, or that are still referenced."""
+        with self._room:
+            if key in self._groups:
+                self._groups.move_to_end(key)
+            return self._alive.get(key)
+
+    def put(self, key: tuple[object, ...], group: _Group) -> None:
+        """Keep row groups, if that is worth it."""
+        with self._room:
+            self._alive[key] = group
+            if len(group.lengths) > 1 and group.nbytes <= self._kept:
+                self._groups[key] = group
+                self.nbytes += group.nbytes
+                self._evict()
+
+    def _evict(self) -> None:
+        while self._groups and self.nbytes > min(self._kept, max(self.at_once - self._reading, 0)):
+            self.nbytes -= self._groups.popitem(last=False)[1].nbytes
+
+
+class _Group:
+    """Decoded row groups of a file.
+
+    Attributes:
+        lengths: {episode: rows}, of the selected episodes that are whole in them.
+        start: {episode: row}, where each begins.
+        rows: {episode index: rows}, of all episodes.
+    """
+
+    def __init__(self, table: pa.Table, index: npt.NDArray[np.int64], dataset: DatasetFiles, bytes_read: int) -> None:
+        self.columns = {name: table[name] for name in table.column_names}
+        self.nbytes, self.bytes_read = table.nbytes, bytes_read
+        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1])) if len(index) else np.empty(0, np.int64)
+        lengths, index = np.diff(np.append(starts, len(index))), index[starts]
+        number = np.minimum(np.searchsorted(dataset.episodes, index), len(dataset.episodes) - 1)
+        whole = (dataset.episodes[number] == index) & (dataset.lengths[number] == lengths)
+        numbers = number[whole].tolist()
+        self.lengths = dict(zip(numbers, lengths[whole].tolist(), strict=True))
+        self.start = dict(zip(numbers, starts[whole].tolist(), strict=True))
+        self._index, self._lengths = index, lengths
+
+    def rows_of(self, index: int) -> int:
+        """Return how many rows of an episode are here, by its index."""
+        return int(self._lengths[self._index == index].sum())
+
+    def take_bytes(self) -> int:
+        """Return the bytes that were read, to whoever asks first."""
+        taken, self.bytes_read = self.bytes_read, 0
+        return taken
 
 
 class RowReader:
@@ -89,31 +166,30 @@ class RowReader:
     Args:
         dataset: the selected part of a dataset.
         store: where its rows are read; None: where the dataset lies.
-        limit: of what is read at the same time; None: there is none.
+        memory: for decoded row groups; None: an own one.
         keys: of these features only; None: of all that `dataset` selects.
     """
 
-    FOOTERS = 256  # Parquet footers kept, least recently used first to go
+    FILES = 256  # whose footers are kept, least recently used first to go
 
     def __init__(
         self,
         dataset: DatasetFiles,
         store: Store | None = None,
-        limit: ReadLimit | None = None,
+        memory: RowMemory | None = None,
         keys: Container[str] | None = None,
     ) -> None:
         self._dataset, self._store = dataset, store or dataset.data_store
-        self._limit, self._warned = limit or ReadLimit(), False
+        self._memory, self._warned = memory or RowMemory(), False
         self.features = {k: f for k, f in dataset.features.items() if not f.is_video and (keys is None or k in keys)}
-        self._footers: OrderedDict[str, _Footer] = OrderedDict()
+        self._files: OrderedDict[str, RowFile] = OrderedDict()
         self._lock = threading.Lock()
         self._once = Once()
-        self._alive: weakref.WeakValueDictionary[tuple[object, ...], Found] = weakref.WeakValueDictionary()
 
     def read(self, episode: int) -> Found:
         """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
 
-        Row groups that are still referenced are returned again without reading, so do not modify the arrays.
+        Row groups that are kept or still referenced are not read again, and come without the others. Do not modify the arrays.
 
         Raises:
             DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
@@ -122,116 +198,87 @@ class RowReader:
         row = int(dataset.rows[episode])
         number = int(dataset.table.data.index[row])
         path = dataset.table.data.paths[number]
-        first, index = int(dataset.table.first_row[row]), int(dataset.episodes[episode])
+        first, index, length = int(dataset.table.first_row[row]), int(dataset.episodes[episode]), int(dataset.lengths[episode])
         with parquet_errors(self._store, path):
-            footer = self._footer(path, number)
-            found = self._read(footer, path, footer.groups_at(first, first + int(dataset.lengths[episode])))
-            footer.whole = b""
-            if episode not in found:  # the file does not hold its episodes in their order
-                found = self._read(footer, path, footer.groups_of(_parquet(self._store.open(path, footer.size), footer), index))
-        if episode not in found:
-            raise DatasetError(
-                f"{self._store.where(path)}: episode {dataset.episodes[episode]}: the metadata promises "
-                f"{counted(dataset.lengths[episode], 'row')}, and the file holds "
-                f"{found.rows.get(index, 0)}; copy the dataset again"
-            )
+            file = self._file(path, number)
+            group, is_new = self._group(file, path, file.groups_at(first, first + length))
+            if episode not in group.lengths:  # the file does not hold its episodes in their order
+                group, is_new = self._group(file, path, file.groups_of(index))
+            if episode not in group.lengths:
+                raise DatasetError(
+                    f"{self._store.where(path)}: episode {index}: the metadata promises {counted(length, 'row')}, and the file "
+                    f"holds {group.rows_of(index)}; copy the dataset again"
+                )
+            lengths = group.lengths if is_new else {episode: length}
+            found = Found(lengths, lambda e: self._columns(group, path, e), self._dataset.row_bytes, group.take_bytes)
+            _ = found[episode]
         return found
 
-    def _read(self, footer: _Footer, path: str, groups: list[int]) -> Found:
-        columns = list(dict.fromkeys([*self.features, "episode_index"]))
+    def _group(self, file: RowFile, path: str, groups: list[int]) -> tuple[_Group, bool]:
+        """Decoded row groups, and whether they were read just now."""
+        key = (id(self), path, *groups)
 
-        def read() -> Found:
-            whole = footer.whole
-            file = self._store.open(path, footer.size)
-            parquet = _parquet(pa.BufferReader(whole) if whole else file, footer)
-            runs = footer.runs(columns) if self._dataset.skips_images else [columns]
-            parts = [parquet.read_row_groups(groups, columns=run, use_threads=False) for run in runs]
-            table = pa.table({name: part[name] for part in parts for name in part.column_names})
-            found = self._cut(path, table)
-            episodes, rows = np.unique(_episode_index(table, path), return_counts=True)
-            found.rows = dict(zip(episodes.tolist(), rows.tolist(), strict=True))
-            found.bytes_read += len(whole) or file.bytes_read
-            return found
+        def read() -> tuple[_Group, bool]:
+            if (group := self._memory.get(key)) is not None:
+                return group, False
+            with self._turn(path, int(file.groups.sizes[groups].sum())):
+                table, bytes_read = file.read(groups)
+                index = to_numpy(table["episode_index"], _EPISODE_INDEX, f"{self._store.where(path)}: episode_index")
+                group = _Group(table, index, self._dataset, bytes_read)
+            self._memory.put(key, group)
+            return group, True
 
-        def read_in_turn() -> Found:
-            with self._lock:
-                found = self._alive.get(key)
-            if found is None:
-                with self._turn(path, sum(footer.metadata.row_group(group).total_byte_size for group in groups)):
-                    found = read()
-                with self._lock:
-                    self._alive[key] = found
-            return found
-
-        key = (path, *groups)
-        return self._once(key, read_in_turn)
+        return self._once(key, read)
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
-        """See `ReadLimit`. Warn once if a row group is too large to be kept."""
-        if size > self._limit.at_once and not self._warned:
+        """See `RowMemory`. Warn once if a row group is too large to be kept."""
+        if size > self._memory.at_once and not self._warned:
             self._warned = True
             _log.warning(
                 "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
                 "episodes. `dali-stream reshard URI OUT` writes smaller ones",
-                self._store.where(path), size, self._limit.at_once,
+                self._store.where(path), size, self._memory.at_once,
             )  # fmt: skip
-        with self._limit.turn(size):
+        with self._memory.turn(size):
             yield
 
-    def _footer(self, path: str, number: int) -> _Footer:
-        """The footer of the dataset's data file of that number."""
+    def _file(self, path: str, number: int) -> RowFile:
+        """The dataset's data file of that number."""
         with self._lock:
-            footer = self._footers.get(path)
-        if footer is None:
-            footer = self._once(path, lambda: self._read_footer(path, number))
+            file = self._files.get(path)
+        if file is None:
+            file = self._once(path, lambda: RowFile(self._dataset, self._store, number, list(self.features)))
+            if len(file.groups.rows) > _MANY:  # of which pyarrow's metadata took 6 KB each
+                return_freed_memory()
         with self._lock:
-            self._footers[path] = footer
-            self._footers.move_to_end(path)
-            while len(self._footers) > self.FOOTERS:
-                self._footers.popitem(last=False)
-        return footer
+            self._files[path] = file
+            self._files.move_to_end(path)
+            while len(self._files) > self.FILES:
+                self._files.popitem(last=False)
+        return file
 
-    def _read_footer(self, path: str, number: int) -> _Footer:
-        table = self._dataset.table
-        first_row, promised = int(table.first_row[table.data.rows(number)].min()), int(table.length.sum())
-        parquet, whole = open_parquet(self._dataset, self._store, number)
-        where, size = self._store.where(path), self._store.size(path)
-        footer = _Footer(parquet, list(self.features), first_row, promised, where, size)
-        footer.whole = whole
-        return footer
-
-    def _cut(self, path: str, table: pa.Table) -> Found:
-        """The selected episodes that are whole in `table`."""
-        dataset = self._dataset
-        index = _episode_index(table, self._store.where(path))
-        found = Found()
-        found.bytes_read = 0
+    def _columns(self, group: _Group, path: str, episode: int) -> Columns:
+        """The columns of an episode."""
+        start, length = group.start[episode], group.lengths[episode]
+        where = f"{self._store.where(path)}: episode {self._dataset.episodes[episode]}"
 
         def image(name: str) -> bytes:
             data = self._store.read_all(name)
-            found.bytes_read += len(data)
+            group.bytes_read += len(data)
             return data
 
-        if not len(index):
-            return found
-        starts = np.flatnonzero(np.append(True, index[1:] != index[:-1]))
-        stops = np.append(starts[1:], len(index))
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            episode = int(np.searchsorted(dataset.episodes, index[start]))
-            known = episode < len(dataset.episodes) and dataset.episodes[episode] == index[start]
-            if known and stop - start == dataset.lengths[episode]:
-                rows = table.slice(start, stop - start)
-                where = f"{self._store.where(path)}: episode {index[start]}"
-                found[episode] = {
-                    key: to_numpy(rows[key], self.features[key], f"{where}: {key}", image) for key in self.features
-                }
-                counted = found[episode].get("frame_index")
-                if counted is not None and (np.diff(counted) != 1).any():
-                    raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
-                if "timestamp" in found[episode] and dataset.clock == "timestamp":
-                    check_rising(where, found[episode]["timestamp"])
-        return found
+        with parquet_errors(self._store, path):  # text that is not UTF-8 shows only now
+            columns = {
+                key: to_numpy(group.columns[key].slice(start, length), feature, f"{where}: {key}", image)
+                for key, feature in self.features.items()
+            }
+        numbers = columns.get("frame_index")
+        if numbers is not None and (numbers[1:] - numbers[:-1] != 1).any():
+            raise DatasetError(f"{where}: its frame_index does not count its rows; record or convert it again")
+        if "timestamp" in columns and self._dataset.clock == "timestamp":
+            check_rising(where, columns["timestamp"])
+        return columns
 
 
 def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
@@ -245,196 +292,13 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
         )
 
 
-def open_parquet(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.ParquetFile, bytes]:
-    """A data file with its footer, by its number among the dataset's, and all of its bytes if it was read whole, or none.
-
-    A remote file of one short episode, as v2.x has them, is read whole: one request instead of three.
-    """
-    path = dataset.table.data.paths[number]
-    rows = dataset.table.length[dataset.table.data.rows(number)]
-    small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
-    whole = store.read(path, 0, SMALL) if small and store.remote else b""
-    size = store.size(path)  # after the read above, which brings that of a remote file
-    if whole and len(whole) == size:
-        return pq.ParquetFile(pa.BufferReader(whole)), whole
-    file = store.open(path, size)
-    # pyarrow reads 64 KiB from the end, where an image may lie that is not needed.
-    return pq.ParquetFile(_footer_alone(file, size) if dataset.skips_images else file), b""
-
-
-def _footer_alone(file: Ranges, size: int) -> Ranges | pa.BufferReader:
-    """A file that has the footer and nothing else; the file itself where it has none, for pyarrow to say so."""
-    file.seek(max(size - 8, 0))
-    end = file.read(8)
-    length = int.from_bytes(end[:4], "little")
-    if end[4:] != b"PAR1" or length > size - 12:
-        return file
-    file.seek(size - 8 - length)
-    return pa.BufferReader(b"PAR1" + file.read(length) + end)
-
-
-def _parquet(file: Ranges, footer: _Footer) -> pq.ParquetFile:
-    """A Parquet file whose neighbouring columns are read together, and whose checksums are verified if it has any."""
-    return pq.ParquetFile(file, metadata=footer.metadata, pre_buffer=True, page_checksum_verification=True)
-
-
-class _Footer:
-    """What a Parquet file says of itself: which row groups hold which rows.
-
-    A group's statistics would tell the episodes in it, but pyarrow ends the process where a broken footer gives them
-    another type than their column has.
-    """
-
-    def __init__(self, parquet: pq.ParquetFile, keys: list[str], first_row: int, promised: int, where: str, size: int) -> None:
-        self.metadata, self.size = parquet.metadata, size
-        self.whole = b""  # the file, where it was read with the footer and its rows were not yet read
-        self._names = parquet.schema_arrow.names
-        missing = [key for key in [*keys, "episode_index"] if key not in parquet.schema_arrow.names]
-        if missing:
-            raise DatasetError(f"{where}: lacks the column {missing[0]}, which meta/info.json has as a feature")
-        rows = np.array([self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)], np.int64)
-        most = max(promised, _FEW_ROWS)  # files keep the rows of episodes that were taken out of the metadata
-        if (wrong := (rows < 0) | (rows > most)).any():
-            raise DatasetError(f"{where}: a row group claims {rows[wrong][0]} rows, and the dataset has {promised} frames")
-        self._stop = first_row + np.cumsum(rows)
-        self._start = self._stop - rows
-        self._episodes: npt.NDArray[np.int64] | None = None
-
-    def groups_at(self, start: int, stop: int) -> list[int]:
-        """Row groups of the rows [start, stop), counted over the dataset, if the file holds its episodes in their order."""
-        return np.flatnonzero((self._start < stop) & (start < self._stop)).tolist()
-
-    def runs(self, columns: list[str]) -> list[list[str]]:
-        """These columns, split where others lie between them: pyarrow reads over small gaps."""
-        runs: list[list[str]] = []
-        before = -2
-        for place in sorted(self._names.index(name) for name in columns):
-            if place != before + 1:
-                runs.append([])
-            runs[-1].append(self._names[place])
-            before = place
-        return runs
-
-    def groups_of(self, parquet: pq.ParquetFile, episode: int) -> list[int]:
-        """Row groups that may hold rows of an episode, by its index, in a file of any order: all are looked into once."""
-        if self._episodes is None:
-            self._episodes = np.array([_range(parquet, i) for i in range(len(self._start))], np.int64).reshape(-1, 2)
-        return np.flatnonzero((self._episodes[:, 0] <= episode) & (episode <= self._episodes[:, 1])).tolist()
-
-
-_FEW_ROWS = 1 << 20
+_MANY = 1000  # row groups
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
-
-
-def _range(parquet: pq.ParquetFile, group: int) -> tuple[int, int]:
-    """The lowest and the highest episode index in a row group."""
-    values = _episode_index(parquet.read_row_group(group, columns=["episode_index"], use_threads=False), "")
-    return (int(values.min()), int(values.max())) if len(values) else (0, -1)
-
-
-def _episode_index(table: pa.Table, where: str) -> npt.NDArray[np.int64]:
-    return to_numpy(table["episode_index"], _EPISODE_INDEX, f"{where}: episode_index")
-
-
-def to_numpy(
-    column: pa.ChunkedArray, feature: Feature, where: str, image: Callable[[str], bytes] | None = None
-) -> npt.NDArray[Any]:
-    """A column as (L, *shape), or (L,) where the shape is (1,) or (). Images and strings as objects, bytes and str.
-
-    `image` reads an image that is in a file of its own, by its path in the dataset.
-
-    Raises:
-        DatasetError: a value is missing, is of another shape or dtype than the feature, or has no room in the dtype of a batch.
-    """
-    array = _storage(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
-    if feature.is_image:
-        return _objects(_encoded(array, where, image), bytes, where)
-    if array.null_count:
-        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{_LEAVE_OUT}")
-    shape, depth = feature.row_shape, 0
-    while depth < len(shape) or _is_list(array.type):  # one number of shape (1,) may be in a list of one
-        size = shape[depth] if depth < len(shape) else 1
-        if not _is_list(array.type):
-            raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
-        if pc.any(pc.not_equal(pc.list_value_length(array), size)).as_py():
-            raise DatasetError(f"{where}: a value has another shape than {feature['shape']}, which meta/info.json says")
-        array, depth = array.flatten(), depth + 1
-        if array.null_count:
-            raise DatasetError(f"{where}: {array.null_count} numbers are missing")
-    values = _objects(array.to_pylist(), str, where) if feature.is_text else _numbers(array, feature, where)
-    return values.reshape(len(column), *shape)
-
-
-_LEAVE_OUT = ". Record or convert the dataset again, or leave the feature out with Dataset.without"
-
-
-def _storage(array: pa.Array) -> pa.Array:
-    """An array without its extension type: the library `datasets`, where it is imported, has types for matrices."""
-    return array.storage if isinstance(array, pa.ExtensionArray) else array
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
-
-
-def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
-    """Numbers in the dtype of a batch. Floats are rounded to float32; all others have to fit exactly."""
-    kind = array.type
-    if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise DatasetError(
-            f"{where}: holds {kind}, and meta/info.json says {feature.dtype} of shape {feature['shape']}{_LEAVE_OUT}"
-        )
-    values = array.to_numpy(zero_copy_only=False)
-    with np.errstate(invalid="ignore", over="ignore"):
-        found: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
-    if not feature.is_float and values.dtype != found.dtype and (wrong := found != values).any():
-        raise DatasetError(
-            f"{where}: has the value {values[wrong][0]} ({kind}), and meta/info.json says {feature.dtype}, which is "
-            f"{found.dtype} in batches{_LEAVE_OUT}"
-        )
-    return found
-
-
-def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -> list[Any]:
-    """The bytes of images: binary, a struct of `bytes` and `path` as the library `datasets` writes them, or paths alone.
-
-    Where a struct has bytes, its path is where they once were.
-    """
-    named = pa.nulls(len(array), pa.string())
-    if pa.types.is_struct(array.type):
-        columns = {field.name: pc.struct_field(array, field.name) for field in array.type}
-        array, named = columns.get("bytes", pa.nulls(len(array), pa.binary())), columns.get("path", named)
-    elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        array, named = pa.nulls(len(array), pa.binary()), array
-    encoded = array.to_pylist()
-    for frame in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist():
-        path = named[frame].as_py()
-        if not isinstance(path, str):
-            raise DatasetError(f"{where}: {array.null_count} of {len(array)} images are missing, the first of frame {frame}")
-        if read is None or path.startswith("/") or "://" in path:
-            raise DatasetError(
-                f"{where}: frame {frame}: its image is in the file {path[:200]!r}; images are in Parquet rows, where LeRobot "
-                "writes them, or in files of the dataset, whose paths begin at its root. Embed it on the machine that has the "
-                "file, for example with lerobot.datasets.io_utils.embed_images, or leave the camera out with cameras=..."
-            )
-        try:
-            encoded[frame] = read(path)
-        except (DatasetError, StorageError) as error:
-            raise type(error)(f"{where}: frame {frame}: {error}") from error
-    return encoded
-
-
-def _objects(values: list[Any], kind: type, where: str) -> npt.NDArray[np.object_]:
-    wrong = {type(value).__name__ for value in values if not isinstance(value, kind)}
-    if wrong:
-        raise DatasetError(f"{where}: holds {', '.join(sorted(wrong))}, and {kind.__name__} is needed{_LEAVE_OUT}")
-    objects = np.empty(len(values), object)
-    objects[:] = values
-    return objects
 
 
 def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:
     """The first row whose timestamp is not above that of the row before; None where all rise."""
-    with np.errstate(invalid="ignore"):  # of infinite ones
-        wrong = ~(np.diff(timestamp, prepend=-np.inf) > 0)
-    return int(np.argmax(wrong)) if wrong.any() else None
+    wrong = ~(timestamp[1:] > timestamp[:-1])
+    if not timestamp[:1] > -np.inf:
+        return 0
+    return int(np.argmax(wrong)) + 1 if wrong.any() else None

@@ -82,7 +82,7 @@ class _Run:
         """The encoded frames end to end."""
         table, samples = self.table, self.samples
         first, last = samples[0], samples[-1]
-        if table.run[first] == table.run[last] and last - first == len(samples) - 1:
+        if last - first == len(samples) - 1 and table.is_contiguous(first, last):
             begin = int(table.offset[first])
             parts = [(begin, begin + sum(self.sizes))]
         else:

@@ -42,7 +42,8 @@ def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int
     count = seen = 0
     first = np.arange(min(len(table), _FRAMES))
     first = first[np.cumsum(table.size[first]) <= _BYTES]
-    stretches = np.split(first, np.flatnonzero(np.diff(table.run[first])) + 1)
+    apart = table.offset[first][1:] != (table.offset[first] + table.size[first])[:-1]
+    stretches = np.split(first, np.flatnonzero(apart) + 1)
     for samples in stretches[:_READS]:
         if not len(samples):
             continue

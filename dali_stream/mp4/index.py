@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box, children, find, read_moov
+from dali_stream.mp4.column import Chosen, Column, Floor, Gaps, Line, Without, packed
 from dali_stream.mp4.damage import is_intra_refresh
 from dali_stream.mp4.format import codec_of
 from dali_stream.storage import Store
@@ -24,7 +25,7 @@ LACKING = -1  # in place of a packet, for a row whose frame the video lacks; see
 
 @dataclass(frozen=True, eq=False)
 class VideoIndex:
-    """Packets of one file in decode order; n of them.
+    """Packets of one file in decode order; n of them. Columns are compressed, see `Column`; `video_index` makes one.
 
     Attributes:
         path: the file, relative to the dataset.
@@ -32,15 +33,13 @@ class VideoIndex:
         track_header: matrix and display size out of `tkhd`.
         timescale: ticks per second.
         offset, size: (n,) place and bytes of each packet.
-        pts: (n,) presentation time in ticks, with the edit list applied.
+        shown_at: (n,) presentation times in ticks, rising, with the edit list applied.
         keyframes: packets that decoding can start at.
-        gop_start: (n,) the keyframe of each packet's GOP.
         config: (n,) which of `configs`.
         display_order: (n,) packets in the order in which their frames are displayed.
-        run: (n,) packets of one number are contiguous in the file.
-        reordered: whether display order and decode order differ (B-frames).
-        longest_gop: frames of the longest GOP.
+        display_place: (n,) the place of each packet in that order.
         open_gops: whether frames that follow a keyframe are displayed before it, and so need the GOP before.
+        longest_gop: frames of the longest GOP.
         index_bytes: of the `moov` box that this was read from.
     """
 
@@ -48,15 +47,13 @@ class VideoIndex:
     configs: tuple[bytes, ...]
     track_header: bytes
     timescale: int
-    offset: Int64
-    size: Int64
-    pts: Int64
-    keyframes: Int64
-    gop_start: npt.NDArray[np.int32]
-    config: npt.NDArray[np.int8]
-    display_order: npt.NDArray[np.int32]
-    run: npt.NDArray[np.int32]
-    reordered: bool
+    offset: Column
+    size: Column
+    shown_at: Column
+    keyframes: Column
+    config: Column
+    display_order: Column
+    display_place: Column
     open_gops: bool
     longest_gop: int
     index_bytes: int
@@ -66,28 +63,100 @@ class VideoIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the index takes."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+        """Memory that the index takes: from 4 bytes a frame, for contiguous packets at a constant frame rate, to 16."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Column)) + len(self.track_header) + 1024
+
+    @property
+    def pts(self) -> Column:
+        """(n,) presentation time of each packet in ticks."""
+        return Chosen(self.shown_at, self.display_place) if self.reordered else self.shown_at
+
+    @property
+    def gop_start(self) -> Column:
+        """(n,) the keyframe of each packet's GOP."""
+        return Floor(self.keyframes, len(self))
+
+    @property
+    def reordered(self) -> bool:
+        """Whether display order and decode order differ (B-frames)."""
+        return not isinstance(self.display_order, Line)
+
+    def is_contiguous(self, first: int, last: int) -> bool:
+        """Return whether these packets, and those between them, lie end to end in the file."""
+        if isinstance(self.size, Gaps):
+            return True
+        offset = self.offset[first : last + 1]
+        return bool((np.diff(offset) == self.size[first:last]).all())
 
     def decode_starts(self, samples: Int64) -> Int64:
         """Per packet, the keyframe that decoding it starts at.
 
         That is the one it follows, or, for a frame that an open GOP shows before its keyframe, the one before that.
         """
-        head = self.gop_start[samples].astype(np.int64)
+        gop_start, pts = self.gop_start, self.pts
+        head: Int64 = gop_start[samples]
         if not self.open_gops:
             return head
-        before = self.gop_start[np.maximum(head - 1, 0)].astype(np.int64)
-        return np.where(self.pts[samples] < self.pts[head], before, head)
+        before = gop_start[np.maximum(head - 1, 0)]
+        return np.where(pts[samples] < pts[head], before, head)
 
     def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
         """The packets displayed nearest to these times, and how many seconds away each is."""
-        shown_at = self.pts[self.display_order] / self.timescale
-        right = np.clip(np.searchsorted(shown_at, seconds), 1, max(len(shown_at) - 1, 1))
-        left = right - 1
-        right = np.minimum(right, len(shown_at) - 1)
-        place = np.where(np.abs(shown_at[right] - seconds) < np.abs(shown_at[left] - seconds), right, left)
-        return self.display_order[place].astype(np.int64), np.abs(shown_at[place] - seconds)
+        low, high = np.fmin.reduce(seconds, initial=np.inf), np.fmax.reduce(seconds, initial=-np.inf)
+        # Ticks are rounded, so times are compared in seconds, among the frames from the first time to the last one.
+        ends = np.clip(np.array([low, high]) * self.timescale, -_MOST_TICKS, _MOST_TICKS).astype(np.int64)
+        begin, end = self.shown_at.searchsorted(ends).tolist()
+        begin, end = max(min(begin, end) - 2, 0), min(end + 2, len(self))
+        shown = self.shown_at[begin:end] / self.timescale
+        right = np.clip(np.searchsorted(shown, seconds), min(1, len(shown) - 1), len(shown) - 1)
+        left = np.maximum(right - 1, 0)
+        before, after = np.abs(shown[left] - seconds), np.abs(shown[right] - seconds)
+        is_after = after < before
+        place: Int64 = np.where(is_after, right, left) + begin
+        return (self.display_order[place] if self.reordered else place), np.where(is_after, after, before)
+
+
+_MOST_TICKS = float(1 << 62)
+
+
+def video_index(
+    path: str,
+    configs: tuple[bytes, ...],
+    track_header: bytes,
+    timescale: int,
+    *,
+    offset: Int64,
+    size: Int64,
+    pts: Int64,
+    keyframes: Int64,
+    config: npt.NDArray[np.integer[Any]],
+    index_bytes: int,
+) -> VideoIndex:
+    """Make an index from its columns. The arguments are the attributes of `VideoIndex`."""
+    n = len(size)
+    reordered = not (np.diff(pts) > 0).all()
+    order: Column = Line(0, 1, n)
+    place, times = order, pts
+    if reordered:
+        places = np.argsort(pts, kind="stable")
+        order, place, times = packed(places, 1), packed(np.argsort(places), 1), pts[places]
+    ends = offset + size
+    mean = int(ends[-1] - offset[0]) // n
+    contiguous = bool((offset[1:] == ends[:-1]).all())
+    edges = packed(np.append(offset, ends[-1]), mean) if contiguous else packed(offset, mean)
+    return VideoIndex(
+        path, configs, track_header, timescale,
+        offset=Without(edges) if contiguous else edges,
+        size=Gaps(edges) if contiguous else packed(size),
+        shown_at=packed(times),
+        keyframes=packed(keyframes),
+        config=packed(config) if len(configs) > 1 else Line(0, 0, n),
+        display_order=order,
+        display_place=place,
+        open_gops=reordered and bool((np.minimum.reduceat(pts, keyframes) < pts[keyframes]).any()),
+        longest_gop=int(np.diff(np.append(keyframes, n)).max()),
+        index_bytes=index_bytes,
+    )  # fmt: skip
 
 
 def read_index(store: Store, path: str) -> VideoIndex:
@@ -139,23 +208,16 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
         begin = int(offset[sync[1]])
         if is_intra_refresh(configs[0], store.read(path, begin, begin + min(int(size[sync[1]]), _SLICE_HEAD))):
             sync = sync[:1]
-    shown = np.argsort(pts, kind="stable")
-    if (np.diff(pts[shown]) == 0).any():
-        raise DecodeError("its index shows two frames at the same time (stts, ctts): which one a timestamp means is open")
-    lengths = np.diff(np.append(sync, n))
-    head = np.repeat(sync, lengths)
-    if (config != config[head]).any():
-        raise DecodeError("its sample description (stsd) changes between frames that are decoded together (stsc, stss)")
-    stretch = np.cumsum(np.append(0, offset[1:] != offset[:-1] + size[:-1]))
     tkhd = _required(find(moov, *track, b"tkhd"), "tkhd")
-    return VideoIndex(
-        path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale, offset, size, pts, sync,
-        head.astype(np.int32), config, shown.astype(np.int32), stretch.astype(np.int32),
-        index_bytes=len(moov),
-        longest_gop=int(lengths.max()),
-        reordered=bool((np.diff(shown) != 1).any()),
-        open_gops=bool((np.minimum.reduceat(pts, sync) < pts[sync]).any()),
+    index = video_index(
+        path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale,
+        offset=offset, size=size, pts=pts, keyframes=sync, config=config, index_bytes=len(moov),
     )  # fmt: skip
+    if index.reordered and (np.diff(index.shown_at) == 0).any():  # the times of others rise
+        raise DecodeError("its index shows two frames at the same time (stts, ctts): which one a timestamp means is open")
+    if len(configs) > 1 and (config != config[index.gop_start]).any():
+        raise DecodeError("its sample description (stsd) changes between frames that are decoded together (stsc, stss)")
+    return index
 
 
 _SLICE_HEAD = 4096  # bytes of a sample that hold what stands before its first slice

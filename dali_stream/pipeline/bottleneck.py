@@ -208,10 +208,10 @@ def _change(key: str, times: Mapping[str, float], setup: Setup) -> str:
 
 
 def _decode_change(times: Mapping[str, float], setup: Setup) -> str:
-    on_cpu = [camera for camera, decoder in setup.videos.items() if decoder != "dali"]
+    on_cpu = [camera for camera, decoder in setup.videos.items() if decoder == "torchcodec"]
     if setup.gpu and on_cpu and setup.decode == "torchcodec":
         return 'decode="auto", which decodes on the GPU what the GPU can decode'
-    if setup.gpu and on_cpu:
+    if setup.gpu and on_cpu and setup.decode != "fastest":
         return (
             "videos that the GPU decodes (`dali-stream transcode URI OUT --codec hevc`), since the CPU decodes "
             f"{on_cpu[0]} now; Loader.routes has the reason"
@@ -263,7 +263,10 @@ def _graph_change(times: Mapping[str, float], setup: Setup) -> str:
         return "image_size, since whole frames go through the graph now"
     if not setup.gpu and setup.image_dtype == "float32":
         return 'image_dtype="uint8", with the conversion to floats in the model: a quarter of the bytes is moved'
-    return 'a GPU with more decode engines, or decode="torchcodec" where CPU cores are idle' if on_dali else _more_cores(setup)
+    if not on_dali:
+        return _more_cores(setup)
+    measures = ', or decode="fastest", which measures whether the CPU is faster'
+    return f"a GPU with more decode engines{measures if setup.decode == 'auto' else ''}"
 
 
 def _handover_change(setup: Setup) -> str:

@@ -75,10 +75,10 @@ class Config:
 
     def on_cpu(self, routes: Mapping[str, Route]) -> list[str]:
         """Cameras that the CPU decodes, given the decoder of each."""
-        return [key for key in self.dataset.cameras if routes[key].decoder != "dali"]
+        return [key for key in self.dataset.cameras if routes[key].decoder == "torchcodec"]
 
     def uses_dali(self, on_cpu: Sequence[str]) -> bool:
-        """Whether batches come out of a DALI graph: for a GPU, for a user's graph, and if DALI decodes a camera.
+        """Whether batches come out of a DALI graph: for a GPU, for a user's graph, and if NVDEC decodes a camera.
 
         Args:
             on_cpu: Cameras that the CPU decodes.

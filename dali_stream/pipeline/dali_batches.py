@@ -36,8 +36,8 @@ class DaliBatches:
         self, config: Config, planner: Planner, counters: Counters, routes: dict[str, Route], user: graph.Graph | None
     ) -> None:
         self._config, self._planner, self._counters, self._routes, self._user = config, planner, counters, routes, user
-        self._on_dali = [key for key in config.dataset.cameras if key not in config.on_cpu(routes)]
-        self._source = ExternalSource(config, Finisher(config, planner, counters, np.uint8), self._on_dali)
+        self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
+        self._source = ExternalSource(config, Finisher(config, planner, counters, np.uint8), routes)
         self._iterator: Any = None
 
     def build(self) -> None:

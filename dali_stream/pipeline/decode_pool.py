@@ -13,7 +13,7 @@ from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
 from dali_stream.decode.images import ImageDecoder
-from dali_stream.decode.route import Route
+from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.order.audited import audited
 from dali_stream.pipeline.config import Config
@@ -46,6 +46,10 @@ class DecodePool:
 
     def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
         config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)
+        if route.decoder == TORCHCODEC_CUDA:
+            from dali_stream.decode.torchcodec_cuda import TorchcodecCudaDecoder
+
+            return TorchcodecCudaDecoder(dataset, key, self._counters, config.gpu)
         if slot_count is None:
             from dali_stream.decode.dali import DaliDecoder
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
 
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.dali import Packed
+from dali_stream.decode.route import TORCHCODEC_CUDA, Route
 from dali_stream.pipeline.batches import FinishedBatch, Finisher, Texts, with_time_axis
 from dali_stream.pipeline.config import Config
 
@@ -21,7 +23,7 @@ class ExternalSource:
     Args:
         config: Configuration of the loader.
         finisher: Finisher of the planner's batches, with frames as uint8.
-        on_dali: Cameras that DALI decodes.
+        routes: {camera: decoder}.
 
     Attributes:
         texts: Text of the batches that DALI has got, which it cannot carry. In their order, the first one being that of the
@@ -30,11 +32,12 @@ class ExternalSource:
         failure: Error of the last call, which DALI replaces by one of its own.
     """
 
-    def __init__(self, config: Config, finisher: Finisher, on_dali: list[str]) -> None:
-        self._config, self._finisher, self._on_dali = config, finisher, on_dali
-        self._on_cpu = [key for key in config.dataset.cameras if key not in on_dali]
+    def __init__(self, config: Config, finisher: Finisher, routes: Mapping[str, Route]) -> None:
+        self._config, self._finisher, self._on_cpu = config, finisher, config.on_cpu(routes)
+        self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
+        self._on_cuda = [key for key in config.dataset.cameras if routes[key].decoder == TORCHCODEC_CUDA]
         self._finished = 0
-        self._fed = [0, 0]  # batches that DALI has got from `columns` and from `frames`
+        self._fed = [0, 0, 0]  # batches that DALI has got from `columns`, `frames` and `gpu_frames`
         self._current: FinishedBatch
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)
         self.texts: deque[Texts] = deque()
@@ -67,8 +70,17 @@ class ExternalSource:
         batch = self._feed(1)
         return tuple(with_time_axis(self._config, key, batch.frames[key]) for key in self._on_cpu)
 
+    def gpu_frames(self) -> tuple[list[Any], ...]:
+        """Return the rest of the same batch: per camera that torchcodec decodes on a GPU, one DLPack capsule per sample, of
+        shape (H, W, 3) or (T, H, W, 3), uint8.
+
+        An external source of the graph. Errors as in `columns`.
+        """
+        batch, squeezed = self._feed(2), self._config.squeezed
+        return tuple([(f[0] if squeezed(key) else f).__dlpack__(stream=-1) for f in batch.frames[key]] for key in self._on_cuda)
+
     def _feed(self, source: int) -> FinishedBatch:
-        """Return the current batch for one of the two sources. Depending on the graph, DALI asks one of them or both."""
+        """Return the current batch for one of the sources. Depending on the graph, DALI asks some of them."""
         self._fed[source] += 1
         if self._fed[source] > self._finished:
             try:

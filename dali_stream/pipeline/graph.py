@@ -14,6 +14,7 @@ import numpy as np
 
 from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
 from dali_stream.decode.capability import engines
+from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline.config import SAMPLE, SUBSTITUTE
 
@@ -68,7 +69,7 @@ def build(
         nodes = _read(config, source, routes)
         for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
             # The CPU's frames have been resized where they were decoded.
-            size = config.image_size if routes[camera].decoder == "dali" else None
+            size = None if routes[camera].decoder == "torchcodec" else config.image_size
             nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
         given = nodes
         if user is not None:
@@ -111,12 +112,15 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
     """The source's arrays as nodes on the pipeline's device, with clips decoded."""
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
+    on_gpu: list[Kind] = []
     for camera in config.dataset.cameras:
+        layout = "HWC" if config.squeezed(camera) else "FHWC"
         if routes[camera].decoder == "dali":
             kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
+        elif routes[camera].decoder == TORCHCODEC_CUDA:
+            on_gpu.append((camera, types.UINT8, len(layout), layout))
         else:
-            layout = "HWC" if config.squeezed(camera) else "FHWC"
             decoded.append((camera, types.UINT8, len(layout), layout))
     # A key comes once, but for an encoded camera's.
     grouped: dict[str, list[DataNode]] = {}
@@ -138,7 +142,10 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
     for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
         divided = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if divided else fn.copy(node))
-    return nodes
+    # The frames are complete, and the source refers to them until this run of the pipeline has ended. With 1 for the stream,
+    # DALI copies them on a stream of its own and waits for it (according to its documentation; not run on a GPU).
+    place = {"device": "cpu"} if config.gpu is None else {"device": "gpu", "cuda_stream": 1}
+    return nodes | (dict(_source(source.gpu_frames, on_gpu, **place)) if on_gpu else {})
 
 
 def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: Any) -> list[tuple[str, DataNode]]:

@@ -40,6 +40,7 @@ Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
+_SOON = 256  # batches whose episodes are kept if their rows come along with others
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
 
@@ -67,7 +68,7 @@ class Planner:
         self._config, self._counters = config, counters
         dataset, self._dataset_of = config.dataset, config.dataset.dataset_of
         on_cpu = config.on_cpu(routes)
-        on_dali = [key for key in dataset.cameras if key not in on_cpu]
+        on_nvdec = [key for key in dataset.cameras if key not in on_cpu]
         sizes = config.sizes(on_cpu)
         self._parts, depth = divide(config.memory_budget, sizes), config.depth
         self._remedies = reread_remedies(
@@ -91,7 +92,7 @@ class Planner:
             config.batches.largest,
             {key: config.windows.of(key) for key in on_cpu},
             self._limits(depth, sizes),
-            {key: config.windows.of(key) for key in on_dali},
+            {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
         self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
@@ -99,7 +100,7 @@ class Planner:
         self._advised, self._evicted_early = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
-        self.keeps_all = not on_dali and self._parts.frames >= int(dataset.lengths.sum())
+        self.keeps_all = not on_nvdec and self._parts.frames >= int(dataset.lengths.sum())
         self._planned: deque[PlannedBatch | BaseException] = deque()
         self._more = threading.Condition()
         self._room = threading.Semaphore(depth)
@@ -241,8 +242,7 @@ class Planner:
 
     def _open(self) -> None:
         """Wait for the episodes that the next batch needs, and those of some batches ahead of it."""
-        [samples] = self._planner.ahead(1)
-        opened, closed = self._episodes.finish(self._opening, samples.number)
+        opened, closed = self._episodes.finish(self._opening, self._planner.ahead(1, most=_SOON))
         self._planner.observe(opened, closed, self._parts.encoded - sum(self._opening.room.bytes_by_kind))
         self._count_again("indices_read_again", self._opening.indices_read_again, "indices are read")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Int64 = npt.NDArray[np.int64]
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
-_INDEX_SPARE = 17, 16  # memory of indices in use, as a fraction of theirs
+_INDEX_SPARE = 3, 2  # memory of indices in use, as a fraction of theirs: those of some files compress less
 _ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
 
 

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,11 +21,21 @@ except ImportError:  # on Windows
 _MOST = 8192  # descriptors that are used at most; more save nothing, since a training run uses fewer files at a time
 
 
-def _allowed() -> int:
-    """Return how many descriptors this process may have."""
+def _allowed(needed: int) -> int:
+    """Return how many descriptors this process may have.
+
+    Args:
+        needed: Number of descriptors that would be enough. For more than the soft limit, that is raised, as far as the system
+            lets a process do that by itself: usually from 1024. A pool of 256 episodes with three cameras reads 500 files.
+    """
     if resource is None:
         return 512  # of the C library
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < min(needed, most):
+        with suppress(OSError, ValueError):  # macOS has further limits
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
     return _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)
 
 
@@ -83,7 +94,8 @@ class OpenFiles:
             file.used = next(_clock)
             replaced = self._files.pop(path, None)  # another thread may have opened it
             self._files[path] = file
-            evicted = _evict(_to_keep(sum(len(store._files) for store in _all), file.number, _allowed()))
+            files = sum(len(store._files) for store in _all)
+            evicted = _evict(_to_keep(files, file.number, _allowed(2 * max(files, file.number))))
         del evicted, replaced  # closes the files without the lock
         return file
 

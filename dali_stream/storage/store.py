@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import io
 import os
 import threading
@@ -109,6 +110,7 @@ class Store(abc.ABC):
         return f"{self.address.rstrip('/')}/{path}"
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def checked(path: str) -> str:
     """The path itself, unless it leads out of the root: paths come from metadata that others wrote."""
     with suppress(UnicodeEncodeError):  # JSON can spell half a surrogate pair, which has no bytes
@@ -127,7 +129,13 @@ class Ranges(io.RawIOBase):
 
     def __init__(self, store: Store, path: str, size: int) -> None:
         self._store, self._path, self._at, self._size = store, path, 0, size
+        self._held: list[tuple[int, bytes]] = []
         self.bytes_read = 0
+
+    def hold(self, start: int, stop: int) -> None:
+        """Reads bytes [start, stop) ahead of time. Later reads within them are served from memory."""
+        self.seek(start)
+        self._held.append((start, self.read(stop - start)))
 
     def readable(self) -> bool:
         return True
@@ -144,6 +152,11 @@ class Ranges(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         stop = self._size if size is None or size < 0 else min(self._at + size, self._size)
+        for start, held in self._held:
+            if start <= self._at < stop <= start + len(held):
+                data = held[self._at - start : stop - start]
+                self._at = stop
+                return data
         data = self._store.read(self._path, self._at, stop) if stop > self._at else b""
         self._at += len(data)
         self.bytes_read += len(data)

@@ -49,8 +49,7 @@ def without_folders(value: Any) -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of the decoding libraries, and of the program ffmpeg."""
-    import nvidia.dali
+    """Versions of Python, of the decoding libraries, and of the program ffmpeg. None for what is not installed."""
     import torch
     import torchcodec
 
@@ -59,9 +58,17 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchcodec": torchcodec.__version__,
-        "dali": nvidia.dali.__version__,
+        "dali": _dali_version(),
         "ffmpeg": ffmpeg_program(),
     }
+
+
+def _dali_version() -> str | None:
+    try:
+        import nvidia.dali
+    except ImportError:
+        return None
+    return str(nvidia.dali.__version__)
 
 
 def ffmpeg_program() -> str | None:

@@ -144,3 +144,15 @@ def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | 
         frames = decode_clip(packed, VideoFormat(**video))
     np.save(out, frames[0])
     return {"shape": frames[0].shape}
+
+
+def speed(clips: list[dict[str, Any]], video: dict[str, Any], gop: int, gpu: int | None, cameras: int) -> dict[str, Any]:
+    """Speeds of DALI on all clips but the last, and of torchcodec on the last one, measured or known (see `decode.speed`)."""
+    from dali_stream import process
+    from dali_stream.decode.speed import RequestClips, Speeds
+    from dali_stream.mp4.clip import Clip
+    from dali_stream.mp4.format import VideoFormat
+
+    *singles, packed = (Clip(bytearray(Path(clip["path"]).read_bytes()), clip["frames"], 0) for clip in clips)
+    speeds = Speeds(process.cores(), cameras, gpu)
+    return dataclasses.asdict(speeds.of(VideoFormat(**video), gop, lambda: RequestClips(singles, packed)))

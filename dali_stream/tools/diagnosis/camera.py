@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dali_stream.dataset import Dataset
+from dali_stream.decode import speed
 from dali_stream.decode.capability import capability
 from dali_stream.decode.route import refusal, smallest_coded_size
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, MemoryBudgetError, counted
@@ -28,6 +30,7 @@ from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.diagnosis.rows import Rows, Timing, spread
+from dali_stream.tools.diagnosis.speed import Speed
 from dali_stream.tools.forecast import decodes, median_gop
 
 _SHOWN = 3  # broken files reported per camera
@@ -49,6 +52,7 @@ class Camera:
         found: by the name of the finding; all but those on the frame, which is decoded together with those of other cameras.
         facts: for the report.
         task: the frame to decode; None if there is none.
+        speeds: Speeds to measure, one per GPU that decodes the camera.
     """
 
     def __init__(self, dataset: Dataset, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
@@ -56,6 +60,7 @@ class Camera:
         self.found: dict[str, Result] = {}
         self.facts: dict[str, Any] = {"kind": "video"}
         self.task: Task | None = None
+        self.speeds: list[Speed] = []
         self._path = ""
         try:
             self._look()
@@ -107,6 +112,7 @@ class Camera:
         if cost := _cost_of_gops(self._dataset, self.key, tables):
             self.found[f"{self.key} GOPs"] = cost
         self._choose_frame(table, video, list(self._routes(video, table, reports)), timing)
+        self.speeds = list(self._speeds(video, table, reports))
 
     def _tables(self, chosen: list[str], described: list[str], timing: Timing) -> list[VideoIndex]:
         """Checks these files; broken ones become findings. Returns the indices of those in `described`."""
@@ -213,6 +219,14 @@ class Camera:
             for name, gpu in self._decoders.gpus.items():  # not run on a GPU yet
                 if reports[name].route.decoder == "dali":
                     yield f"NVDEC of {name}", True, gpu
+
+    def _speeds(self, video: VideoFormat, table: VideoIndex, reports: Mapping[str, CameraReport]) -> Iterator[Speed]:
+        """Speeds to measure on the GPUs that decode this video."""
+        for where, gpu in self._decoders.gpus.items() if self._decoders.torchcodec and self._decoders.dali else ():
+            if reports[where].route.decoder == "dali":
+                with contextlib.suppress(DecodeError):  # the frame that is decoded shows what is wrong
+                    clips = speed.request_clips(self._dataset.data_store, table, gpu)
+                    yield Speed(self.key, where, clips, video, speed.median_gop(table), gpu)
 
 
 def _cost_of_gops(dataset: Dataset, camera: str, tables: Sequence[VideoIndex]) -> Result | None:

@@ -12,7 +12,7 @@ from dali_stream.decode import images as image
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools.description import missing_files
-from dali_stream.tools.diagnosis import frames
+from dali_stream.tools.diagnosis import frames, speed
 from dali_stream.tools.diagnosis.camera import Camera
 from dali_stream.tools.diagnosis.frames import Decoded, Decoders, Deep
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Finding, Result
@@ -59,6 +59,7 @@ def examine(
     except StorageError as error:
         return [*_findings(found), unreadable(error)], _facts(dataset, {})
     decoded = frames.decode([camera.task for camera in cameras if camera.task], limit_s)
+    speed_findings, rates = speed.measure([each for camera in cameras for each in camera.speeds], len(cameras), limit_s)
     facts: dict[str, Any] = {}
     for key in dataset.cameras:
         if key not in dataset.videos:
@@ -67,7 +68,11 @@ def examine(
     for camera in cameras:
         own: dict[str, Decoded] = decoded.get(camera.key, {})
         found |= camera.found | camera.decoded(own) | (deep.found(camera.key) if deep else {})
-        facts[camera.key] = camera.facts | {"decoded": {route: dataclasses.asdict(each) for route, each in own.items()}}
+        facts[camera.key] = camera.facts | {
+            "decoded": {route: dataclasses.asdict(each) for route, each in own.items()},
+            "speed": rates.get(camera.key, {}),
+        }
+    found |= speed_findings
     return _findings(found), _facts(dataset, facts)
 
 

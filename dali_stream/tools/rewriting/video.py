@@ -138,9 +138,9 @@ def read_source(store: Store, path: str, fps: float, shown: Callable[[VideoIndex
         kind += (table.configs, path if leads else "")
     return Source(
         path, table.timescale, table.configs, kind, frame, cuts,
-        nbytes=_between(cuts, np.add, table.size),
-        low=_between(cuts, np.minimum, table.pts),
-        high=_between(cuts, np.maximum, table.pts),
+        nbytes=_between(cuts, np.add, table.size[:]),
+        low=_between(cuts, np.minimum, table.pts[:]),
+        high=_between(cuts, np.maximum, table.pts[:]),
         spans=spans,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 videos     demo datasets of every codec and GOP, whose frames contain their identity
 identity   DALI's decoder on packed clips: identity and colour
+cases      the same for videos that the Loader keeps from NVDEC, and with torchcodec's NVDEC decoder
 speed      DALI's decoder compared with torchcodec on all cores
 lockstep   the Loader with DALI compared with the Loader with torchcodec, while batches are held
 soak       the Loader over a longer time

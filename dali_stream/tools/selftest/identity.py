@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dali_stream.decode import dali
 from dali_stream.decode.route import refusal_of_file
-from dali_stream.decode.torchcodec import decode_clip
 from dali_stream.demo import read_identity
 from dali_stream.errors import DecodeError
-from dali_stream.mp4.clip import Clip
 from dali_stream.tools.selftest import videos
 from dali_stream.tools.selftest.videos import SHAPES, Video
 
+Request = tuple[Video, list[int]]  # frames of a video, in display order
 _CLIPS, _FEW = 24, 6  # of one batch, decoded by two threads, so each decoder gets many of them
 
 
@@ -36,24 +37,33 @@ def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
     found = [video for group in groups for video in group]
     refused = next(filter(None, (refusal_of_file(gpu, video.format, video.table, video.store) for video in found)), "")
     batches = [(found, _CLIPS)] if len(groups) == 1 else [*((group, _FEW) for group in groups), (found, _CLIPS)]
-    return {"refused": refused, "shapes": {shape: _measure(batches, shape, gpu) for shape in SHAPES}}
+
+    decode = functools.partial(decode_with_dali, gpu)
+    return {"refused": refused, "shapes": {shape: measure_shape(batches, shape, decode) for shape in SHAPES}}
 
 
-def _measure(batches: list[tuple[list[Video], int]], shape: str, gpu: int | None) -> dict[str, Any]:
-    """One row for batches of (videos, clips of each in turn)."""
+def decode_with_dali(gpu: int | None, requests: Sequence[Request]) -> list[dali.Frames]:
+    """Decode the frames of each request with DALI, in one batch."""
+    return dali.decode([dali.encoded(video.clip(shown)) for video, shown in requests], gpu, min(2, len(requests)))
+
+
+def measure_shape(
+    batches: list[tuple[list[Video], int]], shape: str, decode: Callable[[Sequence[Request]], list[dali.Frames]]
+) -> dict[str, Any]:
+    """Return the row of a shape of request, for batches of (videos, requests of each in turn) and a decoder."""
     rng = np.random.default_rng([SHAPES.index(shape), len(batches)])
     count, wrong, errors, failed = 0, 0, [], ""
     for found, clips in batches:
         requests = [_request(found[number % len(found)], shape, rng) for number in rng.permutation(clips).tolist()]
-        requested = sum(len(shown) for _, shown, _ in requests)
+        requested = sum(len(shown) for _, shown in requests)
         count += requested
         try:
-            decoded = dali.decode([dali.encoded(clip) for _, _, clip in requests], gpu, 2)
+            decoded = decode(requests)
         except DecodeError as error:
             wrong, failed = wrong + requested, failed or str(error)
             continue
-        for (video, shown, clip), frames in zip(requests, decoded, strict=True):
-            expected = decode_clip(clip, video.format)
+        for (video, shown), frames in zip(requests, decoded, strict=True):
+            expected = video.frames(shown)
             if frames.shape != expected.shape:
                 wrong += len(shown)
                 continue
@@ -63,9 +73,8 @@ def _measure(batches: list[tuple[list[Video], int]], shape: str, gpu: int | None
     return {"frames": count, "wrong": wrong, "mean_error": mean_error, "failed": failed}
 
 
-def _request(video: Video, shape: str, rng: np.random.Generator) -> tuple[Video, list[int], Clip]:
-    shown = videos.request(shape, len(video.identity), rng)
-    return video, shown, video.clip(shown)
+def _request(video: Video, shape: str, rng: np.random.Generator) -> Request:
+    return video, videos.request(shape, len(video.identity), rng)
 
 
 def _is(frame: dali.Frames, video: Video, shown: int) -> bool:

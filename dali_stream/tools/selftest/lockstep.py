@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ _MATRIX, _PRODUCTS = 8192, 8  # of bfloat16: about 12 ms of an H200 per batch (c
 _MEAN, _BLOCK = 3.0, 40.0  # of 255: tolerated mean absolute differences to torchcodec, of a frame and of 16 × 16 pixels
 
 
-def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int] | None) -> dict[str, Any]:
+def measure(
+    folder: str, device: str, seconds: float, image_size: tuple[int, int] | None, decode: str = "dali"
+) -> dict[str, Any]:
     """Compares all frames of both loaders for some seconds, and at least until batches were held.
 
     Args:
@@ -31,6 +34,7 @@ def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int
         device: such as "cuda:0"; "cpu" runs without other work.
         seconds: to run.
         image_size: (height, width) for both loaders; None for the recorded size.
+        decode: Argument of the loader that is tested.
 
     Returns:
         `frames`, the compared ones; `wrong`, those that differ by more than a decoder's rounding; `worst_mean` and
@@ -41,7 +45,7 @@ def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int
     busy, held = work(device), deque[tuple[Any, Any]]()
     started = time.perf_counter()
     with (
-        _loader(folder, device, "dali", image_size) as ours,
+        _loader(folder, device, decode, image_size) as ours,
         _loader(folder, "cpu", "torchcodec", image_size) as theirs,
     ):
         cameras, number = ours.dataset.cameras, 0
@@ -70,6 +74,20 @@ def measure(folder: str, device: str, seconds: float, image_size: tuple[int, int
         "worst_block": found.block,
         "wait_s": stats["wait_s"],
         "seconds": time.perf_counter() - started,
+    }
+
+
+def measure_two(folder: str, device: str, seconds: float) -> dict[str, Any]:
+    """Compare as `measure` in two threads of this process, as for training and validation: two pipelines share one GPU.
+
+    Returns:
+        The sums, or the largest values, of both.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: measure(folder, device, seconds, None), range(2)))
+    most = {key: max(row[key] for row in both) for key in ("worst_mean", "worst_block", "wait_s", "seconds")}
+    return {"routes": both[0]["routes"], **most} | {
+        key: sum(row[key] for row in both) for key in ("frames", "wrong", "route_changes")
     }
 
 

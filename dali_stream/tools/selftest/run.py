@@ -13,10 +13,12 @@ from typing import Any
 from dali_stream import process
 from dali_stream.decode.capability import DriverError, capability, gpus
 from dali_stream.decode.dali import COLOUR_TOLERANCE
-from dali_stream.decode.route import DALI_ON_CPU
+from dali_stream.decode.route import DALI_ON_CPU, TORCHCODEC_CUDA
+from dali_stream.decode.torchcodec_cuda import unavailable
 from dali_stream.demo.encode import CODECS
 from dali_stream.tools import environment
 from dali_stream.tools.isolated import call
+from dali_stream.tools.selftest import cases
 
 IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, most important first, as are GOPs
 GOPS = (2, 12, 30, 1)
@@ -30,7 +32,8 @@ LIMIT_S = 460.0
 _GROWTH = 1.1, 64 << 20  # of memory in the soak stage: 10 %, and a margin for allocators
 _STEP_S = 90.0  # the limit of a step that takes seconds
 _START_S = 15.0  # what a step needs at most before it measures
-_SHARES = {"identity": 0.4, "lockstep": 0.45, "soak": 0.5, "speed": 1.0}  # of the remaining time
+_SHARES = {"identity": 0.3, "cases": 0.25, "lockstep": 0.4, "verdict": 0.4, "soak": 0.5, "speed": 1.0}  # of the remaining time
+_BUSY_THREADS = 4, 8, 16
 EXIT_S = 15.0  # for a process to end after its step has returned
 _STEPS = {  # name: (module, function)
     "write": ("videos", "write"),
@@ -38,7 +41,10 @@ _STEPS = {  # name: (module, function)
     "identity": ("identity", "measure"),
     "speed": ("speed", "measure"),
     "torchcodec": ("speed", "measure_torchcodec"),
+    "case": ("cases", "measure"),
+    "busy": ("speed", "measure_busy"),
     "lockstep": ("lockstep", "measure"),
+    "two loaders": ("lockstep", "measure_two"),
     "soak": ("soak", "measure"),
 }
 Progress = Callable[[str, int, int], None]
@@ -70,7 +76,9 @@ def selftest(
         A dict for JSON. `status`: "passed", "failed", "unfinished" (no failure, but out of time) or, without a GPU, "not run".
         `problems`: failures; `left_out`: steps without time; `codecs`: {codec: why it is not tested, or empty}; `engines` of
         NVDEC per codec; `identity`: a row per codec, GOP and shape of request, which counts only if `refused`, why the loader
-        would not use NVDEC for such a video, is empty; `lockstep`, `soak`, `speed`: see the modules.
+        would not use NVDEC for such a video, is empty; `cases`: such rows for videos that the loader keeps from NVDEC, also of
+        torchcodec's decoder; `verdict`: frames/s on a busy GPU in `rows`, and the `ratio` of NVDEC's best to the CPU;
+        `lockstep`, `soak`, `speed`: see the modules.
 
     Raises:
         ValueError: the requested GPU does not exist.
@@ -94,7 +102,9 @@ def selftest(
         }
         stages: dict[str, Callable[[], Any]] = {
             "identity": run.identity,
+            "cases": run.cases,
             "lockstep": lambda: run.lockstep(soak_s / 3),
+            "verdict": lambda: run.verdict(speed_s),
             "soak": lambda: run.soak(soak_s),
             "speed": lambda: run.speed(speed_s),
         }
@@ -177,16 +187,62 @@ class _Run:
                     self._longest[codec] = max(self._longest.get(codec, 0), videos[0][0])
         return rows
 
-    def lockstep(self, seconds: float) -> list[Report]:
-        """A row per codec, at the recorded size and then resized."""
+    def cases(self) -> list[Report]:
+        """A row per case, decoder and shape of request."""
         jobs = {
-            f"{codec}, {'recorded size' if size is None else 'resized'}": {
-                "folder": self._folder(codec, gop, SIZE), "device": self._device, "seconds": seconds, "image_size": size,
-            }
-            for size in (None, RESIZED)
+            f"{case}: {decoder}": {"case": case, "decoder": decoder, "gpu": self._gpu}
+            for decoder in cases.DECODERS
+            for case in cases.CASES
+        }
+        rows = []
+        for label, result in self._each("case", jobs).items():
+            case, _, decoder = label.rpartition(": ")
+            head: Report = {"codec": case.partition(" ")[0].strip(","), "videos": case, "decoder": decoder}
+            head |= {key: result.get(key) for key in ("clip_ms", "gpu_growth")} | {"refused": result.get("refused", "")}
+            nothing = {"": {"frames": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed", "")}}
+            rows += [{**head, "shape": shape, **row} for shape, row in (result.get("shapes") or nothing).items()]
+        return rows
+
+    def lockstep(self, seconds: float) -> list[Report]:
+        """A row per codec at the recorded size, one for two Loaders at a time, and rows for resized frames and torchcodec."""
+        jobs: list[tuple[str, str, dict[str, Any]]] = []
+        plain = {
+            codec: {"folder": self._folder(codec, gop, SIZE), "device": self._device, "seconds": seconds}
             for codec, gop in self._longest.items()
-        }  # fmt: skip
-        return [{"loader": label, **row} for label, row in self._each("lockstep", jobs, seconds).items()]
+        }
+        jobs += [("lockstep", f"{codec}, recorded size", {**job, "image_size": None}) for codec, job in plain.items()]
+        jobs += [("two loaders", f"{codec}, two Loaders", job) for codec, job in list(plain.items())[:1]]
+        jobs += [("lockstep", f"{codec}, resized", {**job, "image_size": RESIZED}) for codec, job in plain.items()]
+        if self._decodes_with_torchcodec():
+            other = {"image_size": None, "decode": TORCHCODEC_CUDA}
+            jobs += [("lockstep", f"{codec}, {TORCHCODEC_CUDA}", {**job, **other}) for codec, job in plain.items()]
+        return [
+            {"loader": label, **row}
+            for step_name, label, job in jobs
+            for row in self._each(step_name, {label: job}, seconds).values()
+        ]
+
+    def verdict(self, seconds: float) -> Report:
+        """Frames/s on a busy GPU beside torchcodec on the CPU, of the codec that matters most; empty if none was decoded."""
+        video = next(((codec, SHORT, FAST) for codec in self._longest), None)
+        if video is None or not self._write([video]):
+            return {}
+        folder, cores = self._folder(*video), process.cores()
+        on_cpu = {f"{video[0]} on the CPU": {"folder": folder, "threads": cores, "seconds": seconds}}
+        [cpu] = self._each("torchcodec", on_cpu, 4 * seconds).values() or [{}]
+        rows: list[Report] = []
+        for decoder in ["dali"] + [TORCHCODEC_CUDA] * self._decodes_with_torchcodec():
+            job = {"folder": folder, "decoder": decoder, "gpu": self._gpu, "threads": list(_BUSY_THREADS), "seconds": seconds}
+            for found in self._each("busy", {f"{video[0]}, {decoder}": job}, 4 * seconds * len(_BUSY_THREADS)).values():
+                rows += found.get("rows", [found])
+        nvdec = [row["frames_per_s"] for row in rows if "frames_per_s" in row]
+        ratio = max(nvdec) / cpu["frames_per_s"] if nvdec and cpu.get("frames_per_s") else None
+        rows += [{"decoder": "torchcodec", "threads": cores, **cpu}] if cpu else []
+        return {"codec": video[0], "rows": rows, "ratio": ratio}
+
+    def _decodes_with_torchcodec(self) -> bool:
+        """Whether torchcodec decodes on this GPU."""
+        return self._gpu is not None and not unavailable(self._gpu)
 
     def soak(self, seconds: float) -> Report:
         """The Loader over a longer time; empty without time. On a GPU, the second camera is AV1, on the route of "auto"."""
@@ -230,11 +286,16 @@ class _Run:
         for row in report["identity"]:
             if wrong := "" if row["refused"] else _wrong(row) or _colours(row):
                 found.append(f"{row['codec']}, {row['videos']}, {row['shape']}: {wrong}")
+        for row in report.get("cases", []):
+            if wrong := "" if row["refused"] else _wrong(row) or _colours(row):
+                found.append(f"{row['videos']}, {row['decoder']}, {row['shape']}: {wrong}")
         for row in report.get("lockstep", []):
             if wrong := _wrong(row) or _routes(row, cameras=2):
                 found.append(f"{row['loader']}, in lockstep with torchcodec: {wrong}")
         if (row := report.get("soak")) and (wrong := _wrong(row) or _routes(row, cameras=1) or _growth(row)):
             found.append(f"soak: {wrong}")
+        rows = (report.get("verdict") or {}).get("rows", [])
+        found += [f"speed on a busy GPU: {row['failed']}" for row in rows if row.get("failed")]
         found += [f"speed of {row['codec']}: {row['failed']}" for row in report.get("speed", []) if row.get("failed")]
         return found + self._exits
 
@@ -262,7 +323,7 @@ class _Run:
         return self._written.issuperset(folders)
 
     def _each(self, name: str, jobs: Mapping[str, dict[str, Any]], seconds: float = 0.0) -> dict[str, Report]:
-        """Runs a step per job: several at a time for "write" and "identity", one at a time for measurements.
+        """Runs a step per job: several at a time for "write", "identity" and "case", one at a time for measurements.
 
         `jobs` are their arguments by name, and `seconds` those of a measurement. Returns results by name, without those of jobs
         without time, which are in `left_out`.
@@ -275,7 +336,7 @@ class _Run:
             found = step(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
             return None if found.pop("out_of_time", False) and left < limit else found
 
-        at_a_time = max(1, min(8, process.cores() // 2)) if name in ("write", "identity") else 1
+        at_a_time = max(1, min(8, process.cores() // 2)) if name in ("write", "identity", "case") else 1
         with ThreadPoolExecutor(at_a_time) as pool:
             for number, (label, result) in enumerate(zip(jobs, pool.map(run, jobs.values()), strict=True), 1):
                 if result is None:
@@ -307,8 +368,9 @@ def _colours(row: Report) -> str:
 
 
 def _routes(row: Report, cameras: int) -> str:
-    """What is wrong unless the first `cameras` are on the DALI route."""
-    if row["route_changes"] or set(list(row["routes"].values())[:cameras]) != {"dali"}:
+    """What is wrong unless NVDEC decodes the first `cameras`."""
+    decoders = set(list(row["routes"].values())[:cameras])
+    if row["route_changes"] or len(decoders) != 1 or decoders == {"torchcodec"}:
         return f"a camera is not on the DALI route: {row['routes']}"
     return ""
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from dali_stream.decode import dali
+from dali_stream.decode import dali, torchcodec_cuda
 from dali_stream.decode.torchcodec import decode_clip
 from dali_stream.mp4.clip import Clip
 from dali_stream.tools import environment
-from dali_stream.tools.selftest import videos
+from dali_stream.tools.selftest import lockstep, videos
 
 BATCH = 64  # frames
 BATCHES = 24  # prepared in advance and repeated
@@ -40,14 +42,70 @@ def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], 
     return {"rows": rows, "gpu_bytes": environment.gpu_bytes_used(gpu)}
 
 
-def measure_torchcodec(folder: str, threads: int, seconds: float) -> dict[str, Any]:
-    """Decodes such frames with torchcodec, 16 per clip, as the loader does on a CPU. Returns `frames_per_s`."""
+def measure_busy(folder: str, decoder: str, gpu: int | None, threads: list[int], seconds: float) -> dict[str, Any]:
+    """Decode single random frames on NVDEC, a clip each, while another thread keeps the GPU busy with matrix products.
+
+    Args:
+        folder: Demo dataset.
+        decoder: "dali" or "torchcodec-cuda".
+        gpu: CUDA device. None for the CPU, which has no other work.
+        threads: Numbers of decode threads.
+        seconds: Time per number of threads.
+
+    Returns:
+        `rows`: per number of threads, `decoder`, `threads` and `frames_per_s`.
+    """
+    rows = []
+    with _busy(gpu):
+        for count in threads:
+            if decoder == "dali":
+                rate = _rate(_pipeline(_batches(folder, 1), gpu, count, 1, wait=False), seconds)
+            else:
+                rate = measure_torchcodec(folder, count, seconds, gpu, per_clip=1)["frames_per_s"]
+            rows.append({"decoder": decoder, "threads": count, "frames_per_s": rate})
+    return {"rows": rows}
+
+
+@contextlib.contextmanager
+def _busy(gpu: int | None) -> Iterator[None]:
+    """Keep a GPU busy from a thread, at most two rounds of products ahead."""
+    if gpu is None:
+        yield
+        return
+    import torch
+
+    work, stop = lockstep.work(f"cuda:{gpu}"), threading.Event()
+    torch.cuda.synchronize(gpu)
+
+    def keep_busy() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(gpu)):
+            before = None
+            while not stop.is_set():
+                work()
+                now = torch.cuda.Event()
+                now.record()
+                if before is not None:
+                    before.synchronize()
+                before = now
+
+    thread = threading.Thread(target=keep_busy, name="dali_stream selftest: busy")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def measure_torchcodec(folder: str, threads: int, seconds: float, gpu: int | None = None, per_clip: int = 16) -> dict[str, Any]:
+    """Decodes such frames with torchcodec, 16 per clip as the loader does on a CPU. Returns `frames_per_s`."""
     [video, *_] = videos.read(folder)
-    batches, number = _batches(folder, 16), itertools.count()
+    batches, number = _batches(folder, per_clip), itertools.count()
     with ThreadPoolExecutor(threads) as pool:
 
         def decode(clip: Clip) -> None:
-            decode_clip(clip, video.format)
+            with torchcodec_cuda.own_stream(gpu):
+                decode_clip(clip, video.format, torchcodec_cuda.device_name(gpu))
 
         def run() -> None:
             # Several batches at once, so that no thread waits for the last clip of one.
@@ -66,12 +124,12 @@ def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
     return made
 
 
-def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: int) -> Callable[[], Any]:
-    """A function that decodes the next batch and returns when it is done."""
+def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: int, wait: bool = True) -> Callable[[], Any]:
+    """A function that decodes the next batch and returns when it is done; with `wait`, when all work of the GPU is done."""
     batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in made])
     pipeline = dali.pipeline(lambda: next(batches), len(made[0]), gpu, threads, prefetch)
     pipeline.build()
-    if gpu is None:
+    if gpu is None or not wait:
         return pipeline.run
     import torch
 

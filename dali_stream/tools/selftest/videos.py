@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.dataset import Dataset
+from dali_stream.decode import torchcodec
 from dali_stream.demo import write_demo
 from dali_stream.mp4.clip import Clip, pack
 from dali_stream.mp4.format import VideoFormat, describe
@@ -31,7 +32,16 @@ class Video:
 
     def clip(self, shown: Sequence[int]) -> Clip:
         """A packed clip with some of its frames, counted in display order."""
-        return pack(self.store, [self.table] * len(shown), self.table.display_order[list(shown)].tolist())
+        return pack(self.store, [self.table] * len(shown), self._packets(shown))
+
+    def frames(self, shown: Sequence[int], device: str = "cpu") -> npt.NDArray[np.uint8]:
+        """Return some of its frames, (n, H, W, 3), decoded by torchcodec on "cpu" or a GPU such as "cuda:0"."""
+        indices = [self.table] * len(shown)
+        return torchcodec.decode(self.store, indices, self._packets(shown), self.format, device=device)[0]
+
+    def _packets(self, shown: Sequence[int]) -> list[int]:
+        packets: list[int] = self.table.display_order[list(shown)].tolist()
+        return packets
 
 
 def write(folder: str, codec: str, gop: int, size: tuple[int, int]) -> None:

@@ -1,0 +1,237 @@
+"""Cost of a dataset of DROID's size: 76,000 episodes, 20 million frames, 3 cameras, batches of 64.
+
+    python benchmarks/scale.py FOLDER [--only NAME ...] [--json]
+
+FOLDER gets the datasets, 20 GB with hard links counted once, unless it has them. Each measurement runs in a process of its
+own, in CPU seconds, and takes memory as what the process has beyond its imports and one batch of a small dataset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from argument_types import count
+from scale_dataset import CAMERAS, write
+
+import dali_stream
+from dali_stream.lerobot.rows import RowReader
+from dali_stream.memory_limit import return_freed_memory
+from dali_stream.mp4.index import read_index
+from dali_stream.tools import environment
+
+BATCH, MIXED = 64, 50
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process."""
+    return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+
+
+def rss() -> int:
+    """Bytes in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class Bench:
+    """The datasets, and what one process measures of them."""
+
+    def __init__(self, folder: Path, episodes: int, batches: int) -> None:
+        self.folder, self.batches = folder, batches
+        self.large = folder / str(episodes)
+        self.small, self.converted = folder / "1000", folder / f"{max(episodes // 7, 1000)} converted"
+        self.episodes = episodes
+
+    def write(self) -> None:
+        """Writes the missing datasets."""
+        write(self.small, 1000)
+        write(self.large, self.episodes)
+        write(self.converted, max(self.episodes // 7, 1000), converted=True)
+
+    def import_all(self) -> int:
+        """Imports what a loader needs; returns the bytes in memory afterwards."""
+        loader = self.loader(dali_stream.Dataset(self.small))
+        next(iter(loader))
+        loader.close()
+        del loader
+        gc.collect()
+        return_freed_memory()
+        return rss()
+
+    def loader(self, dataset: Any, **settings: Any) -> dali_stream.Loader:
+        """A loader of whole frames, without conversion to floats."""
+        return dali_stream.Loader(dataset, batch_size=BATCH, image_dtype="uint8", device="cpu", seed=1, **settings)
+
+    def open(self) -> dict[str, Any]:
+        """Opening the dataset."""
+        before, began = self.import_all(), cpu_s()
+        dataset = dali_stream.Dataset(self.large)
+        took = cpu_s() - began
+        return {"open_cpu_s": took, "open_rss_bytes": rss() - before, "frames": dataset.num_frames}
+
+    def footers(self) -> dict[str, Any]:
+        """An episode of each data file read, which needs the footers of all."""
+        self.import_all()
+        dataset = dali_stream.Dataset(self.large)
+        reader, before, began = RowReader(dataset), rss(), cpu_s()
+        for file in range(len(dataset.table.data.paths)):
+            reader.read(int(dataset.table.data.rows(file)[0]))
+        return {"footers_rss_bytes": rss() - before, "footers_cpu_s": cpu_s() - began}
+
+    def index(self) -> dict[str, Any]:
+        """The index of a video file."""
+        dataset = dali_stream.Dataset(self.large)
+        path = dataset.table.video[CAMERAS[0]].paths[0]
+        began, index = cpu_s(), read_index(dataset.data_store, path)
+        return {"index_bytes_per_frame": index.nbytes / len(index), "index_cpu_s": cpu_s() - began}
+
+    def memory(self, budget: str, shuffle: Any = True) -> dict[str, Any]:
+        """Memory over the batches, in five steps, and CPU seconds of a sample in the last four."""
+        before, peaks, last, began = self.import_all(), [], 0, 0.0
+        opened = _count_opened()
+        with self.loader(dali_stream.Dataset(self.large), memory_budget=budget, shuffle=shuffle) as loader:
+            for number, _ in enumerate(_batches(loader), start=1):
+                if number % (self.batches // 5) == 0:
+                    peaks.append(rss() - before)
+                    last, began = (number, cpu_s()) if len(peaks) == 1 else (last, began)
+                if number == self.batches:
+                    break
+            each = (cpu_s() - began) / (self.batches - last) / BATCH
+        frames = self.batches * BATCH * len(CAMERAS)
+        return {"rss_bytes": peaks, "cpu_s_per_sample": each, "opened_files_per_1000_frames": 1000 * len(opened) / frames}
+
+    def resume(self) -> dict[str, Any]:
+        """The first batch at 95 % of an epoch, beyond a first batch."""
+        self.import_all()
+        dataset, seconds = dali_stream.Dataset(self.large), []
+        for share in (0.0, 0.95):
+            with self.loader(dataset) as loader:
+                state = loader.state_dict() | {"epoch": 2, "position": int(share * len(loader)) * BATCH}
+                began = cpu_s()
+                loader.load_state_dict(state)
+                next(iter(loader))
+                seconds.append(cpu_s() - began)
+        return {"first_batch_cpu_s": seconds[0], "resume_cpu_s": seconds[1]}
+
+    def mixture(self) -> dict[str, Any]:
+        """A mixture of 50 datasets of 1000 episodes, and one of them."""
+        self.import_all()
+        alone, _ = self._steady(dali_stream.Dataset(self.small))
+        began = cpu_s()
+        roots = {f"d{number}": dali_stream.Dataset(self.small) for number in range(MIXED)}
+        mixture = dali_stream.Mixture(roots)
+        made = cpu_s() - began
+        each, state = self._steady(mixture)
+        with self.loader(mixture) as loader:
+            state["position"] = len(loader) // 2 * BATCH
+            loader.load_state_dict(state)
+            began = cpu_s()
+            next(iter(loader))
+            resumed = cpu_s() - began
+        plan = each["plan_s"] / alone["plan_s"]
+        return {"made_cpu_s": made, "one_dataset": alone, "mixture": each, "planner_ratio": plan, "resume_cpu_s": resumed}
+
+    def closed(self) -> dict[str, Any]:
+        """Five loaders one after the other: what stays in memory after each."""
+        before, left, dataset = self.import_all(), [], dali_stream.Dataset(self.large)
+        for _ in range(5):
+            with self.loader(dataset) as loader:
+                for _ in itertools.islice(loader, 40):
+                    pass
+            del loader
+            left.append(rss() - before)
+        return {"rss_after_close_bytes": left}
+
+    def one_group(self) -> dict[str, Any]:
+        """One row group per data file, as LeRobot's converter writes: the first batch, and the first 20."""
+        self.import_all()
+        dataset, seconds = dali_stream.Dataset(self.converted), []
+        began = cpu_s()
+        with self.loader(dataset) as loader:
+            for _ in itertools.islice(loader, 20):
+                seconds.append(cpu_s() - began)
+        return {"episodes": dataset.num_episodes, "first_batch_cpu_s": seconds[0], "first_20_cpu_s": seconds[-1]}
+
+    def _steady(self, dataset: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        """Seconds of a sample after the first fifth of the batches, and the state at the end."""
+        batches = max(self.batches // 4, 10)
+        with self.loader(dataset) as loader:
+            first, began, plan = batches // 5, 0.0, 0.0
+            for number, _ in enumerate(_batches(loader), start=1):
+                if number == first:
+                    began, plan = cpu_s(), loader.stats()["plan_s"]
+                if number == batches:
+                    break
+            samples = (batches - first) * BATCH
+            each = {"cpu_s": (cpu_s() - began) / samples, "plan_s": (loader.stats()["plan_s"] - plan) / samples}
+            return each, loader.state_dict()
+
+
+MEASUREMENTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "open": Bench.open,
+    "footers": Bench.footers,
+    "index": Bench.index,
+    "pool": lambda bench: bench.memory("4GiB"),
+    "pool, 1 GiB": lambda bench: bench.memory("1GiB"),
+    "global": lambda bench: bench.memory("4GiB", "global"),
+    "resume": Bench.resume,
+    "mixture": Bench.mixture,
+    "closed": Bench.closed,
+    "converted": Bench.one_group,
+}
+
+
+def _batches(loader: dali_stream.Loader) -> Iterator[Any]:
+    """Batches of one epoch after the other."""
+    while True:
+        yield from loader
+
+
+def _count_opened() -> list[str]:
+    """The files of datasets that are opened from now on."""
+    opened: list[str] = []
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith((".mp4", ".parquet")):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    return opened
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a dataset of DROID's size costs")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--episodes", type=count, default=76_000)
+    parser.add_argument("--batches", type=count, default=2000)
+    parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], default=[*MEASUREMENTS])
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one measurement, in this process
+    arguments = parser.parse_args()
+    bench = Bench(arguments.folder, arguments.episodes, max(arguments.batches, 10))
+    if arguments.here:
+        print(json.dumps(MEASUREMENTS[arguments.only[0]](bench)))
+        return
+    bench.write()
+    result: dict[str, Any] = {"episodes": arguments.episodes, "batches": arguments.batches, "batch_size": BATCH}
+    for name in arguments.only:
+        sizes = ["--episodes", str(arguments.episodes), "--batches", str(arguments.batches)]
+        command = [sys.executable, __file__, str(arguments.folder), "--here", "--only", name, *sizes]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
+        result[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name}: {result[name]}", flush=True)
+    if arguments.json:
+        print(environment.report_json(result | environment.ran_on("cpu")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Decoding with torchcodec on NVDEC: the frames of each sample from a clip of its own, on the GPU. Not run on a GPU yet.
+
+The times that torchcodec returns with the frames are those of the bitstream, so each frame is compared with its request as on
+the CPU (`torchcodec.decode_tensors`). With the device "cpu", all of it but the CUDA stream runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+import torchcodec
+from torchcodec.decoders import set_nvdec_cache_capacity
+
+from dali_stream.cache.buffers import Buffers
+from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.counters import Counters
+from dali_stream.decode.capability import engines
+from dali_stream.decode.dali import SESSIONS_PER_ENGINE
+from dali_stream.decode.decoder import Pool, succeeded
+from dali_stream.decode.samples import Int64, Request, SampleDecoder
+from dali_stream.decode.torchcodec import decode_tensors
+from dali_stream.errors import DecodeError
+from dali_stream.lerobot.source import Source
+from dali_stream.schedule.plan import BatchPlan
+from dali_stream.storage import Store
+from dali_stream.workers import Workers
+
+_LEAST = (0, 14)  # torchcodec's version
+_LEAST_CUDA = 13
+_CACHED = 100  # NVDEC decoders that torchcodec keeps per GPU, as many as DALI. One is in use per session.
+_of_thread = threading.local()
+
+
+def unavailable(gpu: int | None) -> str:
+    """Return why torchcodec cannot decode on the GPU here, and what to install. Empty if it can."""
+    if gpu is None:
+        return "batches are made on the CPU"
+    cuda = torch.version.cuda
+    release = tuple(map(int, re.findall(r"\d+", torchcodec.__version__)[:2]))
+    if release >= _LEAST and not torchcodec.__version__.endswith("+cpu") and cuda and int(cuda.split(".")[0]) >= _LEAST_CUDA:
+        return ""
+    return (
+        f"torchcodec {torchcodec.__version__} and torch {torch.__version__} do not decode on a GPU. Install torch for CUDA 13 "
+        "and torchcodec 0.14 or later, which needs driver 580 or later: pip install --upgrade torch 'torchcodec>=0.14'"
+    )
+
+
+class SampleFrames:
+    """The frames of one batch of a camera, in progress, as `Work`."""
+
+    def __init__(self, samples: int) -> None:
+        self.frames: list[torch.Tensor | None] = [None] * samples
+        self.tasks: list[Future[None]] = []
+        self.failed: dict[int, DecodeError] = {}
+
+    def ready(self) -> bool:
+        return not self.failed and all(map(succeeded, self.tasks))
+
+    def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[torch.Tensor | None]:
+        """Return (T, H, W, 3) uint8 per sample, on the device; None for a sample in `failed`."""
+        return self.frames
+
+
+class TorchcodecCudaDecoder(SampleDecoder):
+    """A `Decoder` of a camera's video that decodes on a GPU, or for tests on the CPU if `gpu` is None."""
+
+    def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
+        super().__init__(source, key, counters)
+        self._gpu, self._device = gpu, device_name(gpu)
+
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleFrames:
+        """See `Decoder.start`."""
+        work = SampleFrames(len(frames))
+        self.start_samples(work, pool, plan, frames, episodes, store)
+        return work
+
+    def make(self, store: Store, request: Request, work: SampleFrames) -> None:
+        """Decode each frame of a window once, and then put it into place."""
+        unique, steps = np.unique(request.packets, return_inverse=True)
+        video, timed, decoded = self.format(request.file, int(unique[0])), self._counters.timed, 0
+        try:
+            with own_stream(self._gpu), timed("decode_s"):
+                frames = torch.empty((len(unique), video.height, video.width, 3), dtype=torch.uint8, device=self._device)
+                indices = [request.file] * len(unique)
+                for requests, part, more in decode_tensors(
+                    store, indices, unique.tolist(), video, len(unique), timed, self._device
+                ):
+                    frames[requests] = part
+                    decoded += more
+                work.frames[request.row] = frames[steps.reshape(-1).tolist()]
+        except DecodeError as error:
+            work.failed[request.row] = self.named(request.episode, request.frames, request.file, error)
+        self._counters.add(clips=1, decoded_frames=decoded)
+
+
+def device_name(gpu: int | None) -> str:
+    """Return torch's name of a GPU, or of the CPU for None."""
+    return "cpu" if gpu is None else f"cuda:{gpu}"
+
+
+@contextlib.contextmanager
+def own_stream(gpu: int | None) -> Iterator[None]:
+    """Work on a CUDA stream of this thread. At the end, wait until it is done. Does nothing for the CPU."""
+    if gpu is None:
+        yield
+        return
+    streams = _of_thread.__dict__.setdefault("streams", {})
+    if gpu not in streams:
+        streams[gpu] = torch.cuda.Stream(device_name(gpu))
+    with _sessions(gpu), torch.cuda.stream(streams[gpu]):
+        yield
+        streams[gpu].synchronize()
+
+
+@functools.cache
+def _sessions(gpu: int) -> threading.BoundedSemaphore:
+    """Decoding sessions of a GPU, for all cameras and Loaders of this process."""
+    set_nvdec_cache_capacity(_CACHED)
+    return threading.BoundedSemaphore(SESSIONS_PER_ENGINE * engines(gpu))

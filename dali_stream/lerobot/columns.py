@@ -1,0 +1,123 @@
+"""Arrow columns as NumPy arrays.
+
+Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every float becomes float32, every integer int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dali_stream.errors import DatasetError, StorageError
+from dali_stream.lerobot.features import Feature
+
+
+def to_numpy(
+    column: pa.ChunkedArray, feature: Feature, where: str, image: Callable[[str], bytes] | None = None
+) -> npt.NDArray[Any]:
+    """A column as (L, *shape), or (L,) where the shape is (1,) or (). Images and strings as objects, bytes and str.
+
+    `image` reads an image that is in a file of its own, by its path in the dataset.
+
+    Raises:
+        DatasetError: a value is missing, is of another shape or dtype than the feature, or has no room in the dtype of a batch.
+    """
+    array = _storage(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
+    if feature.is_image:
+        return _objects(_encoded(array, where, image), bytes, where)
+    if array.null_count:
+        raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{_LEAVE_OUT}")
+    shape, depth = feature.row_shape, 0
+    while depth < len(shape) or _is_list(array.type):  # one number of shape (1,) may be in a list of one
+        size = shape[depth] if depth < len(shape) else 1
+        if not _is_list(array.type):
+            raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
+        if not _has_length(array, size):
+            raise DatasetError(f"{where}: a value has another shape than {feature['shape']}, which meta/info.json says")
+        array, depth = array.flatten(), depth + 1
+        if array.null_count:
+            raise DatasetError(f"{where}: {array.null_count} numbers are missing")
+    values = _objects(array.to_pylist(), str, where) if feature.is_text else _numbers(array, feature, where)
+    return values.reshape(len(column), *shape)
+
+
+_LEAVE_OUT = ". Record or convert the dataset again, or leave the feature out with Dataset.without"
+
+
+def _storage(array: pa.Array) -> pa.Array:
+    """An array without its extension type: the library `datasets`, where it is imported, has types for matrices."""
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind))
+
+
+def _has_length(array: pa.Array, size: int) -> bool:
+    """Whether all lists, of which none is null, have this length."""
+    if pa.types.is_fixed_size_list(array.type):
+        return bool(array.type.list_size == size or not len(array))
+    return bool((np.diff(array.offsets.to_numpy()) == size).all())
+
+
+def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
+    """Numbers in the dtype of a batch. Floats are rounded to float32; all others have to fit exactly."""
+    kind = array.type
+    if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise DatasetError(
+            f"{where}: holds {kind}, and meta/info.json says {feature.dtype} of shape {feature['shape']}{_LEAVE_OUT}"
+        )
+    values = array.to_numpy(zero_copy_only=False)
+    if values.dtype == feature.numpy:
+        return values
+    with np.errstate(invalid="ignore", over="ignore"):
+        found: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
+    if not feature.is_float and values.dtype != found.dtype and (wrong := found != values).any():
+        raise DatasetError(
+            f"{where}: has the value {values[wrong][0]} ({kind}), and meta/info.json says {feature.dtype}, which is "
+            f"{found.dtype} in batches{_LEAVE_OUT}"
+        )
+    return found
+
+
+def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -> list[Any]:
+    """The bytes of images: binary, a struct of `bytes` and `path` as the library `datasets` writes them, or paths alone.
+
+    Where a struct has bytes, its path is where they once were.
+    """
+    named = pa.nulls(len(array), pa.string())
+    if pa.types.is_struct(array.type):
+        columns = {field.name: pc.struct_field(array, field.name) for field in array.type}
+        array, named = columns.get("bytes", pa.nulls(len(array), pa.binary())), columns.get("path", named)
+    elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        array, named = pa.nulls(len(array), pa.binary()), array
+    encoded = array.to_pylist()
+    for frame in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist():
+        path = named[frame].as_py()
+        if not isinstance(path, str):
+            raise DatasetError(f"{where}: {array.null_count} of {len(array)} images are missing, the first of frame {frame}")
+        if read is None or path.startswith("/") or "://" in path:
+            raise DatasetError(
+                f"{where}: frame {frame}: its image is in the file {path[:200]!r}; images are in Parquet rows, where LeRobot "
+                "writes them, or in files of the dataset, whose paths begin at its root. Embed it on the machine that has the "
+                "file, for example with lerobot.datasets.io_utils.embed_images, or leave the camera out with cameras=..."
+            )
+        try:
+            encoded[frame] = read(path)
+        except (DatasetError, StorageError) as error:
+            raise type(error)(f"{where}: frame {frame}: {error}") from error
+    return encoded
+
+
+def _objects(values: list[Any], kind: type, where: str) -> npt.NDArray[np.object_]:
+    wrong = {type(value).__name__ for value in values if not isinstance(value, kind)}
+    if wrong:
+        raise DatasetError(f"{where}: holds {', '.join(sorted(wrong))}, and {kind.__name__} is needed{_LEAVE_OUT}")
+    objects = np.empty(len(values), object)
+    objects[:] = values
+    return objects

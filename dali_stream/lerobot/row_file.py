@@ -1,0 +1,189 @@
+"""One Parquet file of rows: which row groups hold which rows, and reading some columns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dali_stream.errors import DatasetError
+from dali_stream.lerobot.dataset import DatasetFiles
+from dali_stream.lerobot.row_groups import MAGIC, RowGroups, as_file
+from dali_stream.storage import Store
+from dali_stream.storage.store import SMALL, Ranges
+
+_TAIL = 64 << 10  # bytes that are read from the end of a file, where its footer is
+_GAP = 8 << 10  # bytes between columns that are read with them: a request less
+_LARGE = 32 << 20  # bytes of rows that pyarrow reads in several requests at a time
+_FEW_ROWS = 1 << 20
+
+
+class RowFile:
+    """A data file of a dataset, whose footer has been read.
+
+    A group's statistics would tell the episodes in it, but pyarrow ends the process where a broken footer gives them
+    another type than their column has.
+
+    Args:
+        dataset: The dataset.
+        store: Where its rows are.
+        number: Number of the file among the data files.
+        keys: Columns that are read.
+
+    Attributes:
+        groups: The row groups.
+
+    Raises:
+        DatasetError: The file lacks a column, or its numbers of rows contradict the metadata.
+    """
+
+    def __init__(self, dataset: DatasetFiles, store: Store, number: int, keys: Sequence[str]) -> None:
+        table = dataset.table
+        self._store, self._path = store, table.data.paths[number]
+        parquet, footer, self._whole = _open(dataset, store, number)
+        self._size = store.size(self._path)
+        self._gap = 0 if dataset.skips_images else _GAP
+        self._names = parquet.schema_arrow.names
+        self._columns = list(dict.fromkeys([*keys, "episode_index"]))
+        missing = [key for key in self._columns if key not in self._names]
+        if missing:
+            raise DatasetError(
+                f"{store.where(self._path)}: lacks the column {missing[0]}, which meta/info.json has as a feature"
+            )
+        self._leaves = _leaves(parquet, self._columns)
+        self.groups = RowGroups(parquet.metadata, footer)
+        promised = int(table.length.sum())
+        most = max(promised, _FEW_ROWS)  # files keep the rows of episodes that were taken out of the metadata
+        rows = self.groups.rows
+        if (wrong := (rows < 0) | (rows > most)).any():
+            raise DatasetError(
+                f"{store.where(self._path)}: a row group claims {rows[wrong][0]} rows, and the dataset has {promised} frames"
+            )
+        self._stop = int(table.first_row[table.data.rows(number)].min()) + np.cumsum(rows)
+        self._episodes: npt.NDArray[np.int64] | None = None
+
+    def groups_at(self, start: int, stop: int) -> list[int]:
+        """Return the row groups of the rows [start, stop) of the dataset, if the file holds its episodes in their order."""
+        first, last = np.searchsorted(self._stop, [start, stop], side="right").tolist()
+        last += last < len(self._stop) and int(self._stop[last] - self.groups.rows[last]) < stop
+        return [group for group in range(first, last) if self.groups.rows[group]]
+
+    def groups_of(self, episode: int) -> list[int]:
+        """Return the row groups that may hold rows of an episode, by its index, in a file of any order. Reads them all once."""
+        if self._episodes is None:
+            self._episodes = np.array([self._range(i) for i in range(len(self._stop))], np.int64).reshape(-1, 2)
+        return np.flatnonzero((self._episodes[:, 0] <= episode) & (episode <= self._episodes[:, 1])).tolist()
+
+    def read(self, groups: Sequence[int]) -> tuple[pa.Table, int]:
+        """Return the columns of some row groups, and the bytes that were read."""
+        metadata, numbers = self.groups.metadata(groups)
+        whole, self._whole = self._whole, b""
+        if whole:
+            parquet = self._parquet(pa.BufferReader(whole), metadata, pre_buffer=False)
+            return parquet.read_row_groups(numbers, columns=self._columns, use_threads=False), len(whole)
+        file = self._store.open(self._path, self._size)
+        ranges = self._ranges(metadata, numbers)
+        for start, stop in ranges:
+            file.hold(start, stop)
+        parquet = self._parquet(file, metadata, pre_buffer=not ranges)
+        # Pyarrow itself reads small gaps too, where images may be that are not needed.
+        runs = [self._columns] if ranges or self._gap else self._runs()
+        parts = [parquet.read_row_groups(numbers, columns=run, use_threads=False) for run in runs]
+        table = pa.table({name: part[name] for part in parts for name in part.column_names}) if len(parts) > 1 else parts[0]
+        return table, file.bytes_read
+
+    def _range(self, group: int) -> tuple[int, int]:
+        """Return the lowest and the highest episode index in a row group."""
+        metadata, numbers = self.groups.metadata([group])
+        parquet = self._parquet(self._store.open(self._path, self._size), metadata)
+        index = parquet.read_row_groups(numbers, columns=["episode_index"], use_threads=False)["episode_index"]
+        values = index.to_numpy()
+        return (int(values.min()), int(values.max())) if len(values) else (0, -1)
+
+    def _parquet(self, file: Ranges | pa.BufferReader, metadata: pq.FileMetaData, pre_buffer: bool = True) -> pq.ParquetFile:
+        return pq.ParquetFile(file, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
+
+    def _ranges(self, metadata: pq.FileMetaData, groups: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the bytes of the columns, rising; empty where pyarrow shall read by itself."""
+        ranges: list[tuple[int, int]] = []
+        for group in map(metadata.row_group, groups):
+            for chunk in map(group.column, self._leaves):
+                dictionary = chunk.dictionary_page_offset or chunk.data_page_offset
+                start = min(dictionary, chunk.data_page_offset)
+                stop = start + chunk.total_compressed_size
+                if not 0 < start <= stop <= self._size:
+                    return []
+                if ranges and 0 <= start - ranges[-1][1] <= self._gap:
+                    start = ranges.pop()[0]
+                ranges.append((start, stop))
+        return ranges if sum(stop - start for start, stop in ranges) <= _LARGE else []
+
+    def _runs(self) -> list[list[str]]:
+        """Return the columns, split where others lie between them."""
+        runs: list[list[str]] = []
+        before = -2
+        for place in sorted(map(self._names.index, self._columns)):
+            if place != before + 1:
+                runs.append([])
+            runs[-1].append(self._names[place])
+            before = place
+        return runs
+
+
+def open_parquet(dataset: DatasetFiles, store: Store, number: int) -> pq.ParquetFile:
+    """Open a data file by its number among the dataset's, and read its footer as `RowFile` does."""
+    return _open(dataset, store, number)[0]
+
+
+def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.ParquetFile, bytes, bytes]:
+    """Return a data file with its footer, the bytes of that if they are known, and those of the file if it was read whole.
+
+    A remote file of one short episode, as v2.x has them, is read whole: one request instead of three.
+    """
+    path = dataset.table.data.paths[number]
+    rows = dataset.table.length[dataset.table.data.rows(number)]
+    small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
+    whole = store.read(path, 0, SMALL) if small and store.remote else b""
+    size = store.size(path)  # after the read above, which brings that of a remote file
+    if whole and len(whole) == size:
+        return pq.ParquetFile(pa.BufferReader(whole)), b"", whole
+    footer = _footer(store, path, size, 8 if dataset.skips_images else _TAIL)
+    if footer is None:
+        return pq.ParquetFile(store.open(path, size)), b"", b""  # for pyarrow to say what is wrong
+    return pq.ParquetFile(as_file(footer)), footer, b""
+
+
+def _footer(store: Store, path: str, size: int, tail: int) -> bytes | None:
+    """Read a footer, from the last `tail` bytes of the file on; None where it has none."""
+    begin = max(size - tail, 0)
+    data = store.read(path, begin, size)
+    length, magic = int.from_bytes(data[-8:-4], "little"), data[-4:]
+    if len(data) < 8 or magic != MAGIC or length > size - 12:
+        return None
+    missing = length + 8 - len(data)
+    if missing > 0:
+        data = store.read(path, begin - missing, begin) + data
+    return data[-8 - length : -8]
+
+
+def _leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
+    """Return which columns of the file hold the values of some columns of its Arrow schema; a structure has several."""
+    leaves: list[int] = []
+    first = 0
+    for field in parquet.schema_arrow:
+        count = _count_leaves(field.type)
+        leaves += range(first, first + count) if field.name in columns else ()
+        first += count
+    return leaves if first == parquet.metadata.num_columns else []
+
+
+def _count_leaves(kind: pa.DataType) -> int:
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    if pa.types.is_struct(kind):
+        return sum(_count_leaves(field.type) for field in kind)
+    if pa.types.is_map(kind):
+        return _count_leaves(kind.key_type) + _count_leaves(kind.item_type)
+    return _count_leaves(kind.value_type) if pa.types.is_nested(kind) else 1

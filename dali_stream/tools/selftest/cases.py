@@ -1,0 +1,159 @@
+"""Tests the decoders of a GPU on videos that the Loader keeps from NVDEC through DALI, without asking whether it would.
+
+The results tell whether these refusals are needed, and what torchcodec's NVDEC decoder does with the same clips.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dali_stream.decode import dali, torchcodec_cuda
+from dali_stream.decode.capability import capability
+from dali_stream.decode.route import TORCHCODEC_CUDA, refusal_of_file
+from dali_stream.demo import stamp
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import read_index
+from dali_stream.storage import LocalStore
+from dali_stream.tools import environment
+from dali_stream.tools.selftest import identity, videos
+from dali_stream.tools.selftest.identity import Request
+from dali_stream.tools.selftest.videos import Video
+
+_FRAMES, _CLIPS = 52, 12
+_TIMED = 50  # clips of one frame, whose time shows whether each gets a new decoder of NVDEC
+DECODERS = ("dali", TORCHCODEC_CUDA)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A video, by its encoder in FFmpeg, (height, width), and the encoder's options."""
+
+    encoder: str
+    size: tuple[int, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _x265(size: tuple[int, int], block: int) -> Case:
+    params = f"open-gop=0:scenecut=0:keyint=4:min-keyint=4:bframes=0:min-cu-size={block}:log-level=none"
+    return Case("libx265", size, {"preset": "ultrafast", "x265-params": params})
+
+
+_VP9 = {"b": 0, "crf": 32, "deadline": 1, "cpu-used": 8, "auto-alt-ref": 0, "lag-in-frames": 0, "g": 12}
+CASES = {
+    "h264 without IDR frames": Case(
+        "libx264", (240, 320), {"preset": "veryfast", "x264-params": "open-gop=1:keyint=13:bframes=1:b-adapt=0"}
+    ),
+    "h264, interlaced": Case("libx264", (240, 320), {"preset": "veryfast", "x264-params": "keyint=12:tff=1"}),
+    "hevc of 360 lines in 368": _x265((360, 640), 16),
+    "hevc of 360 lines in 384": _x265((360, 640), 32),
+    "hevc of 720 lines in 736": _x265((720, 640), 32),
+    "av1 of odd size": Case("libaom-av1", (241, 321), {"cpu-used": 8, "crf": 30, "g": 2, "lag-in-frames": 0}),
+    "vp9 of odd size": Case("libvpx-vp9", (241, 321), _VP9),
+}
+
+
+def measure(case: str, decoder: str, gpu: int | None) -> dict[str, Any]:
+    """Write the video of a case, and request frames of it.
+
+    Args:
+        case: Name in `CASES`.
+        decoder: Name in `DECODERS`.
+        gpu: CUDA device. None for the CPU, where "torchcodec-cuda" is torchcodec's decoder for the CPU.
+
+    Returns:
+        `refused`, why the Loader does not use the decoder, empty if it does; `shapes` as in `identity.measure`; `clip_ms`, the
+        median time of a clip of one frame after the first; and `gpu_growth`, the bytes by which the memory in use on the GPU
+        grew over these clips (None on a CPU). The last two are None for a decoder that fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="dali_stream-case-") as folder:
+        try:
+            video = _write(CASES[case], Path(folder))
+        except RuntimeError as error:
+            return {
+                "refused": f"the video cannot be written: {str(error)[:200]}",
+                "shapes": {},
+                "clip_ms": None,
+                "gpu_growth": None,
+            }
+        refused = _refusal(video, decoder, gpu)
+        if decoder == TORCHCODEC_CUDA and refused:
+            return {"refused": refused, "shapes": {}, "clip_ms": None, "gpu_growth": None}
+        decode = functools.partial(_DECODE[decoder], gpu)
+        shapes = {shape: identity.measure_shape([([video], _CLIPS)], shape, decode) for shape in videos.SHAPES}
+        clip_ms, growth = _time_clips(video, decode, gpu)
+    return {"refused": refused, "shapes": shapes, "clip_ms": clip_ms, "gpu_growth": growth}
+
+
+def _refusal(video: Video, decoder: str, gpu: int | None) -> str:
+    if decoder == "dali":
+        return refusal_of_file(gpu, video.format, video.table, video.store)
+    if gpu is None:
+        return ""
+    kind = video.format
+    asked = capability(gpu, kind.codec, kind.chroma, kind.depth)
+    return torchcodec_cuda.unavailable(gpu) or asked.refusal(kind.height, kind.width)
+
+
+def _decode_with_torchcodec(gpu: int | None, requests: Sequence[Request]) -> list[dali.Frames]:
+    with torchcodec_cuda.own_stream(gpu):
+        return [video.frames(shown, torchcodec_cuda.device_name(gpu)) for video, shown in requests]
+
+
+_DECODE = {"dali": identity.decode_with_dali, TORCHCODEC_CUDA: _decode_with_torchcodec}
+
+
+def _time_clips(
+    video: Video, decode: Callable[[Sequence[Request]], list[dali.Frames]], gpu: int | None
+) -> tuple[float | None, int | None]:
+    """Return the median time of a frame's clip in ms, and the growth of the memory in use on the GPU in bytes."""
+    rng, times = np.random.default_rng(0), []
+    try:
+        decode([(video, [0])])
+        before = environment.gpu_bytes_used(gpu)
+        for _ in range(_TIMED):
+            shown = [int(rng.integers(len(video.identity)))]
+            started = time.perf_counter()
+            decode([(video, shown)])
+            times.append(time.perf_counter() - started)
+    except DecodeError:
+        return None, None
+    after = environment.gpu_bytes_used(gpu)
+    return 1000 * statistics.median(times), None if before is None or after is None else after - before
+
+
+def _write(case: Case, folder: Path) -> Video:
+    """Write a video whose frames contain their identity. Raises RuntimeError if FFmpeg cannot encode it."""
+    import torch
+    from torchcodec.encoders import VideoEncoder  # type: ignore[attr-defined]  # exported, but not by __all__
+
+    images, path = _draw(case.size), folder / "video.mp4"
+    options = {key: value for key, value in case.options.items() if key not in ("crf", "preset")}
+    VideoEncoder(torch.from_numpy(images).permute(0, 3, 1, 2), frame_rate=20).to_file(
+        path, codec=case.encoder, pixel_format="yuv420p", extra_options=options,
+        crf=case.options.get("crf"), preset=case.options.get("preset"),
+    )  # fmt: skip
+    store = LocalStore(str(folder))
+    table = read_index(store, path.name)
+    return Video(store, table, describe(table.configs[0]), np.array([(0, frame, 0) for frame in range(_FRAMES)]))
+
+
+def _draw(size: tuple[int, int]) -> dali.Frames:
+    """Draw a pattern that moves by two pixels per frame."""
+    height, width = size
+    row, column = np.mgrid[:height, : width + 2 * _FRAMES]
+    waves = [np.sin(row / period) * np.cos(column / (period + 6)) for period in (11, 17, 23)]
+    pattern = (128 + 60 * np.stack(waves, axis=-1)).astype(np.uint8)
+    images = np.stack([pattern[:, 2 * i : 2 * i + width] for i in range(_FRAMES)])
+    for frame, image in enumerate(images):
+        stamp(image, 0, frame, 0)
+    return images

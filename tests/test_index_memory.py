@@ -1,0 +1,94 @@
+"""Columns of a video index: they are the values that they were made from, in little memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dali_stream.mp4.column import Lines, packed
+from dali_stream.mp4.index import VideoIndex, video_index
+
+VALUES = st.one_of(
+    st.lists(st.integers(-(1 << 60), 1 << 60), min_size=1, max_size=60),
+    # Lines with some breaks, as in files that were put together from others.
+    st.builds(
+        lambda step, first, jumps: np.cumsum([first, *(step + jump for jump in jumps)]).tolist(),
+        st.integers(0, 3000),
+        st.integers(-100, 1 << 40),
+        st.lists(st.sampled_from([0] * 40 + [1, 5]), max_size=300),
+    ),
+)
+
+
+@given(VALUES, st.integers(0, 5000), st.data())
+def test_a_column_is_the_values_it_was_made_from(values: list[int], step: int, data: st.DataObject) -> None:
+    expected = np.array(values, np.int64)
+    column, n = packed(expected, step), len(expected)
+    np.testing.assert_array_equal(column[:], expected)
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
+    np.testing.assert_array_equal(column[start:stop], expected[start:stop])
+    np.testing.assert_array_equal(column[start:stop:2], expected[start:stop:2])
+    places = np.array(data.draw(st.lists(st.integers(-n, n - 1))), np.int64)
+    np.testing.assert_array_equal(column[places], expected[places])
+    np.testing.assert_array_equal(column[expected % 2 == 0], expected[expected % 2 == 0])
+    assert [column[i] for i in places.tolist()] == expected[places].tolist()
+    np.testing.assert_array_equal(column + 1, expected + 1)
+    np.testing.assert_array_equal(np.diff(column), np.diff(expected))
+    for wrong in (n, -n - 1, np.array([n])):
+        with pytest.raises(IndexError):
+            column[wrong]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=80), st.booleans(), st.data())
+def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, data: st.DataObject) -> None:
+    values = np.cumsum([7] * 60 + [9] + [7] * 60 if even else steps)
+    column = packed(values)
+    assert isinstance(column, Lines) == even or not even
+    wanted = np.array(data.draw(st.lists(st.integers(-50, 3000))), np.int64)
+    for side in ("left", "right"):
+        np.testing.assert_array_equal(np.searchsorted(column, wanted, side), np.searchsorted(values, wanted, side))
+
+
+def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool) -> VideoIndex:
+    """An index of a file: with or without B-frames, at a constant frame rate or not, with sound between its chunks or not."""
+    random, every = np.random.default_rng(0), np.arange(frames)
+    size = random.integers(500, 60_000, frames)
+    pts = every * 512 if steady else np.cumsum(random.integers(300, 700, frames))
+    if b_frames:
+        order = every.reshape(-1, 4)[:, [0, 3, 1, 2]].ravel()
+        pts = pts[np.argsort(order)]
+    offset = 48 + np.cumsum(size) - size + (every // 30 * 4000 if gap else 0)
+    return video_index(
+        "video.mp4", (b"\0\0\0\0avc1",), bytes(44), 15360,
+        offset=offset, size=size, pts=pts, keyframes=every[::12], config=np.zeros(frames), index_bytes=100,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("b_frames", "steady", "gap", "most"), [(False, True, False, 4.1), (False, False, True, 12.1), (True, False, True, 16)]
+)
+def test_an_index_takes_a_few_bytes_a_frame(b_frames: bool, steady: bool, gap: bool, most: float) -> None:
+    index = index_of(48_000, b_frames=b_frames, steady=steady, gap=gap)
+    assert index.reordered == b_frames
+    assert index.nbytes / len(index) < most
+    assert index.is_contiguous(0, 29)
+    assert index.is_contiguous(20, 40) != gap
+
+
+@given(
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.floats(-10, 100) | st.sampled_from([float("nan"), float("inf"), -1e30]), max_size=50),
+)
+def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, steady: bool, seconds: list[float]) -> None:
+    index = index_of(2400, b_frames=b_frames, steady=steady, gap=False)
+    times = np.array([*seconds, *(index.pts[:5] / 15360), *((index.pts[7:9] + 0.5) / 15360)])
+    packets, away = index.nearest(times)
+    shown = np.asarray(index.pts) / 15360
+    finite = np.isfinite(times)
+    expected = np.abs(shown[:, None] - times[finite]).min(0)
+    np.testing.assert_array_equal(away[finite], expected)
+    np.testing.assert_array_equal(np.abs(shown[packets] - times)[finite], expected)
+    assert not (away[~finite] < 1).any()

@@ -1,0 +1,181 @@
+"""Row groups of a Parquet file: their metadata is kept compressed, and reads the same rows as pyarrow's own."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.datasets import Column, build
+
+from dali_stream import Dataset
+from dali_stream.lerobot.row_groups import RowGroups, as_file
+from dali_stream.lerobot.rows import RowMemory, RowReader
+from dali_stream.storage import LocalStore
+
+ROWS = 6  # of a group
+
+COLUMNS = {
+    "observation.state": lambda n: pa.array([[float(i), -1.0] for i in range(n)], pa.list_(pa.float32())),
+    "action": lambda n: pa.FixedSizeListArray.from_arrays(pa.array(np.arange(n * 2, dtype=np.float32)), 2),
+    "index": lambda n: pa.array(np.arange(n)),
+    "text": lambda n: pa.array([f"row {i}" if i % 3 else None for i in range(n)]),
+    "image": lambda n: pa.array([{"bytes": bytes([i % 256]) * 40, "path": "a.png"} for i in range(n)]),
+    "done": lambda n: pa.array([i % 5 == 0 for i in range(n)]),
+    "mapped": lambda n: pa.array([[("a", i)] for i in range(n)], pa.map_(pa.string(), pa.int32())),
+}
+WRITTEN = st.fixed_dictionaries(
+    {
+        "compression": st.sampled_from(["none", "snappy", "gzip", "zstd", "lz4", "brotli"]),
+        "use_dictionary": st.booleans(),
+        "write_statistics": st.booleans(),
+        "write_page_index": st.booleans(),
+        "write_page_checksum": st.booleans(),
+        "store_schema": st.booleans(),
+        "data_page_size": st.sampled_from([16, 1 << 20]),
+        "data_page_version": st.sampled_from(["1.0", "2.0"]),
+        "version": st.sampled_from(["1.0", "2.6"]),
+    }
+)
+
+
+def file_of(table: pa.Table, **written: Any) -> tuple[bytes, bytes]:
+    """A Parquet file with groups of `ROWS` rows, and its footer."""
+    out = io.BytesIO()
+    pq.write_table(table, out, row_group_size=ROWS, **written)
+    data = out.getvalue()
+    return data, data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
+
+
+def numbers(groups: int) -> pa.Table:
+    return pa.table({"index": np.arange(groups * ROWS), "value": np.linspace(0, 1, groups * ROWS)})
+
+
+def rows(data: bytes, groups: RowGroups, wanted: list[int]) -> pa.Table:
+    metadata, found = groups.metadata(wanted)
+    return pq.ParquetFile(pa.BufferReader(data), metadata=metadata).read_row_groups(found)
+
+
+@given(
+    st.lists(st.sampled_from([*COLUMNS]), min_size=1, unique=True),
+    st.integers(0, 20),
+    st.integers(9, 40),
+    st.dictionaries(st.text(max_size=5), st.text(max_size=30), max_size=3),
+    WRITTEN,
+    st.data(),
+)
+@settings(deadline=None)
+def test_rows_are_those_that_pyarrow_reads(
+    names: list[str], more: int, count: int, pairs: dict[str, str], written: dict[str, Any], data: st.DataObject
+) -> None:
+    n = count * ROWS - 2
+    table = pa.table({name: COLUMNS[name](n) for name in names} | {f"number {i}": np.arange(n) for i in range(more)})
+    file, footer = file_of(table.replace_schema_metadata(pairs), **written)
+    whole = pq.ParquetFile(pa.BufferReader(file))
+    groups = RowGroups(whole.metadata, footer)
+    assert groups.rows.tolist() == [ROWS] * (count - 1) + [ROWS - 2]
+    assert groups.nbytes < len(footer)  # it was cut
+    wanted = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+    read = rows(file, groups, wanted)
+    assert read.equals(whole.read_row_groups(wanted), check_metadata=True)
+    metadata, found = groups.metadata(wanted)
+    for place, group in zip(found, wanted, strict=True):
+        assert metadata.row_group(place).equals(whole.metadata.row_group(group))
+
+
+def test_what_looks_like_the_beginning_of_a_group_in_its_statistics_does_no_harm() -> None:
+    _, footer = file_of(numbers(20))
+    first = footer.index(b"\x19\x2c\x26")
+    beginning = footer[first : footer.index(b"index", first) + 5]
+    table = pa.table({"index": np.arange(20 * ROWS), "value": pa.array([beginning + bytes([i]) for i in range(20 * ROWS)])})
+    file, footer = file_of(table)
+    assert footer.count(beginning) > 20
+    groups = RowGroups(pq.ParquetFile(pa.BufferReader(file)).metadata, footer)
+    for group in range(20):
+        assert rows(file, groups, [group]).equals(table.slice(group * ROWS, ROWS))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda footer: footer + b"\0",  # such as a signature behind it
+        lambda footer: footer[:-1] + b"\x1c\x00\x00",  # a field that newer versions have
+        lambda footer: b"",
+    ],
+)
+def test_a_footer_of_another_form_is_left_to_pyarrow(change: Any) -> None:
+    table = numbers(20)
+    file, footer = file_of(table)
+    changed = change(footer)
+    metadata = pq.read_metadata(as_file(changed)) if changed else pq.read_metadata(pa.BufferReader(file))
+    groups = RowGroups(metadata, changed)
+    assert groups.metadata([3])[0] is metadata
+    assert rows(file, groups, [3, 7]).equals(pa.concat_tables([table.slice(3 * ROWS, ROWS), table.slice(7 * ROWS, ROWS)]))
+
+
+def test_row_groups_take_little_memory() -> None:
+    file, footer = file_of(numbers(5000))
+    groups = RowGroups(pq.ParquetFile(pa.BufferReader(file)).metadata, footer)
+    assert groups.nbytes < len(footer) / 2
+    assert rows(file, groups, [4321])["index"].to_pylist() == list(range(4321 * ROWS, 4322 * ROWS))
+
+
+@pytest.fixture
+def shared_group(tmp_path: Path) -> Path:
+    """A dataset whose data file has one row group with all episodes, as LeRobot's converter writes it."""
+    action = Column("float32", [2], np.arange(48).reshape(-1, 2))
+    return build(tmp_path / "set", [5, 7, 3, 9], {"action": action}, rows_per_group=24)
+
+
+class CountingStore(LocalStore):
+    """A store that counts the bytes that are read of data files."""
+
+    rows_read = 0
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        data = super().read(path, start, stop)
+        self.rows_read += len(data) * path.startswith("data/")
+        return data
+
+
+def test_a_row_group_is_decoded_once_for_all_of_its_episodes(shared_group: Path) -> None:
+    dataset, store = Dataset(shared_group), CountingStore(str(shared_group))
+    reader = RowReader(dataset, store)
+    first = reader.read(2)
+    once = store.rows_read
+    rows = [reader.read(episode)[episode] for episode in range(4)]
+    assert store.rows_read == once
+    assert [*first] == [0, 1, 2, 3]  # the others come along with the first read
+    assert np.concatenate([each["index"] for each in rows]).tolist() == list(range(24))
+    assert np.concatenate([each["action"] for each in rows]).ravel().tolist() == list(range(48))
+
+
+def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None:
+    dataset, store = Dataset(shared_group), CountingStore(str(shared_group))
+    memory = RowMemory(kept=100)
+    reader = RowReader(dataset, store, memory)
+    reader.read(0)
+    once = store.rows_read
+    found = reader.read(1)
+    assert (store.rows_read > once, memory.nbytes) == (True, 0)
+    again = store.rows_read
+    assert reader.read(0)[0]["index"].tolist() == list(range(5))  # while it is referenced, it is there
+    assert store.rows_read == again
+    assert found.sizes().keys() == {0, 1, 2, 3}
+
+
+def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
+    action = Column("float32", [2], np.zeros((200, 2)))
+    root = build(tmp_path / "set", [5] * 40, {"action": action}, rows_per_group=20)  # four episodes each
+    reader = RowReader(Dataset(root), memory=(memory := RowMemory(kept=5000)))
+    sizes = []
+    for episode in range(40):
+        assert reader.read(episode)[episode]["index"][0] == 5 * episode
+        sizes.append(memory.nbytes)
+    assert 1000 < max(sizes) <= 5000

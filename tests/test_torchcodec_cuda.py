@@ -1,0 +1,243 @@
+"""torchcodec's NVDEC decoder in the Loader. It runs here with the device "cpu", so all but the GPU itself is that of a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.batches import check_identities, equal, samples
+from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths
+
+import dali_stream
+from dali_stream import Dataset, DecodeError, Loader
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.counters import Counters
+from dali_stream.decode import choice, route, torchcodec, torchcodec_cuda
+from dali_stream.decode.capability import Capability
+from dali_stream.mp4.index import read_index
+
+FPS = 20
+STEPS = {TOP: [-2, -1, 0, -2], SIDE: [0, 1, 30]}
+WINDOWS = {key: [step / FPS for step in steps] for key, steps in STEPS.items()}
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the decoder be chosen without a GPU."""
+    monkeypatch.setattr("dali_stream.decode.torchcodec_cuda.unavailable", lambda _: "")
+
+
+def batches_of(root: Path, **arguments: Any) -> list[dict[str, Any]]:
+    """Return one epoch."""
+    arguments = {"batch_size": 16, "last_batch": "partial", "device": "cpu", "decode": "torchcodec-cuda"} | arguments
+    with Loader(root, **arguments) as loader:
+        found = list(loader)
+        decoder = "torchcodec" if arguments["decode"] == "torchcodec" else "torchcodec-cuda"
+        assert {each.decoder for each in loader.routes.values()} == {decoder}
+    return found
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("windows", [{}, WINDOWS])
+def test_batches_equal_those_of_the_cpu(windows: dict[str, list[float]], h264_demo: Path) -> None:
+    """Bit for bit at the recorded size, with B-frames, repeated steps and steps beyond the episode."""
+    lengths = read_lengths(h264_demo)
+    ours = batches_of(h264_demo, delta_timestamps=windows, image_dtype="uint8")
+    expected = batches_of(h264_demo, delta_timestamps=windows, image_dtype="uint8", decode="torchcodec")
+    assert sorted(samples(ours)) == list(range(sum(lengths.values())))
+    for batch, other in zip(ours, expected, strict=True):
+        for camera in CAMERAS:
+            check_identities(batch, camera, STEPS[camera] if windows else None, lengths)
+        assert equal(batch, other)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_frames_are_resized_in_the_graph(demo: Path) -> None:
+    arguments = {"image_size": (96, 112), "delta_timestamps": {TOP: WINDOWS[TOP]}, "last_batch": "drop"}
+    batch, other = batches_of(demo, **arguments)[0], batches_of(demo, decode="torchcodec", **arguments)[0]
+    for camera in CAMERAS:
+        assert batch[camera].shape == other[camera].shape
+        assert batch[camera].dtype == torch.float32
+        assert (batch[camera] - other[camera]).abs().mean() * 255 < 1
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_frames_go_through_the_users_graph(demo: Path) -> None:
+    def brighter(nodes: dict[str, Any]) -> dict[str, Any]:
+        return nodes | {TOP: nodes[TOP] + 1}
+
+    plain, changed = (batches_of(demo, dali_graph=graph)[0] for graph in (lambda nodes: nodes, brighter))
+    torch.testing.assert_close(changed[TOP], plain[TOP] + 1)
+    assert torch.equal(changed[SIDE], plain[SIDE])
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_damaged_frame_is_an_error_of_its_sample_or_is_substituted(h264_demo: Path, tmp_path: Path) -> None:
+    root = copied(h264_demo, tmp_path)
+    path = root / "videos" / TOP / "chunk-000" / "file-000.mp4"
+    table = read_index(Dataset(root).data_store, str(path.relative_to(root)))
+    content, start = bytearray(path.read_bytes()), int(table.offset[table.keyframes[2]])
+    content[start : start + 4] = bytes(4)
+    path.write_bytes(content)
+    with pytest.raises(DecodeError, match=rf"{TOP}: episode 0, frame \d+: .*file-000.mp4: "):
+        batches_of(root, shuffle=False)
+    found = batches_of(root, shuffle=False, on_error="substitute", image_dtype="uint8")
+    bad = sorted(int(i) for batch in found for i in torch.arange(len(batch["index"]))[batch["is_substitute"]])
+    assert len(bad) == 12  # the GOP
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_frame_with_another_time_is_an_error(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of the CPU route, by the times that the decoder returns."""
+
+    class Late(torchcodec.VideoDecoder):
+        def get_frames_at(self, indices: list[int]) -> Any:
+            batch = super().get_frames_at(indices)
+            return SimpleNamespace(data=batch.data, pts_seconds=batch.pts_seconds + 1 / 30)
+
+    with Loader(demo, batch_size=8, device="cpu", decode="torchcodec-cuda") as loader:
+        monkeypatch.setattr(torchcodec, "VideoDecoder", Late)
+        with pytest.raises(DecodeError, match="delivered other frames than the 1 asked for"):
+            next(iter(loader))
+
+
+def test_it_is_refused_where_it_cannot_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r'^decode="torchcodec-cuda": batches are made on the CPU$'):
+        Loader(demo, decode="torchcodec-cuda", device="cpu")
+    installed = [("0.13.0+cpu", None), ("0.13.0", "13.0"), ("0.17.0", None), ("0.17.0+cpu", "13.0"), ("0.17.0", "12.8")]
+    for version, cuda in installed:
+        monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        said = torchcodec_cuda.unavailable(0)
+        assert said.startswith(f"torchcodec {version} and torch ")
+        assert "pip install --upgrade torch 'torchcodec>=0.14'" in said
+        dataset = Dataset(demo)
+        with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": torchcodec .* do not decode on a GPU'):
+            choice.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0, 2)
+    for version, cuda in [("0.14.0", "13.0"), ("0.17.1+cu130", "13.2"), ("1.0.0", "14.0")]:
+        monkeypatch.setattr(torchcodec_cuda.torchcodec, "__version__", version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert torchcodec_cuda.unavailable(0) == ""
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_nvdec_does_not_decode_is_refused(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route, "capability", lambda *_: Capability(False, "this GPU has no NVDEC decoder for av1 420 8 bit"))
+    dataset = Dataset(demo)
+    with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": this GPU has no NVDEC decoder .* Use decode="auto"'):
+        choice.choose_routes(dataset, IndexCache(dataset), "torchcodec-cuda", 0, 2)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_wrong_frames_in_the_trial_are_refused(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dali_stream.decode import trial
+
+    decode_clip = trial.decode_clip
+
+    def wrong(clip: Any, video: Any, *device: str) -> Any:
+        return np.flip(decode_clip(clip, video), -1) if device else decode_clip(clip, video)
+
+    monkeypatch.setattr(trial, "decode_clip", wrong)
+    with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": torchcodec\'s frames differ .* Use decode="auto"'):
+        Loader(demo, device="cpu", decode="torchcodec-cuda")
+
+
+def test_a_decoder_that_falls_back_to_the_cpu_is_an_error(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchcodec does so without an error, for a video that NVDEC does not decode."""
+
+    class Falling(torchcodec.VideoDecoder):
+        cpu_fallback = "[CUDA] Fallback status: Falling back due to: Video not supported"
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "device": "cpu"})
+
+    store = Dataset(demo).data_store
+    table = read_index(store, f"videos/{TOP}/chunk-000/file-000.mp4")
+    clip = dali_stream.mp4.clip.pack(store, [table], [0])
+    video = dali_stream.mp4.format.describe(table.configs[0])
+    monkeypatch.setattr(torchcodec, "VideoDecoder", Falling)
+    assert len(torchcodec.decode_clip(clip, video)) == 1
+    with pytest.raises(DecodeError, match=r"NVDEC does not decode it\. torchcodec says: .*Video not supported"):
+        torchcodec.decode_clip(clip, video, "cuda:0")
+
+
+class FakeStreams:
+    """CUDA streams that count. `events` are (what, stream, thread) in order; `most` is the largest number in use at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, int, int]] = []
+        self.made, self.in_use, self.most, self._lock = 0, 0, 0, threading.Lock()
+        streams = self
+
+        class Stream:
+            def __init__(self, device: str) -> None:
+                with streams._lock:
+                    streams.made += 1
+                    self.number = streams.made
+
+            def synchronize(self) -> None:
+                streams.events.append(("synchronize", self.number, threading.get_ident()))
+
+        @contextlib.contextmanager
+        def stream(own: Stream) -> Iterator[None]:
+            with streams._lock:
+                streams.in_use += 1
+                streams.most = max(streams.most, streams.in_use)
+            streams.events.append(("enter", own.number, threading.get_ident()))
+            yield
+            with streams._lock:
+                streams.in_use -= 1
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+
+
+def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
+    h264_demo: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    streams, capacity = FakeStreams(monkeypatch), list[int]()
+    monkeypatch.setattr(torchcodec_cuda, "device_name", lambda _: "cpu")
+    monkeypatch.setattr(torchcodec_cuda, "_of_thread", threading.local())
+    monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: 1)
+    monkeypatch.setattr(torchcodec_cuda, "set_nvdec_cache_capacity", capacity.append)
+    torchcodec_cuda._sessions.cache_clear()
+    request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
+    dataset = Dataset(h264_demo)
+    episodes = OpenEpisodes(dataset, IndexCache(dataset))
+    opened = episodes.load(range(2))
+    decoder = torchcodec_cuda.TorchcodecCudaDecoder(dataset, TOP, Counters(), 0)
+    episode, frame = np.zeros(40, np.int64), np.arange(40)[:, None]
+    packets = opened[0].cameras[decoder.key].packet[frame]
+    with ThreadPoolExecutor(8) as pool:
+        step: Any = SimpleNamespace(packets={TOP: packets}, samples=SimpleNamespace(episode=episode))
+        work = decoder.start(pool, step, frame, episodes, dataset.data_store)
+        for task in work.tasks:
+            task.result()
+    assert work.ready()
+    assert [tensor.shape for tensor in work.frames if tensor is not None] == [(1, 128, 160, 3)] * 40
+    by_thread: dict[int, set[int]] = {}
+    for _, number, thread in streams.events:
+        by_thread.setdefault(thread, set()).add(number)
+    assert all(len(numbers) == 1 for numbers in by_thread.values())
+    assert len(set.union(*by_thread.values())) == len(by_thread) == streams.made
+    for thread in by_thread:
+        own = [what for what, _, which in streams.events if which == thread]
+        assert own == ["enter", "synchronize"] * (len(own) // 2)
+    assert streams.most <= 3  # sessions of one engine
+    assert capacity == [100]
+
+
+def test_a_mixture_without_the_camera_is_refused(written: Callable[..., Path], demo: Path, anywhere: None) -> None:
+    other = Dataset(written(episodes=2, size=(128, 160), codec="h264", gop=12), cameras=[TOP])
+    mixture = dali_stream.Mixture({"both": Dataset(demo), "one": other}, missing="pad")
+    with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": a dataset of the mixture has no video of the camera'):
+        Loader(mixture, batch_size=8, device="cpu", decode="torchcodec-cuda")
