@@ -22,6 +22,7 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
+_COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _TRIM_AFTER = 128 << 20  # bytes of RGB at full size per decode thread, after which free memory is given back: it takes some ms
 
 
@@ -36,6 +37,7 @@ class DecodePool:
 
     Attributes:
         decoders: {camera: decoder}.
+        copiers: Threads that help the caller to copy frames.
     """
 
     def __init__(self, config: Config, routes: Mapping[str, Route], slots: Mapping[str, int], counters: Counters) -> None:
@@ -43,6 +45,7 @@ class DecodePool:
         self.decoders = {key: self._decoder(key, routes[key], slots.get(key)) for key in config.dataset.cameras}
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
+        self.copiers = Workers("dali_stream copy", min(config.num_threads, _COPY_THREADS) - 1)
 
     def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
         config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)
@@ -96,9 +99,11 @@ class DecodePool:
     def stop(self) -> None:
         """Cancel tasks that have not begun. Returns at once."""
         self._workers.stop()
+        self.copiers.stop()
 
     def join(self) -> None:
         """Wait for the threads to end, after `stop`, and free the decoded frames."""
         self._workers.join()
+        self.copiers.join()
         for decoder in self.decoders.values():  # DALI may hold references to them for a while
             decoder.close()

@@ -54,6 +54,18 @@ class Storage:
     index_share: int = 0
     look_ahead: int = 0
 
+    def keys(self, episodes: list[int]) -> list[Key]:
+        """Return the rows of episodes, and the indices of their files."""
+        keys: list[Key] = [("", episode) for episode in episodes]
+        for camera, files in self.files.items():
+            own = files[episodes]
+            keys += [(camera, file) for file in np.unique(own[own >= 0]).tolist()]
+        return keys
+
+    def with_table(self, episode: int, row_bytes: int) -> int:
+        """Return the memory of an episode's rows and of the tables that say where its frames are."""
+        return row_bytes + int(self.lengths[episode]) * self.table_bytes
+
 
 class Read(NamedTuple):
     """Rows or an index to read.
@@ -95,7 +107,6 @@ class Opening:
 
     Attributes:
         room: What is in memory or on its way.
-        indices_read_again: Number of indices that were evicted and read another time.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -108,7 +119,7 @@ class Opening:
         self._retry = 0  # batch from which on to try to read ahead again, after there was no room
         self._read_in = np.full(len(storage.lengths), -1, np.int32)  # the last epoch that read the rows of each episode
         self._seen: set[Key] = set()  # indices
-        self.indices_read_again = 0
+        self._read_again = 0  # indices, since they were counted last
 
     def horizon(self, now: int) -> int:
         """Number of batches after the next one whose reads may begin."""
@@ -170,12 +181,12 @@ class Opening:
         if camera:
             self._index_bytes[camera] = size
             self._seen.add(key)
-        self.room.hold(key, size if camera else self._with_table(number, size))
+        self.room.hold(key, size if camera else self._storage.with_table(number, size))
         while not self._make_room(0) and len(self._pinned) > 1:  # it is larger than expected: read less far ahead
             self._unpin_last()
         kept: list[int] = []
         for episode, more in (others or {}).items():
-            more = self._with_table(episode, more)
+            more = self._storage.with_table(episode, more)
             is_new = ("", episode) not in self.room and ("", episode) not in self.room.evicted
             if is_new and more <= self.room.free:
                 kept.append(episode)
@@ -192,13 +203,18 @@ class Opening:
         ready: dict[int, None] = {}
         for batch in self._newly_due():
             missing = {key for key in batch.keys if key in self._coming or key not in self.room}
-            ready |= dict.fromkeys(e for e in batch.episodes if not missing or missing.isdisjoint(self._keys([e])))
+            ready |= dict.fromkeys(e for e in batch.episodes if not missing or missing.isdisjoint(self._storage.keys([e])))
         return list(ready)
 
     def advance(self) -> None:
         """Take note that the next batch was planned."""
         self._due = max(self._due, self._last_due())
         self.room.unpin(self._pinned.popleft().keys)
+
+    def take_indices_read_again(self) -> int:
+        """Return how many indices that had been evicted were read since the last call."""
+        count, self._read_again = self._read_again, 0
+        return count
 
     def _last_due(self) -> int:
         now = self._pinned[0].number
@@ -210,16 +226,9 @@ class Opening:
         later = itertools.takewhile(lambda batch: batch.number <= last, itertools.islice(self._pinned, 1, None))
         return [self._pinned[0], *(batch for batch in later if batch.number > self._due)]
 
-    def _keys(self, episodes: list[int]) -> list[Key]:
-        keys: list[Key] = [("", episode) for episode in episodes]
-        for camera, files in self._storage.files.items():
-            own = files[episodes]
-            keys += [(camera, file) for file in np.unique(own[own >= 0]).tolist()]
-        return keys
-
     def _pin(self, samples: Samples) -> _Pinned:
         episodes = np.unique(samples.episode).tolist()
-        batch = _Pinned(samples.number, samples.epoch, episodes, self._keys(episodes))
+        batch = _Pinned(samples.number, samples.epoch, episodes, self._storage.keys(episodes))
         self.room.pin(batch.keys)
         self._pinned.append(batch)
         self._requested = batch.number
@@ -251,7 +260,7 @@ class Opening:
         camera, number = key
         again = key in self._seen if camera else bool(self._read_in[number] == batch.epoch)
         if camera:
-            self.indices_read_again += again
+            self._read_again += again
             self._seen.add(key)
         else:
             self._read_in[number] = batch.epoch
@@ -265,6 +274,3 @@ class Opening:
         if camera:
             return self._index_bytes.get(camera, 0)
         return int(self._storage.lengths[number] * self._row_bytes[number])
-
-    def _with_table(self, episode: int, size: int) -> int:
-        return size + int(self._storage.lengths[episode]) * self._storage.table_bytes

@@ -1,0 +1,119 @@
+"""Reading for the plans: episodes are opened, and encoded video is fetched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+
+from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.cache.readers import readers
+from dali_stream.cache.rows import SPARE
+from dali_stream.cache.video import BlockCache, InPlace, Video
+from dali_stream.counters import Counters
+from dali_stream.pipeline.config import Config
+from dali_stream.schedule.advice import reread_remedies
+from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
+from dali_stream.schedule.opening import Opening, Storage
+from dali_stream.schedule.plan import BatchPlan, BatchPlanner
+from dali_stream.storage import Store
+
+_log = logging.getLogger("dali_stream")
+_SOON = 256  # batches whose episodes are kept if their rows come along with others
+
+
+class Reading:
+    """Rows, indices and encoded video, as the plans need them. Used by the thread of the planner.
+
+    Args:
+        config: Configuration of the loader.
+        sizes: What batches need.
+        parts: How `memory_budget` is divided.
+        counters: Counters to add to.
+
+    Attributes:
+        episodes: The open episodes.
+        names: `Source.names`, once they are read.
+    """
+
+    def __init__(self, config: Config, sizes: Sizes, parts: Parts, counters: Counters) -> None:
+        dataset, remote = config.dataset, config.dataset.data_store.remote
+        self._parts, self._counters = parts, counters
+        self._store, self._readers = dataset.data_store.session(), readers(remote)
+        self._opening = Opening(storage(config, sizes, parts))
+        for (key, file), index_bytes in config.indices.held().items():
+            self._opening.observe((key, file), index_bytes)
+        block = parts.block if remote else None
+        self.episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, parts.opened, block, counters)
+        self._video: Video = InPlace(self._store, dataset.videos)
+        if remote:
+            self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
+        self.names = self._readers.submit(dataset.names)
+        self._first: list[Future[None]] = []  # what is fetched for the first batch
+        self._remedies = reread_remedies(
+            reads_budget(parts, sizes), config.arguments.shuffle, remote, dataset.cache_dir is not None
+        )
+
+    def bytes_by_kind(self) -> tuple[int, int]:
+        """Bytes of rows with their tables, and of indices."""
+        return self._opening.room.bytes_by_kind
+
+    def begin(self, planner: BatchPlanner, number: int) -> None:
+        """Begin to read what batch `number` and batches after it need. Reads for the first batch run alone."""
+        ahead = planner.ahead(1 + self._opening.horizon(number))
+        planner.observe(closed=self.episodes.begin(self._opening, ahead))
+        wait(self._first)
+        self._first = []
+
+    def open(self, planner: BatchPlanner) -> None:
+        """Wait for the episodes that the next batch needs, and those of some batches ahead of it."""
+        opened, closed = self.episodes.finish(self._opening, planner.ahead(1, most=_SOON))
+        planner.observe(opened, closed, self._parts.encoded - sum(self.bytes_by_kind()))
+        self._count_again("indices_read_again", self._opening.take_indices_read_again(), "indices are read")
+
+    def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
+        """Fetch and evict the encoded video that a plan says. Return where each camera's is read."""
+        self._opening.advance()
+        self._video.drop(plan.video.evict)
+        fetched = self._video.fetch(plan.video.fetch)
+        if not plan.samples.number:
+            self._first = fetched
+        self._counters.add(needed_bytes=plan.video.needed_bytes)
+        self._count_again("evicted_early", plan.video.evicted_early, "bytes are fetched")
+        return self._video.view(plan.samples.number, plan.video.needed)
+
+    def stop(self) -> None:
+        """Cancel all reads. Threads that wait for one get an error. Returns at once."""
+        self._readers.stop()
+        if self._store.remote:
+            self._store.close()
+
+    def join(self) -> None:
+        """Wait for the threads to end, after `stop`."""
+        self._readers.join()
+
+    def _count_again(self, counter: str, count: int, what: str) -> None:
+        """Count what is read again, since there was no room to keep it until its next use. Warn the first time."""
+        if count and not getattr(self._counters, counter):
+            _log.warning(
+                "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
+                "the episodes in use take: %s more than once. The batches stay the same%s",
+                *(self._parts.encoded, what, self._remedies),
+            )
+        self._counters.add(**{counter: count})
+
+
+def storage(config: Config, sizes: Sizes, parts: Parts) -> Storage:
+    """Return what there is to read."""
+    dataset, remote = config.dataset, config.dataset.data_store.remote
+    return Storage(
+        files={camera: dataset.files(camera) for camera in dataset.videos},
+        lengths=dataset.lengths,
+        row_bytes=(dataset.row_bytes_of * SPARE[0] // SPARE[1])[dataset.dataset_of],
+        table_bytes=config.table_bytes,
+        index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
+        room=parts.opened,
+        more=parts.encoded - parts.opened,
+        index_share=parts.indices,
+        look_ahead=look_ahead(config.batches.batch_size) if remote else 0,
+    )
