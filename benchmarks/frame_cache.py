@@ -18,9 +18,10 @@ from argument_types import count
 from dali_stream import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
+from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.schedule.schedule import Limits, Schedule
 from dali_stream.tools import environment
+from dali_stream.tools.forecast import plan_next
 
 GIB = 1 << 30
 BATCH_SIZE = 64
@@ -82,18 +83,14 @@ def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int
         return Order(lengths, True, 0, epoch, memory.consumers, memory.pool)
 
     kept = min(memory.bytes // (memory.size[0] * memory.size[1] * 3), frames)
-    schedule = Schedule(
+    planner = BatchPlanner(
         lengths, samples(order, batches, 0, 0, 0), BATCH_SIZE, {"camera": -30 * np.arange(steps)[::-1]},
         Limits(kept, IN_FLIGHT, horizon(kept, frames)),
     )  # fmt: skip
     decoded = shown = 0
     for _ in itertools.repeat(None, min(batches.count(0), most or batches.count(0))):
-        schedule.next()
-        for episode in schedule.unknown("camera"):
-            frame = np.arange(lengths[episode])
-            schedule.learn("camera", episode, frame, frame // gop * gop)
-        step = schedule.step()["camera"]
-        decoded, shown = decoded + step.decodes, shown + step.show.size
+        plan = plan_next(planner, lengths, gop).frames["camera"]
+        decoded, shown = decoded + plan.decodes, shown + plan.show.size
     return decoded / shown
 
 

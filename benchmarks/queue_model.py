@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dali_stream.cache.memory import FETCHERS
+from dali_stream.cache.locate import cut
+from dali_stream.cache.readers import FETCHERS
 from dali_stream.cache.rows import SPARE
 from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, batches_in_progress, divide, look_ahead, order_horizon
-from dali_stream.schedule.reads import Read, Storage
+from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
+from dali_stream.schedule.opening import Opening, Read, Storage
+from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.schedule.schedule import Limits, Schedule
 from dali_stream.tools.bench import measure
 
 VIDEO_FILE, DATA_FILE = 200 << 20, 100 << 20  # bytes of the files that LeRobot writes
@@ -79,11 +81,13 @@ class Recording:
             config=np.zeros(len(every), np.int8), index_bytes=moov,
         )  # fmt: skip
 
-    def packets(self, episode: int) -> tuple[np.ndarray, np.ndarray]:
-        """Packets and keyframes of an episode's frames."""
+    def open(self, episode: int, block: int) -> OpenEpisode:
+        """Where the frames of an episode are, with blocks of `block` bytes."""
         frames = np.arange(self.frames)
         first = episode % self.in_video * self.frames
-        return first + frames, first + frames - frames % self.gop
+        packet, keyframe = first + frames, first + frames - frames % self.gop
+        located = Located(packet, keyframe, cut(self.index, packet, keyframe, block))
+        return OpenEpisode(episode, dict.fromkeys(self.cameras, located))
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def simulate(
                 rank.plan(there)
     return Outcome(
         waits, training.step_s, asked, fetched,
-        evicted=sum(rank.schedule.reads.cache.evicted_early for rank in running),
+        evicted=sum(rank.evicted for rank in running),
         requests=sum(rank.network.requests for rank in running),
         decodes=sum(rank.decoded for rank in running) / max(sum(rank.shown for rank in running), 1),
         peak_resident=max(rank.peak for rank in running),
@@ -262,7 +266,7 @@ class Network:
 
 
 class _Rank:
-    """One rank's planner, as `BatchProducer` runs it."""
+    """One rank's planner, as `pipeline.planner.Planner` runs it."""
 
     def __init__(self, recording: Recording, training: Training, network: Network, rank: int, world: int) -> None:
         self._recording, self._training, self.network = recording, training, network
@@ -275,12 +279,13 @@ class _Rank:
         files = np.arange(recording.num_episodes) // recording.in_video
         frames = training.batch_size * len(cameras) * len(offsets)
         self.depth = batches_in_progress(training.num_threads, frames, CLIP_FRAMES)
+        table_bytes = EpisodeTable.row_bytes(len(cameras), len(cameras))
         sizes = Sizes(
             lengths=recording.lengths,
             batch_size=training.batch_size,
             episodes=min(training.consumers // world * (training.pool + 1), recording.num_episodes),
-            row_bytes=ROW,
-            least_row_bytes=ROW,
+            row_bytes=ROW + table_bytes,
+            least_row_bytes=ROW + table_bytes,
             files=dict.fromkeys(cameras, int(files[-1]) + 1),
             indices=dict.fromkeys(cameras, index),
             windows=windows,
@@ -290,16 +295,23 @@ class _Rank:
         )
         shares = divide(training.memory_budget, sizes)
         key = training.consumers, training.pool
-        self.schedule = Schedule(
+        ahead = look_ahead(training.batch_size)
+        self.planner = BatchPlanner(
             recording.lengths,
             samples(lambda epoch: recording.order(training.seed, epoch, *key), batches, rank, 0, 0),
-            training.batch_size, windows, Limits(shares.frames, self.depth, order_horizon(shares, sizes)),
-            Storage(
-                dict.fromkeys(cameras, files), ROW * SPARE[0] // SPARE[1], dict.fromkeys(cameras, index.nbytes), cameras,
-                shares.encoded, shares.block, look_ahead(training.batch_size),
+            training.batch_size, windows,
+            Limits(
+                shares.frames, self.depth, order_horizon(shares, sizes), 0, cameras, shares.block, ahead
             ),
         )  # fmt: skip
-        self.decoded = self.shown = self.peak = 0
+        self.opening = Opening(
+            Storage(
+                dict.fromkeys(cameras, files), recording.lengths, ROW * SPARE[0] // SPARE[1], table_bytes,
+                dict.fromkeys(cameras, index.nbytes), shares.opened, shares.encoded - shares.opened, shares.indices, ahead,
+            )
+        )  # fmt: skip
+        self._block, self._encoded = shares.block, shares.encoded
+        self.decoded = self.shown = self.peak = self.evicted = 0
         self._footers: set[int] = set()
         self._reads: dict[tuple[str, int], Job] = {}
         self._blocks: dict[tuple[str, int, int], Job] = {}
@@ -308,50 +320,55 @@ class _Rank:
         self._decoder_free = self._clock = 0.0
         for camera in cameras:  # what a Loader looks at when it is made
             self._clock = network.wait(network.submit((), 2, HEAD + index.index_bytes))
-            self.schedule.reads.there(camera, 0, index.nbytes)
+            self.opening.observe((camera, 0), index.nbytes)
 
     def plan(self, room: float) -> None:
         """Plans the next batch, when there is room for it."""
-        network, reads = self.network, self.schedule.reads
+        network, opening, planner = self.network, self.opening, self.planner
         network.advance(self._clock)
-        begun, drop = self.schedule.request()
-        for read in begun:
-            self._reads[read.camera, read.number] = self._read(read)
-        for camera, file in drop.indices:
-            self._reads.pop((camera, file), None)
+        for read in opening.request(planner.ahead(1 + opening.horizon(len(self._batches)))):
+            self._reads[read.key] = self._read(read)
+        planner.observe(closed=self._closed())
         for job in self._first:
             self._clock = max(self._clock, network.wait(job))
         self._clock = max(self._clock, room)
         network.advance(self._clock)
-        for read in reads.due():
-            self._clock = max(self._clock, network.wait(self._reads[read.camera, read.number]))
+        for read in opening.due():
+            self._clock = max(self._clock, network.wait(self._reads.pop(read.key)))
             size = self._recording.index.nbytes if read.camera else self._recording.frames * ROW * SPARE[0] // SPARE[1]
-            reads.arrived(read, size)
-        episodes = reads.ready()
-        for camera in self._recording.cameras:
-            for episode in self.schedule.unknown(camera, episodes):
-                self.schedule.learn(camera, episode, *self._recording.packets(episode), self._recording.index)
+            opening.observe(read.key, size)
+        ready = np.array(opening.ready())
+        opened = [self._recording.open(e, self._block) for e in ready[~planner.table.is_open(ready)].tolist()]
+        planner.observe(opened, self._closed(), self._encoded - sum(opening.room.bytes_by_kind))
         self._step()
 
     def _step(self) -> None:
-        step, frames = self.schedule.plan(), self.schedule.frames.values()
-        for name in step.reads.drop.blocks:
+        plan, frames = self.planner.plan(), self.planner.frames.values()
+        self.opening.advance()
+        self.evicted += plan.video.evicted_early
+        for name in plan.video.evict:
             del self._blocks[name]
         fetched = []
-        for fetch in step.reads.fetch:
+        for fetch in plan.video.fetch:
             size = fetch.ranges[-1][1] - fetch.ranges[0][0]
             fetched.append(self.network.submit((fetch.batch, 1), 1, size))
             for number in range(len(fetch.ranges)):
                 self._blocks[fetch.camera, fetch.episode, fetch.first + number] = fetched[-1]
-        self._first = fetched if not step.samples.number else []
-        names = [(camera, *name) for camera, needed in step.reads.needed.items() for name in needed]
+        self._first = fetched if not plan.samples.number else []
+        names = [(camera, *name) for camera, needed in plan.video.needed.items() for name in needed]
         jobs = {id(job): job for job in map(self._blocks.__getitem__, names)}
-        decodes = sum(planned.decodes for planned in step.frames.values())
+        decodes = sum(planned.decodes for planned in plan.frames.values())
         self.decoded += decodes
-        self.shown += sum(planned.show.size for planned in step.frames.values())
+        self.shown += sum(planned.show.size for planned in plan.frames.values())
         self._batches.append((self._clock, list(jobs.values()), decodes))
-        taken = self.schedule.reads.cache.taken + sum(cache.cached for cache in frames) * self._training.frame_bytes
+        taken = sum(self.opening.room.bytes_by_kind) + self.planner.video.bytes
+        taken += sum(cache.cached for cache in frames) * self._training.frame_bytes
         self.peak = max(self.peak, taken)
+
+    def _closed(self) -> list[int]:
+        """The open episodes that were evicted."""
+        first_row = self.planner.table.first_row
+        return [number for camera, number in self.opening.room.take_evicted() if not camera and first_row[number] >= 0]
 
     def ready(self, batch: int) -> float:
         """When a batch is there, if it was planned."""

@@ -18,7 +18,7 @@ from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.dali import COLOUR_TOLERANCE
@@ -67,17 +67,17 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     """
     monkeypatch.setattr(dali, "refusal", lambda *_: "")
     dataset = Dataset(h264_demo)
-    memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
+    episodes = OpenEpisodes(dataset, IndexCache(dataset))
     episode = np.array([0, 1, 1, 0, 1])
     # Neighbours, since samples and frames are in different orders only within a GOP.
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
-    memory.load(range(2))
+    opened = episodes.load(range(2))
     for number, key in enumerate(dataset.cameras):
         decoder = dali.DaliDecoder(dataset, key, Counters(), None, (128, 160), None)
-        packets = np.stack([decoder.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frames, strict=True)])
+        packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frames, strict=True)])
         with ThreadPoolExecutor(2) as pool:
             step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))
-            clips = decoder.start(pool, step, frames, memory, dataset.data_store)
+            clips = decoder.start(pool, step, frames, episodes, dataset.data_store)
         for row, (clip, places, order, _) in enumerate(clips.packed):
             assert (np.diff(places) > 0).all()
             ffmpeg = VideoDecoder(clip.tobytes(), dimension_order="NHWC")

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from support.slow import examples
 
 from dali_stream import MemoryBudgetError
+from dali_stream.cache.locate import cut
 from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
-from dali_stream.schedule.blocks import cut
-from dali_stream.schedule.byte_cache import Drop
-from dali_stream.schedule.reads import Storage
+from dali_stream.schedule.episodes import NONE, Located, OpenEpisode
+from dali_stream.schedule.opening import Opening, Storage
+from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.schedule.schedule import Limits, Schedule, Step
 
-CAMERA, ROW, BATCH = "top", 10, 6
+CAMERA, ROW, TABLE, BATCH = "top", 10, 4, 6
 HUGE = 1 << 40
 
 
@@ -47,7 +47,8 @@ class Run:
     """A made-up remote dataset, walked as a loader does it."""
 
     lengths: np.ndarray
-    room: int = HUGE
+    room: int = HUGE  # for encoded video
+    opened_room: int = HUGE  # for rows and indices
     kept: int = 0
     gop: int = 4
     open_gops: bool = False
@@ -56,9 +57,10 @@ class Run:
     look_ahead: int = 16
     cached: bool = True
     failing: frozenset[int] = frozenset()
-    steps: list[Step] = field(default_factory=list)
-    held: dict[tuple, int] = field(default_factory=dict)  # ("row", e), ("index", file), ("block", e, k): bytes
-    fetched: dict[tuple, int] = field(default_factory=dict)  # how often
+    steps: list[BatchPlan] = field(default_factory=list)
+    held: dict[tuple[str, int], int] = field(default_factory=dict)  # rows and indices by their keys: bytes
+    blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # (episode, number): bytes
+    fetched: dict[tuple[int, int], int] = field(default_factory=dict)  # how often each block was
 
     def __post_init__(self) -> None:
         self.file = np.arange(len(self.lengths)) // self.per_file
@@ -77,59 +79,81 @@ class Run:
     def go(self, count: int) -> Run:
         batches = samples(self.order, Batches(int(self.lengths.sum()), BATCH, 1, "pad"), 0, 0, 0)
         windows = {CAMERA: np.array([0, 1])}
-        storage = Storage({CAMERA: self.file}, ROW, {CAMERA: 0}, (CAMERA,), self.room, self.block, self.look_ahead)
-        schedule = Schedule(
-            self.lengths, batches, BATCH, windows if self.cached else {}, Limits(self.kept, 2, 1000), storage,
-            {} if self.cached else windows,
-        )  # fmt: skip
+        opening = Opening(
+            Storage(
+                {CAMERA: self.file},
+                self.lengths,
+                ROW,
+                TABLE,
+                {CAMERA: 0},
+                self.opened_room,
+                0,
+                self.opened_room // 2,
+                self.look_ahead,
+            )
+        )
+        limits = Limits(self.kept, 2, 1000, 0, (CAMERA,), self.block, self.look_ahead)
+        planner = BatchPlanner(
+            self.lengths, batches, BATCH, windows if self.cached else {}, limits, {} if self.cached else windows
+        )
+        planner.observe(video_room=self.room)
         for number in range(count):
-            self.read(schedule, number)
-            for episode in schedule.unknown(CAMERA, schedule.reads.ready()):
-                schedule.learn(CAMERA, episode, *self.packets(episode), self.indices[self.file[episode]])
-            step = schedule.plan()
-            self.drop(step.reads.drop)
-            for fetch in step.reads.fetch:
-                for place, (start, stop) in enumerate(fetch.ranges):
-                    key = ("block", fetch.episode, fetch.first + place)
-                    assert key not in self.held, "fetched although it is there"
-                    self.held[key], self.fetched[key] = stop - start, self.fetched.get(key, 0) + 1
-                assert all(a[1] == b[0] for a, b in zip(fetch.ranges, fetch.ranges[1:], strict=False))
-            assert schedule.reads.cache.taken == sum(self.held.values()) <= self.room
+            reads = opening.request(planner.ahead(1 + opening.horizon(number)))
+            self.close(opening, planner)
+            for read in reads:
+                assert read.key not in self.held, "read although it is there"
+                self.held[read.key] = 0
+            for read in opening.due():
+                if read.key not in self.held:  # evicted by what arrived before it
+                    continue
+                if number < read.batch and read.number in self.failing:
+                    opening.observe(read.key, None)
+                    del self.held[read.key]
+                    continue
+                size = self.indices[read.number].nbytes if read.camera else int(self.lengths[read.number]) * ROW
+                opening.observe(read.key, size)
+                self.held[read.key] = size if read.camera else size + int(self.lengths[read.number]) * TABLE
+                self.close(opening, planner)
+            self.open(opening, planner)
+            assert sum(opening.room.bytes_by_kind) <= self.opened_room
+            step = planner.plan()
+            opening.advance()
+            self.carry_out(step)
+            assert planner.video.bytes == sum(self.blocks.values()) <= self.room
             self.check(step)
             self.steps.append(step)
         return self
 
-    def read(self, schedule: Schedule, number: int) -> None:
-        reads, drop = schedule.request()
-        self.drop(drop)
-        for read in reads:
-            self.held["index" if read.camera else "row", read.number] = 0
-        for read in schedule.reads.due():
-            key = "index" if read.camera else "row", read.number
-            if number < read.batch and read.number in self.failing:
-                schedule.reads.failed(read)
-                del self.held[key]
-                continue
-            size = self.indices[read.number].nbytes if read.camera else int(self.lengths[read.number]) * ROW
-            schedule.reads.arrived(read, size)
-            self.held[key] = size
-        # Of what was asked for and is not there yet, the schedule counts an estimate.
-        coming = [key for key, size in self.held.items() if key[0] == "row" and not size]
-        self.held |= {key: int(self.lengths[key[1]]) * ROW for key in coming}
-        for key in self.held:
-            if key[0] == "index" and not self.held[key]:
-                self.held[key] = schedule.reads._indices[CAMERA].size.get(key[1], 0)
+    def open(self, opening: Opening, planner: BatchPlanner) -> None:
+        for episode in opening.ready():
+            if planner.table.first_row[episode] == NONE:
+                packet, keyframe = self.packets(episode)
+                blocks = cut(self.indices[self.file[episode]], packet, keyframe, self.block)
+                planner.observe([OpenEpisode(episode, {CAMERA: Located(packet, keyframe, blocks)})])
 
-    def drop(self, drop: Drop) -> None:
-        gone = [("row", e) for e in drop.rows] + [("index", file) for _, file in drop.indices]
-        for key in gone + [("block", e, k) for _, e, k in drop.blocks]:
+    def close(self, opening: Opening, planner: BatchPlanner) -> None:
+        for key in opening.room.take_evicted():
             del self.held[key]
+            if not key[0] and planner.table.first_row[key[1]] != NONE:
+                planner.observe(closed=[key[1]])
 
-    def check(self, step: Step) -> None:
-        """All that decoding the step's frames takes is there."""
-        assert all(("row", e) in self.held and ("index", self.file[e]) in self.held for e in step.samples.episode.tolist())
-        there = {key for key in step.reads.needed[CAMERA] if ("block", *key) in self.held}
-        assert there == set(step.reads.needed[CAMERA])
+    def carry_out(self, step: BatchPlan) -> None:
+        for _, episode, number in step.video.evict:
+            del self.blocks[episode, number]
+        for fetch in step.video.fetch:
+            for place, (start, stop) in enumerate(fetch.ranges):
+                key = fetch.episode, fetch.first + place
+                assert key not in self.blocks, "fetched although it is there"
+                self.blocks[key], self.fetched[key] = stop - start, self.fetched.get(key, 0) + 1
+            assert all(a[1] == b[0] for a, b in zip(fetch.ranges, fetch.ranges[1:], strict=False))
+
+    def check(self, step: BatchPlan) -> None:
+        """All that decoding the batch's frames takes is in memory."""
+        for episode in step.samples.episode.tolist():
+            assert self.held["", episode]
+            assert self.held[CAMERA, int(self.file[episode])]
+        there = {key for key in step.video.needed[CAMERA] if key in self.blocks}
+        assert there == set(step.video.needed[CAMERA])
         if not self.cached:
             assert (step.packets[CAMERA] >= 0).all()
             return
@@ -152,6 +176,7 @@ LENGTHS = st.lists(st.integers(3, 40), min_size=3, max_size=12).map(np.array)
 @given(
     lengths=LENGTHS,
     room=st.sampled_from([14_000, 30_000, 60_000, HUGE]),
+    opened_room=st.sampled_from([6_000, 20_000, HUGE]),
     kept=st.sampled_from([0, 20, 10_000]),
     gop=st.sampled_from([1, 2, 7]),
     open_gops=st.booleans(),
@@ -160,18 +185,20 @@ LENGTHS = st.lists(st.integers(3, 40), min_size=3, max_size=12).map(np.array)
     failing=st.frozensets(st.integers(0, 11), max_size=3),
 )
 def test_all_that_a_batch_reads_is_there_and_within_the_room(
-    lengths: np.ndarray, room: int, kept: int, gop: int, open_gops: bool, per_file: int, cached: bool, failing: frozenset[int]
-) -> None:
+    lengths: np.ndarray, room: int, opened_room: int, kept: int, gop: int, open_gops: bool, per_file: int, cached: bool,
+    failing: frozenset[int],
+) -> None:  # fmt: skip
     run = Run(
-        lengths, room, kept, gop, open_gops and gop > 2, per_file, block=min(1500, room // 100), cached=cached, failing=failing
-    )
+        lengths, room, opened_room, kept, gop, open_gops and gop > 2, per_file, block=min(1500, room // 100), cached=cached,
+        failing=failing,
+    )  # fmt: skip
     batches = -(-int(lengths.sum()) // BATCH)
     try:
         run.go(min(3 * batches, 60))
     except MemoryBudgetError:
-        assert room < 60_000
+        assert room < 60_000 or opened_room < 20_000
         return
-    if room == HUGE:
+    if room == opened_room == HUGE:
         assert max(run.fetched.values()) == 1 or kept >= lengths.sum(), "fetched again although it fits"
 
 
@@ -180,28 +207,27 @@ def test_all_that_a_batch_reads_is_there_and_within_the_room(
 def test_what_is_decoded_once_is_fetched_once_and_not_kept(lengths: np.ndarray, open_gops: bool) -> None:
     run = Run(lengths, kept=10_000, open_gops=open_gops).go(3 * -(-int(lengths.sum()) // BATCH) + 20)
     assert set(run.fetched.values()) == {1}
-    assert not run.steps[-1].reads.fetch
-    assert not [key for key in run.held if key[0] == "block"]
+    assert not run.steps[-1].video.fetch
+    assert not run.blocks
 
 
 def test_the_first_batch_has_storage_for_itself_and_more_is_read_from_batch_to_batch() -> None:
     run = Run(np.full(40, 30), look_ahead=12, per_file=1).go(30)
-    first = run.steps[0].reads
+    first = run.steps[0].video
     fetched = [(f.episode, f.first + k) for f in first.fetch for k in range(len(f.ranges))]
     assert sorted(fetched) == sorted(first.needed[CAMERA])
-    distances = [max([f.batch - n for f in step.reads.fetch], default=0) for n, step in enumerate(run.steps)]
+    distances = [max([f.batch - n for f in step.video.fetch], default=0) for n, step in enumerate(run.steps)]
     assert all(distance <= 2 * number for number, distance in enumerate(distances))
     assert max(distances) == 12
-    assert all(f.batch >= n for n, step in enumerate(run.steps) for f in step.reads.fetch)
+    assert all(f.batch >= n for n, step in enumerate(run.steps) for f in step.video.fetch)
 
 
 def test_what_is_used_farthest_in_the_future_goes() -> None:
     """Two epochs with room for two thirds of the video: about a third of it is fetched twice."""
     lengths = np.full(12, 40)
     free = Run(lengths, cached=False, gop=1, per_file=1, block=600).go(160)
-    video = sum(size for key, size in free.held.items() if key[0] == "block")
-    rest = sum(size for key, size in free.held.items() if key[0] != "block")
-    tight = Run(lengths, room=rest + video * 2 // 3, cached=False, gop=1, per_file=1, block=600, look_ahead=4).go(160)
+    video = sum(free.blocks.values())
+    tight = Run(lengths, room=video * 2 // 3, cached=False, gop=1, per_file=1, block=600, look_ahead=4).go(160)
     assert set(free.fetched.values()) == {1}
     assert sum(tight.fetched.values()) < 1.5 * len(free.fetched)
 
@@ -210,7 +236,7 @@ def test_the_same_calls_give_the_same_plan() -> None:
     lengths = np.random.default_rng(0).integers(5, 50, 20)
     one, other = (Run(lengths, room=40_000, kept=30, per_file=1).go(60) for _ in range(2))
     for first, second in zip(one.steps, other.steps, strict=True):
-        assert dataclasses.asdict(first.reads) == dataclasses.asdict(second.reads)
+        assert dataclasses.asdict(first.video) == dataclasses.asdict(second.video)
 
 
 @pytest.mark.parametrize("gop", [1, 4, 30])

@@ -21,7 +21,7 @@ from support.tools import table_of
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode import capability as capability_module
 from dali_stream.decode import choice, dali, route
@@ -155,9 +155,7 @@ def test_hidden_frames_are_kept_from_nvdec(
     assert found.decoder == ("torchcodec" if hides else "dali")
     assert (f"{codec} with hidden frames" in found.reason) == hides
 
-    memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
-    memory.load(range(2))
-    clips = packed(dataset, memory, TOP, 0, np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]]))
+    clips = packed(dataset, TOP, 0, np.array([0, 1, 0, 1]), np.array([[3], [20], [40], [29]]))
     if not hides:
         assert all(clip.frames.size == 1 for clip in clips.packed)
         return
@@ -165,15 +163,15 @@ def test_hidden_frames_are_kept_from_nvdec(
         next(task for task in clips.tasks if task.exception()).result()
 
 
-def packed(
-    dataset: dali_stream.Dataset, memory: Memory, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray
-) -> dali.Clips:
+def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray) -> dali.Clips:
     """The clips of a batch: frames (B, T) of episodes (B,)."""
     camera = dali.DaliDecoder(dataset, key, Counters(), gpu, (128, 160), None)
-    packets = np.stack([camera.learn(memory, e)[0][f] for e, f in zip(episode.tolist(), frame, strict=True)])
+    episodes = OpenEpisodes(dataset, IndexCache(dataset))
+    opened = episodes.load(range(2))
+    packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
         step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))
-        return camera.start(pool, step, frame, memory, dataset.data_store)
+        return camera.start(pool, step, frame, episodes, dataset.data_store)
 
 
 MARKED_AS_709 = ("-bsf:v", "h264_metadata=matrix_coefficients=1")  # no colr box
@@ -236,11 +234,7 @@ def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.Mo
         for episode, arguments in enumerate((video_data.h264(12), video_data.h264_without_idr()))
     ]
     dataset = dali_stream.Dataset(video_data.write_dataset(tmp_path / "set", files, [[40], [40]]))
-    memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
-    memory.load(range(2))
-    clips = packed(
-        dataset, memory, video_data.CAMERA, 0, np.array([0, 0, 1, 1]), np.array([[3, 20], [30, 30], [3, 5], [3, 20]])
-    )
+    clips = packed(dataset, video_data.CAMERA, 0, np.array([0, 0, 1, 1]), np.array([[3, 20], [30, 30], [3, 5], [3, 20]]))
     *sound, error = [task.exception() for task in clips.tasks]
     assert sound == [None, None, None]  # the last of these is within the first GOP, which begins with an IDR frame
     assert isinstance(error, RouteChange)

@@ -19,9 +19,10 @@ from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.order.windows import window
 from dali_stream.schedule.budget import horizon
-from dali_stream.schedule.frames import NONE, FrameStep
+from dali_stream.schedule.episodes import NONE, Located, OpenEpisode
+from dali_stream.schedule.frames import FramePlan
+from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import Samples, samples
-from dali_stream.schedule.schedule import Limits, Schedule
 
 Frame = tuple[int, int]  # episode, frame
 CAMERA = "top"
@@ -43,7 +44,8 @@ class Run:
     position: int = 0
     last_batch: str = "pad"
     lacking: frozenset[Frame] = frozenset()
-    steps: list[tuple[Samples, FrameStep]] = field(default_factory=list)
+    close_every: int = 1 << 30  # batches after which all episodes are closed
+    steps: list[tuple[Samples, FramePlan]] = field(default_factory=list)
 
     def batches(self):
         def order(epoch: int) -> Order:
@@ -68,19 +70,21 @@ class Run:
         return packet, keyframe
 
     def plan(self, count: int) -> Run:
-        schedule = Schedule(self.lengths, self.batches(), self.batch_size, {CAMERA: self.offsets}, self.limits)
-        for _ in range(count):
-            found = schedule.next()
-            for episode in schedule.unknown(CAMERA):
-                schedule.learn(CAMERA, episode, *self.packets(episode))
-            self.steps.append((found, schedule.step()[CAMERA]))
+        planner = BatchPlanner(self.lengths, self.batches(), self.batch_size, {CAMERA: self.offsets}, self.limits)
+        for number in range(count):
+            [found] = planner.ahead(1)
+            for episode in planner.closed(found):
+                planner.observe([OpenEpisode(episode, {CAMERA: Located(*self.packets(episode))})])
+            self.steps.append((found, planner.plan().frames[CAMERA]))
+            if number % self.close_every == self.close_every - 1:
+                planner.observe(closed=np.flatnonzero(planner.table.first_row != NONE).tolist())
         return self
 
     def shown(self, found: Samples) -> list[list[Frame]]:
         frames, _ = window(self.offsets, found.frame, self.lengths[found.episode])
         return [[(e, f) for f in steps] for e, steps in zip(found.episode.tolist(), frames.tolist(), strict=True)]
 
-    def cost(self, step: FrameStep) -> int:
+    def cost(self, step: FramePlan) -> int:
         """Frames that are decoded: each GOP from its keyframe to the last packet that is asked for."""
         deepest: dict[tuple[int, int], int] = {}
         for episode, frame, packet in zip(step.episode.tolist(), step.frame.tolist(), step.packet.tolist(), strict=True):
@@ -134,6 +138,7 @@ def runs(draw: st.DrawFn) -> Run:
         consumers=draw(st.integers(1, 4)),
         shuffle=draw(st.sampled_from([True, "global", False])),
         position=draw(st.integers(0, int(lengths.sum()) - 1)),
+        close_every=draw(st.sampled_from([1, 3, 1 << 30])),
         lacking=frozenset(draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 39)), max_size=2))),
     )
 
@@ -193,7 +198,7 @@ def test_decodes_are_near_those_of_a_cache_that_knows_the_future(gop: int, steps
 
 
 def test_the_same_run_gives_the_same_steps() -> None:
-    def plan() -> list[tuple[Samples, FrameStep]]:
+    def plan() -> list[tuple[Samples, FramePlan]]:
         return Run(np.array([50, 70, 90]), 12, np.array([-3, 0]), 8, Limits(40, 2, 100)).plan(30).steps
 
     for (_, mine), (_, other) in zip(plan(), plan(), strict=True):
@@ -206,19 +211,16 @@ import numpy as np
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
 from dali_stream.order import Order
+from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.schedule.schedule import Limits, Schedule
+from dali_stream.tools.forecast import plan_next
 lengths = np.full(1_000_000, 100)
 order = lambda epoch: Order(lengths, True, 0, epoch, 32, 8)
 found = samples(order, Batches(100_000_000, 64, 8, "drop"), 0, 0, {position})
-schedule = Schedule(lengths, found, 64, {{"a": np.zeros(1, np.int64), "b": np.arange(-7, 1)}}, Limits(28000, 2, 56000))
+windows = {{"a": np.zeros(1, np.int64), "b": np.arange(-7, 1)}}
+planner = BatchPlanner(lengths, found, 64, windows, Limits(28000, 2, 56000))
 for _ in range(20):
-    schedule.next()
-    for camera in "ab":
-        for episode in schedule.unknown(camera):
-            frames = np.arange(100)
-            schedule.learn(camera, episode, frames, frames // 30 * 30)
-    schedule.step()
+    plan_next(planner, lengths, 30)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 

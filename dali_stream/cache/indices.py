@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from dali_stream.errors import DatasetError, DecodeError
-from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex, read_index
 from dali_stream.storage import Store
 from dali_stream.workers import Once
@@ -33,6 +33,10 @@ class IndexCache:
     def file(self, camera: str, episode: int) -> int:
         """The number of the file that holds an episode."""
         return int(self._files[camera][episode])
+
+    def has_file(self, camera: str, episode: int) -> bool:
+        """Whether the frames of an episode are in a video file."""
+        return camera in self._files and self._files[camera][episode] != ABSENT
 
     def of(self, camera: str, episode: int, store: Store) -> VideoIndex:
         """The index of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""

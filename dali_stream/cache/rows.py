@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,15 +63,16 @@ class RowCache:
         self._used += length
         self._live += length
 
-    def drop(self, episode: int) -> None:
-        """Evicts an episode's rows."""
-        start, length = self._spans.pop(episode)
-        self._start[episode] = -1
-        self._live -= length
-        for values in self._columns.values():
-            if values.dtype == object:
-                values[start : start + length] = None
-        if self._capacity > self._live * SPARE[0] // SPARE[1]:
+    def drop(self, episodes: Collection[int]) -> None:
+        """Evicts the rows of episodes."""
+        for episode in episodes:
+            start, length = self._spans.pop(episode)
+            self._start[episode] = -1
+            self._live -= length
+            for values in self._columns.values():
+                if values.dtype == object:
+                    values[start : start + length] = None
+        if episodes and self._capacity > self._live * SPARE[0] // SPARE[1]:
             self._move(self._live * 9 // 8)
 
     @property

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
-from dali_stream.schedule.reads import Fetch
+from dali_stream.cache.readers import Readers
+from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
-from dali_stream.workers import Workers
 
 Name = tuple[str, int, int]  # camera, episode, number of the block in it
 
@@ -70,7 +70,7 @@ class BlockCache:
         path: of the file that holds an episode of a camera.
     """
 
-    def __init__(self, store: Store, pool: Workers, path: Callable[[str, int], str]) -> None:
+    def __init__(self, store: Store, pool: Readers, path: Callable[[str, int], str]) -> None:
         self._store, self._pool, self._path = store, pool, path
         self._blocks: dict[Name, _Block] = {}
 

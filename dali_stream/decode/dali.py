@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.decoder import Pool, RouteChange, succeeded
@@ -26,8 +26,8 @@ from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.clip import Clip, UnsafeForNvdec, pack
 from dali_stream.mp4.index import VideoIndex
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.schedule.samples import Samples
-from dali_stream.schedule.schedule import Step
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
@@ -119,10 +119,10 @@ class DaliDecoder(SampleDecoder):
         self._gpu, self._size, self._audited = gpu, size, audited
         self._first: dict[str, Request] = {}  # of each file
 
-    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Clips:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
-        clips = Clips(np.zeros(len(frames), np.bool_) if self._audited is None else self._audited(step.samples))
-        self.start_samples(clips, pool, step, frames, memory, store)
+        clips = Clips(np.zeros(len(frames), np.bool_) if self._audited is None else self._audited(plan.samples))
+        self.start_samples(clips, pool, plan, frames, episodes, store)
         return clips
 
     def check(self, index: VideoIndex, packet: int) -> None:

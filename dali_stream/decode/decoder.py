@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.source import ABSENT, Source
-from dali_stream.schedule.frames import NONE, FrameStep
-from dali_stream.schedule.schedule import Step
+from dali_stream.schedule.frames import FramePlan
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
@@ -62,18 +62,14 @@ class Work(Protocol):
 class Decoder(Protocol):
     """Decodes one camera of a dataset."""
 
-    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
-        """Per frame of an episode, its packet, and the packet that decoding it begins with; `LACKING` where there is none."""
-        ...
-
-    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Work:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Work:
         """Starts the tasks of a batch.
 
         Args:
             pool: the decode threads.
-            step: what the schedule plans.
+            plan: Plan of the batch.
             frames: (B, T) frames of their episodes that the batch shows.
-            memory: rows and indices.
+            episodes: Open episodes, with their rows and indices.
             store: where encoded video is read.
         """
         ...
@@ -86,15 +82,15 @@ class Decoder(Protocol):
 class Decoded:
     """Frames on their way into slots, as `Work`."""
 
-    def __init__(self, slots: Slots, step: FrameStep, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
-        self._slots, self._step, self.tasks, self.failed = slots, step, tasks, failed
+    def __init__(self, slots: Slots, plan: FramePlan, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
+        self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
 
     def ready(self) -> bool:
         return not self.failed and not self._slots.broken and all(map(succeeded, self.tasks))
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Array:
-        frames = buffers.take((*self._step.show.shape, *self._slots.shape), dtype)
-        self.failed |= self._slots.gather(self._step.show, frames, copiers)
+        frames = buffers.take((*self._plan.show.shape, *self._slots.shape), dtype)
+        self.failed |= self._slots.gather(self._plan.show, frames, copiers)
         return frames
 
 
@@ -112,18 +108,14 @@ class VideoAndImages:
         self._key, self._slots, self._of = key, slots, {True: video, False: images}
         self._has_file = source.files(key) != ABSENT
 
-    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """As of `Decoder`."""
-        return self._of[bool(self._has_file[episode])].learn(memory, episode)
-
-    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Decoded:
-        """As of `Decoder`."""
-        planned, work = step.frames[self._key], []
+        planned, work = plan.frames[self._key], []
         for kind, decoder in self._of.items():
             mine = self._has_file[planned.episode] == kind
             part = {name: getattr(planned, name)[mine] for name in ("episode", "frame", "packet", "slot", "gop")}
-            own = replace(step, frames={self._key: replace(planned, **part)})
-            work.append(decoder.start(pool, own, frames, memory, store))
+            own = replace(plan, frames={self._key: replace(planned, **part)})
+            work.append(decoder.start(pool, own, frames, episodes, store))
         video, images = work
         return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
 
@@ -138,12 +130,6 @@ class RouteChange(DaliStreamError):
     def __init__(self, cameras: Sequence[str], reason: str) -> None:
         super().__init__(f"{', '.join(cameras)}: {reason}")
         self.cameras, self.reason = cameras, reason
-
-
-def absent(source: Source, episode: int) -> tuple[Int64, Int64]:
-    """What `Decoder.learn` returns for an episode whose dataset lacks the camera: its frames are zeros."""
-    nothing = np.full(source.lengths[episode], NONE, np.int64)
-    return nothing, nothing
 
 
 def succeeded(task: Future[None]) -> bool:

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps
 
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
-from dali_stream.decode.decoder import Decoded, Pool, absent, even_tasks, named
+from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.features import CHANNELS, Feature
 from dali_stream.lerobot.source import Source
-from dali_stream.schedule.schedule import Step
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 
 Array = npt.NDArray[Any]
@@ -34,18 +34,11 @@ class ImageDecoder:
     def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
 
-    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
-        """As of `Decoder`: each frame is a GOP of its own."""
-        if self._source.feature(self.key, episode) is None:
-            return absent(self._source, episode)
-        frames = np.arange(self._source.lengths[episode])
-        return frames, frames
-
-    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Decoded:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """As of `Decoder`."""
-        planned, tasks = step.frames[self.key], []
+        planned, tasks = plan.frames[self.key], []
         if len(planned.slot):
-            encoded = memory.gather(self.key, planned.episode, planned.frame)
+            encoded = episodes.gather(self.key, planned.episode, planned.frame)
             task = even_tasks(np.arange(1, len(planned.slot) + 1))
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()

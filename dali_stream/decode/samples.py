@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode.decoder import Pool, named
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import LACKING, VideoIndex
-from dali_stream.schedule.schedule import Step
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 
 Array = npt.NDArray[Any]
@@ -46,24 +46,17 @@ class SampleDecoder(VideoFiles):
         super().__init__(source, key)
         self._counters = counters
 
-    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
-        """See `Decoder.learn`. An error in a file is raised when a frame of it is requested."""
-        packets = memory.packets(self.key, episode)
-        there = packets != LACKING
-        keyframes = np.full(len(packets), LACKING, np.int64)
-        if there.any():
-            keyframes[there] = memory.index(self.key, episode).decode_starts(packets[there])
-        return packets, keyframes
-
     def close(self) -> None:
         """Do nothing, since no decoded frames are kept."""
 
-    def start_samples(self, work: SampleWork, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> None:
+    def start_samples(
+        self, work: SampleWork, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store
+    ) -> None:
         """Start a task per sample, which calls `make(store, request, work)`. See `Decoder.start`."""
-        for row, episode in enumerate(step.samples.episode.tolist()):
-            packets = step.packets[self.key][row]
+        for row, episode in enumerate(plan.samples.episode.tolist()):
+            packets = plan.packets[self.key][row]
             try:
-                index = self._locate(memory, episode, frames[row], packets)
+                index = self._locate(episodes, episode, frames[row], packets)
             except DecodeError as error:
                 work.failed[row] = error
             else:
@@ -76,14 +69,14 @@ class SampleDecoder(VideoFiles):
     def check(self, index: VideoIndex, packet: int) -> None:
         """Check whether this decoder suits the file that holds a packet."""
 
-    def _locate(self, memory: Memory, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
+    def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
         """Return the index of the episode's file, after all checks that need no decoding."""
         try:
-            index = memory.index(self.key, episode)
+            index = episodes.index(self.key, episode)
             absent = packets == LACKING
             if absent.any():
                 frames = frames[absent]
-                raise self.lacking(memory, index, episode, int(frames[0]))
+                raise self.lacking(episodes, index, episode, int(frames[0]))
             self.checked(index, packets, episode)
         except DecodeError as error:
             raise named(self._source, self.key, episode, frames, error) from error

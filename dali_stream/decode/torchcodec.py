@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters, Timed, untimed
-from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, Pool, absent, even_tasks, named
+from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
@@ -26,8 +26,8 @@ from dali_stream.mp4.clip import TICK, TIMESCALE, Clip, config, is_avc, pack, sp
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import LACKING, VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
-from dali_stream.schedule.frames import FrameStep
-from dali_stream.schedule.schedule import Step
+from dali_stream.schedule.frames import FramePlan
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 
 try:
@@ -74,55 +74,55 @@ class TorchcodecDecoder(VideoFiles):
     def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         super().__init__(source, key)
         self._counters, self._slots, self._size = counters, slots, size
-        self._broken: dict[int, DecodeError] = {}  # episodes whose file cannot be used
         self._present = source.files(key) != ABSENT
 
-    def learn(self, memory: Memory, episode: int) -> tuple[Int64, Int64]:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
         """As of `Decoder`."""
-        if not self._present[episode]:
-            return absent(self._source, episode)
-        packets = memory.packets(self.key, episode)
-        there = packets != LACKING
-        keyframes = np.full(len(packets), LACKING, np.int64)
-        try:
-            index = memory.index(self.key, episode)
-            self.checked(index, packets[there], episode)
-            keyframes[there] = index.decode_starts(packets[there])
-        except DecodeError as error:
-            self._broken[episode] = error
-            return keyframes, keyframes
-        return packets, keyframes
-
-    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> Decoded:
-        """As of `Decoder`."""
-        planned, episode = step.frames[self.key], step.samples.episode
+        planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DecodeError] = {}
         present = self._present[episode]
         for row, t in np.argwhere((planned.show == LACKING) & present[:, None]).tolist():
             if row not in failed:
-                failed[row] = self._missing(memory, int(episode[row]), int(frames[row, t]))
-        tasks = [pool.submit(self._decode, store, task) for task in self._deal(self._gops(planned, memory))]
+                failed[row] = self._missing(episodes, int(episode[row]), int(frames[row, t]))
+        tasks = [pool.submit(self._decode, store, task) for task in self._deal(self._gops(planned, episodes))]
         return Decoded(self._slots, planned, tasks, failed)
 
     def close(self) -> None:
         """Frees the slots."""
         self._slots.free()
 
-    def _missing(self, memory: Memory, episode: int, frame: int) -> DecodeError:
+    def _missing(self, episodes: OpenEpisodes, episode: int, frame: int) -> DecodeError:
         """The error for a frame that has no packet."""
-        if (error := self._broken.get(episode)) is None:
-            error = self.lacking(memory, memory.index(self.key, episode), episode, frame)
+        try:
+            error = self.lacking(episodes, episodes.index(self.key, episode), episode, frame)
+        except DecodeError as broken:
+            error = broken
         return named(self._source, self.key, episode, np.array([frame]), error)
 
-    def _gops(self, step: FrameStep, memory: Memory) -> list[_Gop]:
-        starts = np.flatnonzero(np.diff(step.gop, prepend=LACKING)).tolist()
-        stops = [*starts, len(step.gop)][1:]
-        indices = {episode: memory.index(self.key, episode) for episode in np.unique(step.episode).tolist()}
-        columns = [values.tolist() for values in (step.frame, step.packet, step.slot)]
+    def _gops(self, plan: FramePlan, episodes: OpenEpisodes) -> list[_Gop]:
+        starts = np.flatnonzero(np.diff(plan.gop, prepend=LACKING)).tolist()
+        stops = [*starts, len(plan.gop)][1:]
+        indices = self._usable(plan, episodes)
+        columns = [values.tolist() for values in (plan.frame, plan.packet, plan.slot)]
         return [
             _Gop(indices[episode], episode, *(values[start:stop] for values in columns))
-            for episode, start, stop in zip(step.episode[starts].tolist(), starts, stops, strict=True)
+            for episode, start, stop in zip(plan.episode[starts].tolist(), starts, stops, strict=True)
+            if episode in indices
         ]
+
+    def _usable(self, plan: FramePlan, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
+        """The indices of the files to decode. Where a file is not what the metadata promise, its frames fail."""
+        indices = {}
+        for episode in np.unique(plan.episode).tolist():
+            own, index = plan.episode == episode, episodes.index(self.key, episode)
+            try:
+                self.checked(index, plan.packet[own], episode)
+            except DecodeError as error:
+                for frame, slot in zip(plan.frame[own], plan.slot[own].tolist(), strict=True):
+                    self._slots.fail(slot, named(self._source, self.key, episode, frame, error))
+            else:
+                indices[episode] = index
+        return indices
 
     def _deal(self, gops: list[_Gop]) -> list[list[_Gop]]:
         """Tasks: GOPs of one sample description, since a clip has one; neighbours in a file together."""

@@ -19,7 +19,7 @@ import torchcodec
 from torchcodec.decoders import set_nvdec_cache_capacity
 
 from dali_stream.cache.buffers import Buffers
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode.capability import engines
 from dali_stream.decode.dali import SESSIONS_PER_ENGINE
@@ -28,7 +28,7 @@ from dali_stream.decode.samples import Int64, Request, SampleDecoder
 from dali_stream.decode.torchcodec import decode_tensors
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
-from dali_stream.schedule.schedule import Step
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
@@ -75,10 +75,10 @@ class TorchcodecCudaDecoder(SampleDecoder):
         super().__init__(source, key, counters)
         self._gpu, self._device = gpu, device_name(gpu)
 
-    def start(self, pool: Pool, step: Step, frames: Int64, memory: Memory, store: Store) -> SampleFrames:
+    def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleFrames:
         """See `Decoder.start`."""
         work = SampleFrames(len(frames))
-        self.start_samples(work, pool, step, frames, memory, store)
+        self.start_samples(work, pool, plan, frames, episodes, store)
         return work
 
     def make(self, store: Store, request: Request, work: SampleFrames) -> None:

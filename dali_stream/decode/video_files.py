@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.decode.decoder import named
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.dataset import CLOCKS
@@ -39,10 +39,10 @@ class VideoFiles:
         for packet in packets[first].tolist():
             self._check_size(index, self.format(index, packet), episode)
 
-    def lacking(self, memory: Memory, index: VideoIndex, episode: int, frame: int) -> DecodeError:
+    def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:
         """The error for a frame that the video lacks."""
         row = np.array([episode]), np.array([frame])
-        [seconds] = self._source.seconds(episode, {key: memory.gather(key, *row) for key in CLOCKS})
+        [seconds] = self._source.seconds(episode, {key: episodes.gather(key, *row) for key in CLOCKS})
         why = explain(index, self._source.interval(self.key, episode), seconds, *self._source.timing(episode))
         return DecodeError(f"{self._source.data_store.where(index.path)}: {why}")
 

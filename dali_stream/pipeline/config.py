@@ -23,6 +23,7 @@ from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
 from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.schedule.budget import Sizes, batches_in_progress
+from dali_stream.schedule.episodes import EpisodeTable
 
 _log = logging.getLogger("dali_stream")
 SUBSTITUTE = "is_substitute"  # the key of the mask of samples that could not be decoded
@@ -97,6 +98,12 @@ class Config:
         frames = self.batches.batch_size * sum(map(self.windows.steps, self.dataset.cameras))
         return batches_in_progress(self.num_threads, frames, CLIP_FRAMES)
 
+    @property
+    def table_bytes(self) -> int:
+        """Memory of a row in the tables that say where its frames are."""
+        cameras, remote = self.dataset.cameras, self.dataset.data_store.remote
+        return EpisodeTable.row_bytes(len(cameras), len(self.dataset.videos) if remote else 0)
+
     def squeezed(self, camera: str) -> bool:
         """Whether a sample has one frame without a time axis. LeRobot drops the axis of one step for videos only."""
         return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
@@ -109,12 +116,13 @@ class Config:
                 first = int(np.argmax(dataset.files(camera) != ABSENT))
                 indices[camera] = self.indices.of(camera, first, dataset.data_store)
         frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
+        table_bytes = self.table_bytes
         return Sizes(
             lengths=dataset.lengths,
             batch_size=self.batches.batch_size,
             episodes=self.orders.episodes_in_use(self.arguments, self.batches),
-            row_bytes=dataset.row_bytes,
-            least_row_bytes=dataset.row_bytes_without_objects,
+            row_bytes=dataset.row_bytes + table_bytes,
+            least_row_bytes=dataset.row_bytes_without_objects + table_bytes,
             files={camera: _count(dataset.files(camera)) for camera in dataset.videos},
             indices=indices,
             windows={camera: self.windows.widest(camera) for camera in dataset.videos},

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
 from dali_stream.decode.decoder import Decoder, VideoAndImages, Work
@@ -18,7 +18,7 @@ from dali_stream.decode.torchcodec import TorchcodecDecoder
 from dali_stream.order.audited import audited
 from dali_stream.pipeline.config import Config
 from dali_stream.process import trim_memory
-from dali_stream.schedule.schedule import Step
+from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
@@ -64,29 +64,29 @@ class DecodePool:
         return VideoAndImages(dataset, key, slots, *decoders) if len(decoders) == 2 else decoders[0]
 
     def start(
-        self, step: Step, frames: Mapping[str, npt.NDArray[np.int64]], memory: Memory, stores: Mapping[str, Store]
+        self, plan: BatchPlan, frames: Mapping[str, npt.NDArray[np.int64]], episodes: OpenEpisodes, stores: Mapping[str, Store]
     ) -> dict[str, Work]:
         """Start the decode tasks of a batch.
 
         Args:
-            step: Plan of the batch.
+            plan: Plan of the batch.
             frames: {camera: frames of the samples' windows within their episodes, shape (B, T)}.
-            memory: Rows and indices of its episodes.
+            episodes: Open episodes.
             stores: {camera: where its encoded video is read, if not from the dataset's files}.
 
         Returns:
             {camera: tasks in progress}.
         """
-        self._count(step)
+        self._count(plan)
         files = self._config.dataset.data_store
         return {
-            key: decoder.start(self._workers, step, frames[key], memory, stores.get(key, files))
+            key: decoder.start(self._workers, plan, frames[key], episodes, stores.get(key, files))
             for key, decoder in self.decoders.items()
         }
 
-    def _count(self, step: Step) -> None:
+    def _count(self, plan: BatchPlan) -> None:
         """Count what is decoded, and give free memory back to the system from time to time."""
-        for key, planned in step.frames.items():
+        for key, planned in plan.frames.items():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
             self._decoded_bytes += planned.decodes * math.prod(self._config.dataset.features[key].shape)
         if self._decoded_bytes >= _TRIM_AFTER * len(self._workers):

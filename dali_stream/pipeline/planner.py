@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.arguments import gibibytes
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
+from dali_stream.cache.readers import readers
 from dali_stream.cache.rows import SPARE
+from dali_stream.cache.video import BlockCache, InPlace, Video
 from dali_stream.counters import Counters
 from dali_stream.decode.route import Route
-from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.errors import DatasetError
 from dali_stream.memory_limit import fits
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
@@ -27,10 +30,9 @@ from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
 from dali_stream.pipeline.decode_pool import DecodePool
 from dali_stream.schedule.advice import Advice, reread_remedies
 from dali_stream.schedule.budget import Sizes, divide, look_ahead, order_horizon, reads_budget
-from dali_stream.schedule.frames import NONE
-from dali_stream.schedule.reads import Storage
+from dali_stream.schedule.opening import Opening, Storage
+from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.schedule.schedule import Limits, Schedule, Step
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
@@ -71,23 +73,30 @@ class Planner:
         self._remedies = reread_remedies(
             reads_budget(self._parts, sizes), config.arguments.shuffle, dataset.data_store.remote, dataset.cache_dir is not None
         )
-        self._memory = Memory(dataset, config.indices, self._parts.encoded, counters)
-        self._names = self._memory.names()
-        self._schedule = Schedule(
+        self._store = dataset.data_store.session()
+        self._remote = self._store.remote
+        self._readers = readers(self._remote)
+        self._opening = Opening(self._storage(sizes))
+        for (key, file), index_bytes in config.indices.held().items():
+            self._opening.observe((key, file), index_bytes)
+        block = self._parts.block if self._remote else None
+        self._episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, self._parts.opened, block, counters)
+        self._video: Video = InPlace(self._store, dataset.videos)
+        if self._remote:
+            self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
+        self._names = self._readers.submit(dataset.names)
+        self._planner = BatchPlanner(
             dataset.lengths,
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
             {key: config.windows.of(key) for key in on_cpu},
             self._limits(depth, sizes),
-            self._storage(sizes),
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
-        for (key, file), index_bytes in config.indices.held().items():
-            self._schedule.reads.there(key, file, index_bytes)
-        self.pool = DecodePool(config, routes, {key: self._schedule.frames[key].slots for key in on_cpu}, counters)
+        self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
         self.copiers = Workers("dali_stream copy", min(config.num_threads, _COPY_THREADS) - 1)
-        self._advised = False
+        self._advised, self._evicted_early = False, 0
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._before = {name: getattr(counters, name) for name in ("indices_read_again", "evicted_early")}  # in earlier runs
         self.keeps_all = not on_nvdec and self._parts.frames >= int(dataset.lengths.sum())
@@ -127,13 +136,13 @@ class Planner:
 
     def memory(self) -> dict[str, int]:
         """Bytes of what is kept in memory, by the keys `MEMORY`: all, then rows, indices, encoded video, decoded frames."""
-        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._schedule.frames.items())
-        kinds = *self._schedule.reads.bytes_by_kind(), frames
+        frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
+        kinds = *self._opening.room.bytes_by_kind, self._planner.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
     def advice(self) -> tuple[int, float, float] | None:
         """The memory_budget of the simulated larger cache, and the frames decoded per delivered one, now and with it."""
-        if (advice := self._schedule.advice) is None:
+        if (advice := self._planner.advice) is None:
             return None
         return self._budget_of(advice), advice.now, advice.then
 
@@ -142,7 +151,9 @@ class Planner:
         if os.getpid() != self._pid:
             return
         self.stopping = True
-        self._memory.stop()
+        self._readers.stop()
+        if self._remote:
+            self._store.close()
         self.pool.stop()
         self.copiers.stop()
         self._room.release()
@@ -157,32 +168,35 @@ class Planner:
             self._thread.join()
         self.pool.join()
         self.copiers.join()
-        self._memory.join()
+        self._readers.join()
         self._put(closed())  # for a thread that waits in `take`
 
     def _limits(self, depth: int, sizes: Sizes) -> Limits:
-        kept, frames = self._parts.frames, int(self._config.dataset.lengths.sum())
-        larger = min(max(2 * kept, _LEAST_ADVISED), frames) if kept < frames and self._parts.frame_bytes else 0
-        return Limits(kept, depth, order_horizon(self._parts, sizes), larger)
+        parts, frames = self._parts, int(self._config.dataset.lengths.sum())
+        larger = min(max(2 * parts.frames, _LEAST_ADVISED), frames) if parts.frames < frames and parts.frame_bytes else 0
+        fetched = self._config.dataset.videos if self._remote else ()
+        ahead = look_ahead(self._config.batches.batch_size)
+        return Limits(parts.frames, depth, order_horizon(parts, sizes), larger, fetched, parts.block, ahead)
 
     def _storage(self, sizes: Sizes) -> Storage:
-        dataset, remote = self._config.dataset, self._config.dataset.data_store.remote
+        dataset = self._config.dataset
         return Storage(
             files={camera: dataset.files(camera) for camera in dataset.videos},
+            lengths=dataset.lengths,
             row_bytes=(dataset.row_bytes_of * SPARE[0] // SPARE[1])[self._dataset_of],
+            table_bytes=self._config.table_bytes,
             index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
-            fetched=dataset.videos if remote else (),
-            room=self._parts.encoded,
-            block=self._parts.block,
-            look_ahead=look_ahead(self._config.batches.batch_size) if remote else 0,
+            room=self._parts.opened,
+            more=self._parts.encoded - self._parts.opened,
+            index_share=self._parts.indices,
+            look_ahead=look_ahead(self._config.batches.batch_size) if self._remote else 0,
         )
 
     def _run(self) -> None:
         try:
-            while True:
-                reads, drop = self._schedule.request()
-                self._memory.drop(drop)
-                self._memory.begin(reads)
+            for number in itertools.count():
+                ahead = self._planner.ahead(1 + self._opening.horizon(number))
+                self._planner.observe(closed=self._episodes.begin(self._opening, ahead))
                 wait(self._first)  # of the first batch, whose reads run alone
                 self._first = []
                 self._room.acquire()
@@ -200,11 +214,12 @@ class Planner:
             self._more.notify()
 
     def _plan(self) -> PlannedBatch:
-        config, dataset, memory = self._config, self._config.dataset, self._memory
+        config, dataset = self._config, self._config.dataset
         with self._counters.timed("rows_s"):
-            self._learn()
-        step = self._schedule.plan()
-        batch, stores = step.samples, self._read(step)
+            self._open()
+        plan = self._planner.plan()
+        self._opening.advance()
+        batch, stores = plan.samples, self._fetch(plan)
         columns: dict[str, Array] = {}
         shown, pads = {}, {}
         which = self._dataset_of[batch.episode]
@@ -213,7 +228,7 @@ class Planner:
         for key in dataset.features:
             if key not in dataset.cameras:
                 with self._counters.timed("gather_s"):
-                    columns[key] = memory.gather(key, batch.episode, shown.get(key, batch.frame))
+                    columns[key] = self._episodes.gather(key, batch.episode, shown.get(key, batch.frame))
         columns |= {key: values[which] for key, values in dataset.constants.items()}
         if config.augments:
             columns[SAMPLE] = uniforms(config.arguments.seed, batch.epoch, batch.position)
@@ -222,40 +237,25 @@ class Planner:
         texts = self._texts(columns, batch.episode, batch.frame)
         self._tell_advice()
         frames = {key: shown.get(key, batch.frame[:, None]) for key in dataset.cameras}
-        return PlannedBatch(batch, columns | pads, texts, self.pool.start(step, frames, memory, stores))
+        return PlannedBatch(batch, columns | pads, texts, self.pool.start(plan, frames, self._episodes, stores))
 
-    def _learn(self) -> None:
-        """Wait for the rows and indices that the next batch needs, and those of some batches ahead of it."""
-        reads, now = self._schedule.reads, self._schedule.next().number
-        for read in reads.due():
-            try:
-                size, found = self._memory.finish(read)
-            except (DaliStreamError, CancelledError):
-                if read.batch == now:
-                    raise
-                reads.failed(read)  # it gets another chance
-            else:
-                others = {e: size * SPARE[0] // SPARE[1] for e, size in found.sizes().items() if e != read.number}
-                self._memory.keep(found, reads.arrived(read, size, others))
-        self._count_again("indices_read_again", self._schedule.reads.indices_read_again, "indices are read")
-        episodes, remote = reads.ready(), self._config.dataset.data_store.remote
-        for key, decoder in self.pool.decoders.items():
-            for episode in self._schedule.unknown(key, episodes):
-                packets, keyframes = decoder.learn(self._memory, episode)
-                fetched = remote and key in self._config.dataset.videos and (packets != NONE).any()
-                index = self._memory.index(key, episode) if fetched else None
-                self._schedule.learn(key, episode, packets, keyframes, index)
+    def _open(self) -> None:
+        """Wait for the episodes that the next batch needs, and those of some batches ahead of it."""
+        [samples] = self._planner.ahead(1)
+        opened, closed = self._episodes.finish(self._opening, samples.number)
+        self._planner.observe(opened, closed, self._parts.encoded - sum(self._opening.room.bytes_by_kind))
+        self._count_again("indices_read_again", self._opening.indices_read_again, "indices are read")
 
-    def _read(self, step: Step) -> Mapping[str, Store]:
-        """Fetch and drop what the plan says. Return where each camera's video is read."""
-        reads, video = step.reads, self._memory.video
-        self._memory.drop(reads.drop)
-        fetched = video.fetch(reads.fetch)
-        if not step.samples.number:
+    def _fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
+        """Fetch and evict the encoded video that the plan says. Return where each camera's is read."""
+        self._video.drop(plan.video.evict)
+        fetched = self._video.fetch(plan.video.fetch)
+        if not plan.samples.number:
             self._first = fetched
-        self._counters.add(needed_bytes=reads.needed_bytes)
-        self._count_again("evicted_early", self._schedule.reads.cache.evicted_early, "bytes are fetched")
-        return video.view(step.samples.number, reads.needed)
+        self._evicted_early += plan.video.evicted_early
+        self._counters.add(needed_bytes=plan.video.needed_bytes)
+        self._count_again("evicted_early", self._evicted_early, "bytes are fetched")
+        return self._video.view(plan.samples.number, plan.video.needed)
 
     def _texts(self, columns: dict[str, Array], episode: Array, frame: Array) -> Texts:
         """Return what is text: string features, and the name of the current frame's task."""
@@ -264,7 +264,7 @@ class Planner:
         for key, tables in self._names.result().items():
             index = f"{key}_index"
             if index in columns and (any(tables) or key == "task"):
-                numbers = self._memory.gather(index, episode, frame).tolist()
+                numbers = self._episodes.gather(index, episode, frame).tolist()
                 which = self._dataset_of[episode].tolist()
                 try:
                     texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
@@ -293,12 +293,12 @@ class Planner:
 
     def _tell_advice(self) -> None:
         """Log once whether more memory would help."""
-        if (advice := self._schedule.advice) is None or self._advised:
+        if (advice := self._planner.advice) is None or self._advised:
             return
         self._advised = True
         if not fits(budget := self._budget_of(advice)):
             return
-        gop = max(index.longest_gop for index in self._config.sizes(list(self._schedule.frames)).indices.values())
+        gop = max(index.longest_gop for index in self._config.sizes(list(self._planner.frames)).indices.values())
         shorter = ", and `dali-stream transcode URI OUT --codec h264 --gop 2` to 1.5 or less" if advice.now >= _COSTLY else ""
         _log.log(
             logging.WARNING if advice.now >= _COSTLY and self._config.rank == 0 else logging.INFO,

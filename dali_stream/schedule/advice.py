@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dali_stream.arguments import gibibytes
-from dali_stream.schedule.frames import FrameCache, FrameStep
+from dali_stream.schedule.frames import FrameCache, FramePlan
 
 _BATCHES = 200  # that are compared, once both caches are full
 _WORTH = 0.95  # more memory is advised where it leaves so much of the decodes, or less
@@ -36,7 +36,7 @@ class Advisor:
         self.larger, self._kept = larger, kept
         self._compared = self._shown = self._now = self._then = 0
 
-    def compare(self, step: FrameStep, larger: FrameStep) -> bool:
+    def compare(self, step: FramePlan, larger: FramePlan) -> bool:
         """Adds a batch, as both caches plan it. Returns whether enough batches were compared."""
         if self._compared or self.larger.full:
             self._compared += 1

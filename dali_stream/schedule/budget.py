@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
-from dali_stream.mp4.index import VideoIndex
-from dali_stream.schedule.blocks import BLOCK
+from dali_stream.schedule.video import BLOCK
+
+if TYPE_CHECKING:
+    from dali_stream.mp4.index import VideoIndex
 
 Int64 = npt.NDArray[np.int64]
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
@@ -28,12 +30,16 @@ class Parts(NamedTuple):
 
     Attributes:
         encoded: bytes for rows, indices and, of remote data, encoded video.
+        opened: bytes of that for rows and indices, unless one batch needs more.
+        indices: bytes of that for indices.
         frames: decoded frames of each camera that may be kept for later batches.
         frame_bytes: of one decoded frame of each camera.
         block: bytes of a block of encoded video.
     """
 
     encoded: int
+    opened: int
+    indices: int
     frames: int
     frame_bytes: int
     block: int
@@ -47,7 +53,7 @@ class Sizes:
         lengths: (E,) frames of each episode.
         batch_size: samples of a batch.
         episodes: that the order draws from at a time.
-        row_bytes: of a row in memory, about.
+        row_bytes: of a row in memory, about, with the tables that say where its frames are.
         least_row_bytes: without images and text, whose size is known when they are read.
         files: per camera with video files, how many there are.
         indices: per camera with video files, the index of its first file, unless that is broken.
@@ -95,9 +101,12 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     frames = int(sizes.lengths.sum())
     room, each = budget - encoded, sizes.frame_bytes
     if not each or room >= frames * each:  # to keep all but a few frames would cost many decodes
-        return Parts(budget - frames * each, frames if each else 0, each, _block(sizes, budget))
-    kept = max((room - sizes.in_progress) // each, 0)
-    return Parts(budget - kept * each - (sizes.in_progress if kept else 0), kept, each, _block(sizes, budget))
+        kept = frames if each else 0
+        encoded = budget - frames * each
+    else:
+        kept = max((room - sizes.in_progress) // each, 0)
+        encoded = budget - kept * each - (sizes.in_progress if kept else 0)
+    return Parts(encoded, *_divide_encoded(encoded, sizes, budget), kept, each, _block(sizes, budget))
 
 
 def frames_budget(sizes: Sizes) -> int:
@@ -153,30 +162,55 @@ def encoded_horizon(room: int, sizes: Sizes) -> int:
     return min(2 * int(sizes.lengths.sum()), int(2 * room / each), 1 << 18) if each else 0
 
 
+def _divide_encoded(encoded: int, sizes: Sizes, budget: int) -> tuple[int, int]:
+    """Return how many of the bytes for rows, indices and encoded video are for rows and indices, and how many for indices."""
+    rows, indices = _rows(sizes.frames_in_use, sizes.row_bytes) + (1 << 20), _indices_in_use(sizes)
+    opened = encoded
+    if sizes.fetched:  # rows and indices get all that they need, but at most half, and their share of what is left
+        opened = min(max(rows + indices, (rows + indices) * encoded // _in_use(sizes)), encoded // 2)
+        opened = max(min(opened, encoded - _least_video(sizes, budget)), _least_opened(sizes))
+    return opened, opened * indices // (rows + indices)
+
+
 def _in_use(sizes: Sizes) -> int:
     """About how many bytes the rows, indices and, of remote data, the encoded video of the episodes in use take."""
-    frames = sizes.frames_in_use
+    return _rows(sizes.frames_in_use, sizes.row_bytes) + _indices_in_use(sizes) + _video_in_use(sizes) + (1 << 20)
+
+
+def _indices_in_use(sizes: Sizes) -> int:
     files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
-    # A full cache evicts a share of it at once. The spare keeps indices from being among what is evicted.
-    indices = sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * _INDEX_SPARE[0] // _INDEX_SPARE[1]
-    video = sum(frames * int(index.size.sum()) // len(index) for index in sizes.indices.values()) if sizes.fetched else 0
-    return _rows(frames, sizes.row_bytes) + indices + video * 5 // 4 + (1 << 20)
+    # What they get is not all used, since files differ. The spare keeps those in use from being evicted.
+    return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * _INDEX_SPARE[0] // _INDEX_SPARE[1]
+
+
+def _video_in_use(sizes: Sizes) -> int:
+    if not sizes.fetched:
+        return 0
+    return sum(sizes.frames_in_use * int(index.size.sum()) // len(index) for index in sizes.indices.values()) * 5 // 4
 
 
 def _least(sizes: Sizes, budget: int) -> int:
     """Bytes that one batch may need."""
+    return _least_opened(sizes) + _least_video(sizes, budget)
+
+
+def _least_opened(sizes: Sizes) -> int:
+    """Bytes that the rows and indices of one batch may need."""
     episodes = min(sizes.episodes, sizes.batch_size)
     rows = _rows(int(np.sort(sizes.lengths)[-episodes:].sum()), sizes.least_row_bytes)
-    indices = sum(index.nbytes * min(sizes.files[camera], episodes) for camera, index in sizes.indices.items())
+    return rows + sum(index.nbytes * min(sizes.files[camera], episodes) for camera, index in sizes.indices.items())
+
+
+def _least_video(sizes: Sizes, budget: int) -> int:
+    """Bytes of encoded video that one batch may need."""
     if not sizes.fetched:
-        return rows + indices
+        return 0
     block = _block(sizes, budget)
     frames = {camera: sizes.batch_size * len(sizes.windows[camera]) for camera in sizes.indices}
-    video = sum(
+    return sum(
         sizes.batch_size * window_bytes(index, sizes.windows[camera]) + frames[camera] * block
         for camera, index in sizes.indices.items()
     )
-    return rows + indices + video
 
 
 def _rows(frames: int, row_bytes: int) -> int:

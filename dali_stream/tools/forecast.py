@@ -14,8 +14,9 @@ from dali_stream.mp4.format import describe
 from dali_stream.order.batches import Batches
 from dali_stream.order.orders import EpochOrder
 from dali_stream.schedule.budget import divide, order_horizon
+from dali_stream.schedule.episodes import Located, OpenEpisode
+from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.schedule.schedule import Limits, Schedule
 
 if TYPE_CHECKING:
     from dali_stream.loader import Loader
@@ -111,18 +112,24 @@ def decodes(
     # epoch after it: only that one finds frames of the first epoch in the cache.
     count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
-    schedule = Schedule(lengths, read, batches.largest, {camera: offsets}, limits)
+    planner = BatchPlanner(lengths, read, batches.largest, {camera: offsets}, limits)
     decoded, shown = np.zeros(2), np.zeros(2)  # in the first epoch, and later
     for number in range(count):
-        schedule.next()
-        for episode in schedule.unknown(camera):
-            frame = np.arange(lengths[episode])
-            schedule.learn(camera, episode, frame, frame // gop * gop)
-        step = schedule.step()[camera]
+        plan = plan_next(planner, lengths, gop).frames[camera]
         counts = np.array([number < epoch, number >= later_from])
-        decoded, shown = decoded + counts * step.decodes, shown + counts * step.show.size
+        decoded, shown = decoded + counts * plan.decodes, shown + counts * plan.show.size
     first, later = (decoded / np.maximum(shown, 1)).tolist()
     return first, later
+
+
+def plan_next(planner: BatchPlanner, lengths: npt.NDArray[np.int64], gop: int) -> BatchPlan:
+    """Plan the next batch of a dataset whose episodes have GOPs of `gop` frames in all cameras."""
+    [samples] = planner.ahead(1)
+    for episode in planner.closed(samples):
+        frame = np.arange(lengths[episode])
+        located = Located(frame, frame // gop * gop)
+        planner.observe([OpenEpisode(episode, dict.fromkeys(planner.frames, located))])
+    return planner.plan()
 
 
 def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:

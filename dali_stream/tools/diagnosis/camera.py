@@ -23,7 +23,7 @@ from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
-from dali_stream.schedule.schedule import Limits
+from dali_stream.schedule.plan import Limits
 from dali_stream.tools.description import CameraReport, contradictions, describe_video, video_files
 from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO

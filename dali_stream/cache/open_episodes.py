@@ -1,0 +1,171 @@
+"""The open episodes: their rows in memory, and where their frames are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.locate import locate
+from dali_stream.cache.readers import AtOnce, Readers
+from dali_stream.cache.rows import SPARE, RowCache, size_of
+from dali_stream.counters import Counters
+from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.lerobot.combined import row_reader
+from dali_stream.lerobot.dataset import CLOCKS
+from dali_stream.lerobot.rows import Found
+from dali_stream.lerobot.source import Source
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.schedule.episodes import OpenEpisode
+from dali_stream.schedule.opening import Opening, Read
+from dali_stream.schedule.room import Key
+from dali_stream.schedule.samples import Samples
+from dali_stream.storage import Store
+
+Int64 = npt.NDArray[np.int64]
+
+
+class OpenEpisodes:
+    """Opens and closes episodes as `Opening` decides. Only one thread may use it.
+
+    Rows lie end to end in memory, so that a window is one gather per feature and batch. Many episodes share a video file, so
+    indices are kept per file, in `IndexCache`.
+
+    Args:
+        source: Episodes.
+        indices: Indices of video files, which outlive this.
+        store: Session of the source's store.
+        readers: What reads.
+        at_once: Bytes of row groups that are read at the same time.
+        block: Bytes of a block of encoded video. None if it is read in place.
+        counters: Counters to add to.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        indices: IndexCache,
+        store: Store | None = None,
+        readers: Readers | None = None,
+        at_once: int = 1 << 62,
+        block: int | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self._source, self._indices, self._block, self._counters = source, indices, block, counters or Counters()
+        self._store, self._readers = store or source.data_store.session(), readers or AtOnce()
+        self._rows = RowCache(len(source.lengths))
+        self._reader = row_reader(source, self._store, at_once)
+        self._coming: dict[Key, Future[Any]] = {}
+        self._open: set[int] = set()
+
+    def begin(self, opening: Opening, ahead: Iterable[Samples]) -> list[int]:
+        """Begin to read what batches ahead need. Return the episodes that were closed."""
+        reads = opening.request(ahead)
+        closed = self._evict(opening.room.take_evicted())
+        for read in reads:
+            call = self._read_index if read.camera else self._read_rows
+            self._coming[read.key] = self._readers.submit(call, read, priority=(read.step, 0))
+        return closed
+
+    def finish(self, opening: Opening, now: int) -> tuple[list[OpenEpisode], list[int]]:
+        """Wait for what is due before the next batch is planned. Return the episodes that were opened, and closed.
+
+        Raises:
+            DatasetError: If rows of the next batch are missing or broken.
+            StorageError: If rows or an index of the next batch cannot be read.
+            CancelledError: If the readers were stopped.
+        """
+        closed: list[int] = []
+        for read in opening.due():
+            if (coming := self._coming.pop(read.key, None)) is None:  # evicted by what arrived before it
+                continue
+            try:
+                result = coming.result()
+            except (DaliStreamError, CancelledError):
+                if read.batch == now:
+                    raise
+                opening.observe(read.key, None)  # it gets another chance
+                continue
+            if read.camera:
+                opening.observe(read.key, result)
+            else:
+                others = {e: size * SPARE[0] // SPARE[1] for e, size in result.sizes().items() if e != read.number}
+                for episode in (read.number, *opening.observe(read.key, size_of(result[read.number]), others)):
+                    self._rows.put(episode, result[episode])
+            closed += self._evict(opening.room.take_evicted())
+        opened = [self._opened(episode) for episode in opening.ready() if episode not in self._open]
+        return opened, closed
+
+    def load(self, episodes: Iterable[int]) -> dict[int, OpenEpisode]:
+        """Open episodes for a program without a schedule. Errors as of `finish`."""
+        for episode in episodes:
+            self._rows.put(episode, self._reader.read(episode)[episode])
+        return {episode: self._opened(episode) for episode in episodes}
+
+    def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
+        """Return values of a feature.
+
+        Args:
+            key: Key of the feature.
+            episode: Open episodes, shape (B,).
+            frame: Frames within them, shape (B,) or (B, T).
+
+        Returns:
+            Values, whose shape begins with that of `frame`.
+        """
+        return self._rows.gather(key, episode, frame)
+
+    def index(self, camera: str, episode: int) -> VideoIndex:
+        """Return the index of the file that holds an episode. Raises DecodeError if it has none."""
+        return self._indices.of(camera, episode, self._store)
+
+    def _opened(self, episode: int) -> OpenEpisode:
+        self._open.add(episode)
+        rows = {key: self._rows.rows(key, episode) for key in CLOCKS}
+        source = self._source
+        return OpenEpisode(
+            episode,
+            {c: locate(source, c, episode, rows, self._index_or_none(c, episode), self._block) for c in source.cameras},
+        )
+
+    def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
+        try:
+            return self.index(camera, episode) if self._indices.has_file(camera, episode) else None
+        except DecodeError:  # reported when a frame of it is asked for
+            return None
+
+    def _evict(self, keys: Iterable[Key]) -> list[int]:
+        """Drop rows and indices. Return the episodes that were open."""
+        dropped: list[int] = []
+        for camera, number in keys:
+            coming = self._coming.pop((camera, number), None)
+            if camera and coming is not None:  # it arrives later, or not at all
+                coming.add_done_callback(partial(self._drop_index, camera, number))
+            elif camera:
+                self._indices.drop(camera, number)
+            elif coming is None:
+                dropped.append(number)
+        self._rows.drop(dropped)
+        closed = [episode for episode in dropped if episode in self._open]
+        self._open.difference_update(closed)
+        return closed
+
+    def _read_rows(self, read: Read) -> Found:
+        found = self._reader.read(read.number)
+        if self._store.remote and not read.again:
+            self._counters.add(needed_bytes=found.take_bytes())
+        return found
+
+    def _read_index(self, read: Read) -> int:
+        try:
+            return self._indices.read(read.camera, read.number, self._store).nbytes
+        except DecodeError:  # reported when a frame of it is asked for
+            return 0
+
+    def _drop_index(self, camera: str, file: int, _: Future[Any]) -> None:
+        self._indices.drop(camera, file)

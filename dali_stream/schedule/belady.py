@@ -1,0 +1,30 @@
+"""Belady's rule, for decoded frames and for blocks of encoded video."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+def nearest(next_use: Int64, room: int, sizes: Int64 | None = None) -> npt.NDArray[np.bool_]:
+    """Return which items to keep: those with the nearest next uses (Belady 1966, "A study of replacement algorithms").
+
+    Args:
+        next_use: Batch that uses each item next, shape (n,).
+        room: Size that the items may have together.
+        sizes: Size of each item, shape (n,). None if each has size 1.
+
+    Returns:
+        Mask of shape (n,).
+    """
+    keep = np.zeros(len(next_use), np.bool_)
+    if sizes is not None:
+        order = np.argsort(next_use, kind="stable")
+        keep[order] = np.cumsum(sizes[order]) <= room
+    elif room >= len(next_use):
+        keep[:] = True
+    elif room > 0:
+        keep[np.argpartition(next_use, room - 1)[:room]] = True
+    return keep

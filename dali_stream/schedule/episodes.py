@@ -1,0 +1,232 @@
+"""Open episodes, and the tables that say where their frames are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Integer = TypeVar("Integer", np.int32, np.int64)
+NONE = -1  # no row, no slot, no packet, no block
+_STEP = 64  # rows of an episode are rounded up to a multiple of this, so that closed episodes leave room that others fit into
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The encoded video of an episode as K blocks, which are fetched whole.
+
+    Attributes:
+        start, stop: Bytes of each block in the file, shape (K,).
+        first, last: Blocks that decoding the GOP of each frame needs, shape (L,). `NONE` where a frame has no packet.
+    """
+
+    start: Int64
+    stop: Int64
+    first: Int64
+    last: Int64
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where the L frames of an episode are in a camera's video file.
+
+    Attributes:
+        packet: Packet of each frame, in decode order of the file, shape (L,). `NONE` where the video has none.
+        keyframe: Packet at which decoding each frame begins, shape (L,). Frames of one GOP stand together.
+        blocks: Blocks of the encoded video. None if it is read in place.
+    """
+
+    packet: npt.NDArray[np.integer]
+    keyframe: npt.NDArray[np.integer]
+    blocks: Blocks | None = None
+
+
+@dataclass(frozen=True)
+class OpenEpisode:
+    """An episode whose rows are in memory, and whose frames are located.
+
+    Attributes:
+        number: Number of the episode.
+        cameras: {camera: where its frames are}.
+    """
+
+    number: int
+    cameras: Mapping[str, Located]
+
+
+@dataclass
+class CameraTable:
+    """One camera's frames, with an entry for each row of the table.
+
+    Attributes:
+        packet: Packet of each frame. `NONE` where the video has none.
+        gop: Row of the first frame of the GOP. For that frame itself, minus the number of frames of the GOP.
+        first_block, last_block: Rows in `blocks` of what decoding the GOP needs. Empty if encoded video is read in place.
+        blocks: Blocks of encoded video.
+    """
+
+    packet: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    gop: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    first_block: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    last_block: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    blocks: BlockTable | None = None
+
+    def gops(self, rows: Int64) -> Int64:
+        """Return the row of the first frame of the GOP of each frame."""
+        gop = self.gop[rows]
+        return np.where(gop < 0, rows, gop)
+
+    def members(self, gops: Int64) -> Int64:
+        """Return the rows of all frames of these GOPs."""
+        frames = -self.gop[gops].astype(np.int64)
+        before = np.cumsum(frames) - frames
+        return np.repeat(gops - before, frames) + np.arange(int(frames.sum()))
+
+
+@dataclass
+class BlockTable:
+    """One camera's blocks of the open episodes, end to end: those of an episode begin at its entry of `first`.
+
+    Attributes:
+        first: {episode: its first block}.
+        count: {episode: number of its blocks}.
+        start, stop: Bytes of each block in its file.
+        episode: Episode of each block.
+    """
+
+    first: dict[int, int] = field(default_factory=dict)
+    count: dict[int, int] = field(default_factory=dict)
+    start: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    stop: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    episode: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+class _Rows:
+    """Rows of a table, given to episodes and taken back.
+
+    Attributes:
+        capacity: Number of rows that the arrays must have.
+    """
+
+    def __init__(self) -> None:
+        self._used = self.capacity = 0
+        self._free: dict[int, list[int]] = {}  # first rows by number of rows
+
+    def take(self, count: int) -> int:
+        """Return the first of `count` rows, rounded up."""
+        size = -(-count // _STEP) * _STEP
+        if self._free.get(size):
+            return self._free[size].pop()
+        first, self._used = self._used, self._used + size
+        if self._used > self.capacity:
+            self.capacity = max(self._used, self.capacity * 3 // 2)
+        return first
+
+    def give_back(self, first: int, count: int) -> None:
+        """Take back the rows that `take(count)` returned."""
+        self._free.setdefault(-(-count // _STEP) * _STEP, []).append(first)
+
+
+class EpisodeTable:
+    """The frames of open episodes. A frame has a row while its episode is open, so the table grows with what is open.
+
+    Frames are numbered over all episodes, end to end. The row of a frame is `first_row[episode] + frame`.
+
+    Args:
+        lengths: Number of frames of each episode, shape (E,).
+        cameras: Cameras to locate frames of.
+        fetched: Cameras whose encoded video is fetched in blocks.
+
+    Attributes:
+        lengths: See above.
+        first_frame: Number of the first frame of each episode, shape (E,).
+        first_row: First row of each open episode, shape (E,). `NONE` for others.
+        episode: Episode of each row.
+        cameras: {camera: its frames}.
+    """
+
+    def __init__(self, lengths: Int64, cameras: Collection[str], fetched: Collection[str] = ()) -> None:
+        self.lengths, self.first_frame = lengths, np.cumsum(lengths) - lengths
+        self.first_row = np.full(len(lengths), NONE, np.int64)
+        self.episode = np.empty(0, np.int32)
+        self.cameras = {camera: CameraTable(blocks=BlockTable() if camera in fetched else None) for camera in cameras}
+        self._rows, self._blocks = _Rows(), {camera: _Rows() for camera in fetched}
+
+    @staticmethod
+    def row_bytes(cameras: int, fetched: int) -> int:
+        """Return the memory of a row with so many cameras, of which so many are fetched."""
+        return 4 * (1 + 2 * cameras + 2 * fetched)
+
+    def is_open(self, episodes: Int64) -> npt.NDArray[np.bool_]:
+        """Return which of these episodes are open."""
+        is_open: npt.NDArray[np.bool_] = self.first_row[episodes] != NONE
+        return is_open
+
+    def rows(self, frames: Int64) -> Int64:
+        """Return the rows of frames of open episodes."""
+        episode = np.searchsorted(self.first_frame, frames, side="right") - 1
+        return frames - self.first_frame[episode] + self.first_row[episode]
+
+    def frames(self, rows: Int64) -> Int64:
+        """Return the frames of rows."""
+        episode = self.episode[rows]
+        return rows - self.first_row[episode] + self.first_frame[episode]
+
+    def open(self, opened: OpenEpisode) -> None:
+        """Give rows to an episode."""
+        length = int(self.lengths[opened.number])
+        first = self._rows.take(length)
+        rows = slice(first, first + length)
+        self.episode = _grown(self.episode, self._rows.capacity)
+        self.episode[rows], self.first_row[opened.number] = opened.number, first
+        for camera, table in self.cameras.items():
+            located = opened.cameras[camera]
+            for column in ("packet", "gop", *(("first_block", "last_block") if table.blocks else ())):
+                setattr(table, column, _grown(getattr(table, column), self._rows.capacity))
+            starts = np.flatnonzero(np.append(True, located.keyframe[1:] != located.keyframe[:-1]))
+            frames = np.diff(np.append(starts, length))
+            table.packet[rows] = located.packet
+            table.gop[rows] = first + np.repeat(starts, frames)
+            table.gop[first + starts] = -frames
+            if table.blocks:
+                self._open_blocks(camera, opened.number, rows, located.blocks)
+
+    def close(self, episode: int) -> None:
+        """Take back the rows of an episode."""
+        first, length = int(self.first_row[episode]), int(self.lengths[episode])
+        self._rows.give_back(first, length)
+        self.first_row[episode] = NONE
+        for camera, rows in self._blocks.items():
+            blocks = self.cameras[camera].blocks
+            assert blocks is not None
+            self.cameras[camera].first_block[first : first + length] = NONE
+            rows.give_back(blocks.first.pop(episode), blocks.count.pop(episode))
+
+    def _open_blocks(self, camera: str, episode: int, rows: slice, cut: Blocks | None) -> None:
+        table, free = self.cameras[camera], self._blocks[camera]
+        blocks, count = table.blocks, 0 if cut is None else len(cut.start)
+        assert blocks is not None
+        first = blocks.first[episode] = free.take(count)
+        blocks.count[episode] = count
+        for column in fields(BlockTable)[2:]:
+            setattr(blocks, column.name, _grown(getattr(blocks, column.name), free.capacity))
+        table.first_block[rows] = table.last_block[rows] = NONE
+        if cut is not None:
+            own = slice(first, first + count)
+            blocks.start[own], blocks.stop[own], blocks.episode[own] = cut.start, cut.stop, episode
+            table.first_block[rows] = np.where(cut.first >= 0, first + cut.first, NONE)
+            table.last_block[rows] = np.where(cut.last >= 0, first + cut.last, NONE)
+
+
+def _grown(values: npt.NDArray[Integer], capacity: int) -> npt.NDArray[Integer]:
+    """Return an array with room for `capacity` entries, those that are new being `NONE`."""
+    if len(values) >= capacity:
+        return values
+    grown = np.full(capacity, NONE, values.dtype)
+    grown[: len(values)] = values
+    return grown
