@@ -21,7 +21,7 @@ FILES, FRAMES = 40, 800
 
 @pytest.fixture(scope="module")
 def many_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 episodes, each in a video file of its own, whose indices take 1.3 MB together. Read only."""
+    """40 episodes, each in a video file of its own, whose indices and rows do not fit in 1 MiB. Read only."""
     folder = tmp_path_factory.mktemp("many")
     file = encode(np.zeros((FRAMES, 64, 64, 3), np.uint8), folder / "black.mp4", h264(12))
     camera = Camera([file] * FILES, [[FRAMES]] * FILES, (64, 64))
@@ -47,7 +47,7 @@ def test_all_indices_are_kept_for_a_global_shuffle_that_uses_all_files(
 
 
 def test_a_global_shuffle_is_told_neither_of_pools_nor_of_a_cache(many_files: Path, caplog: pytest.LogCaptureFixture) -> None:
-    [warning], again = stream(many_files, caplog, shuffle="global", memory_budget="2MiB")
+    [warning], again = stream(many_files, caplog, shuffle="global", memory_budget="1MiB")
     assert again > 0
     assert "episode_pool_size" not in warning
     assert "cache_dir" not in warning

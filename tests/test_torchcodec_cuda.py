@@ -19,7 +19,7 @@ from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.memory import Memory
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode import choice, route, torchcodec, torchcodec_cuda
 from dali_stream.decode.capability import Capability
@@ -212,14 +212,14 @@ def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
     torchcodec_cuda._sessions.cache_clear()
     request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
     dataset = Dataset(h264_demo)
-    memory = Memory(dataset, IndexCache(dataset), 1 << 30, Counters())
-    memory.load(range(2))
+    episodes = OpenEpisodes(dataset, IndexCache(dataset))
+    opened = episodes.load(range(2))
     decoder = torchcodec_cuda.TorchcodecCudaDecoder(dataset, TOP, Counters(), 0)
     episode, frame = np.zeros(40, np.int64), np.arange(40)[:, None]
-    packets = decoder.learn(memory, 0)[0][frame]
+    packets = opened[0].cameras[decoder.key].packet[frame]
     with ThreadPoolExecutor(8) as pool:
         step: Any = SimpleNamespace(packets={TOP: packets}, samples=SimpleNamespace(episode=episode))
-        work = decoder.start(pool, step, frame, memory, dataset.data_store)
+        work = decoder.start(pool, step, frame, episodes, dataset.data_store)
         for task in work.tasks:
             task.result()
     assert work.ready()

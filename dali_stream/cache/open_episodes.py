@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
@@ -72,8 +72,12 @@ class OpenEpisodes:
             self._coming[read.key] = self._readers.submit(call, read, priority=(read.step, 0))
         return closed
 
-    def finish(self, opening: Opening, now: int) -> tuple[list[OpenEpisode], list[int]]:
+    def finish(self, opening: Opening, ahead: Sequence[Samples]) -> tuple[list[OpenEpisode], list[int]]:
         """Wait for what is due before the next batch is planned. Return the episodes that were opened, and closed.
+
+        Args:
+            opening: What decides.
+            ahead: The next batch and others after it, whose episodes are kept if their rows come along with others.
 
         Raises:
             DatasetError: If rows of the next batch are missing or broken.
@@ -81,13 +85,14 @@ class OpenEpisodes:
             CancelledError: If the readers were stopped.
         """
         closed: list[int] = []
+        soon: list[int] = []  # episodes of the batches ahead
         for read in opening.due():
             if (coming := self._coming.pop(read.key, None)) is None:  # evicted by what arrived before it
                 continue
             try:
                 result = coming.result()
             except (DaliStreamError, CancelledError):
-                if read.batch == now:
+                if read.batch == ahead[0].number:
                     raise
                 opening.observe(read.key, None)  # it gets another chance
                 continue
@@ -95,6 +100,9 @@ class OpenEpisodes:
                 opening.observe(read.key, result)
             else:
                 others = {e: size * SPARE[0] // SPARE[1] for e, size in result.sizes().items() if e != read.number}
+                if others and not soon:
+                    soon = list(dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()))
+                others = {episode: others[episode] for episode in soon if episode in others}
                 for episode in (read.number, *opening.observe(read.key, size_of(result[read.number]), others)):
                     self._rows.put(episode, result[episode])
             closed += self._evict(opening.room.take_evicted())

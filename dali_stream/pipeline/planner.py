@@ -40,6 +40,7 @@ Array = npt.NDArray[Any]
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
 _LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
+_SOON = 256  # batches whose episodes are kept if their rows come along with others
 _COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
 _COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
 
@@ -241,8 +242,7 @@ class Planner:
 
     def _open(self) -> None:
         """Wait for the episodes that the next batch needs, and those of some batches ahead of it."""
-        [samples] = self._planner.ahead(1)
-        opened, closed = self._episodes.finish(self._opening, samples.number)
+        opened, closed = self._episodes.finish(self._opening, self._planner.ahead(1, most=_SOON))
         self._planner.observe(opened, closed, self._parts.encoded - sum(self._opening.room.bytes_by_kind))
         self._count_again("indices_read_again", self._opening.indices_read_again, "indices are read")
 

@@ -157,7 +157,7 @@ class Opening:
         Args:
             key: What was read.
             size: Bytes that it takes. None if it could not be read, which `request` repeats for the batch that needs it.
-            others: {episode whose rows came along: bytes that they take}.
+            others: {episode whose rows came along: bytes that they take}, the soonest need first.
 
         Returns:
             Which of the others to keep: as many as there is room for.
@@ -174,7 +174,7 @@ class Opening:
         while not self._make_room(0) and len(self._pinned) > 1:  # it is larger than expected: read less far ahead
             self._unpin_last()
         kept: list[int] = []
-        for episode, more in sorted((others or {}).items(), key=lambda item: (item[0] < number, item[0])):
+        for episode, more in (others or {}).items():
             more = self._with_table(episode, more)
             is_new = ("", episode) not in self.room and ("", episode) not in self.room.evicted
             if is_new and more <= self.room.free:

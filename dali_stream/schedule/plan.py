@@ -113,11 +113,16 @@ class BatchPlanner:
 
     advice: Advice | None
 
-    def ahead(self, count: int) -> list[Samples]:
-        """Return the next batches, beginning with the one that `plan` will plan. Read the order if necessary."""
+    def ahead(self, count: int, most: int | None = None) -> list[Samples]:
+        """Return the next batches, beginning with the one that `plan` will plan. Read the order if necessary.
+
+        Args:
+            count: Number of batches.
+            most: Number of batches to return if as many have been read anyway. Default: `count`.
+        """
         while len(self._ahead) < count:
             self._read()
-        return list(itertools.islice(self._ahead, count))
+        return list(itertools.islice(self._ahead, most or count))
 
     def closed(self, samples: Samples) -> list[int]:
         """Return the episodes of a batch that are not open."""
