@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -66,10 +64,3 @@ def _limits_above(hierarchy: Path, path: str, name: str) -> Iterator[int]:
             yield int((folder / name).read_text())
         if folder == hierarchy:
             return
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system. glibc keeps it: 250 MB after the metadata of 76,000 episodes has been read."""
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError, OSError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)

@@ -20,8 +20,8 @@ from dali_stream.lerobot.features import CHANNELS, ENCODING, Feature
 from dali_stream.lerobot.frame_ranges import FrameRanges, Frames
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.lerobot.source import Timing
-from dali_stream.memory_limit import return_freed_memory
 from dali_stream.mp4.timing import TOLERANCE
+from dali_stream.process import trim_memory
 from dali_stream.storage import Store
 
 NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # that every dataset has
@@ -75,7 +75,7 @@ class DatasetFiles:
         self.table = self.read_table(self.videos)
         if len(self.table.index) > _MANY:
             pa.default_memory_pool().release_unused()
-            return_freed_memory()
+            trim_memory()
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:

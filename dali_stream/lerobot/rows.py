@@ -21,7 +21,7 @@ from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import RowFile
-from dali_stream.memory_limit import return_freed_memory
+from dali_stream.process import trim_memory
 from dali_stream.storage import Store
 from dali_stream.workers import Once
 
@@ -250,7 +250,7 @@ class RowReader:
         if file is None:
             file = self._once(path, lambda: RowFile(self._dataset, self._store, number, list(self.features)))
             if len(file.groups.rows) > _MANY:  # of which pyarrow's metadata took 6 KB each
-                return_freed_memory()
+                trim_memory()
         with self._lock:
             self._files[path] = file
             self._files.move_to_end(path)
