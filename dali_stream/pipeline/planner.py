@@ -51,19 +51,19 @@ class Planner:
         dataset, on_cpu = config.dataset, config.on_cpu(routes)
         on_nvdec = [key for key in dataset.cameras if key not in on_cpu]
         sizes = config.sizes(on_cpu)
-        self._parts = divide(config.memory_budget, sizes)
-        self._reading = Reading(config, sizes, self._parts, counters)
+        parts = divide(config.memory_budget, sizes)
+        self._reading = Reading(config, sizes, parts, counters)
         self._planner = BatchPlanner(
             dataset.lengths,
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
             {key: config.windows.of(key) for key in on_cpu},
-            _limits(config, self._parts, sizes),
+            _limits(config, parts, sizes),
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
         self._pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
-        self.keeps_all = not on_nvdec and self._parts.frames >= int(dataset.lengths.sum())
+        self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()
         self._room = threading.Semaphore(config.depth)
         self.stopping = self._advised = False
@@ -164,7 +164,8 @@ class Planner:
         return PlannedBatch(batch, values | pads, texts, self._pool.start(plan, frames, reading.episodes, stores))
 
     def _budget_of(self, advice: Advice) -> int:
-        return self._config.memory_budget + (advice.kept - self._parts.frames) * self._parts.frame_bytes
+        parts = self._reading.parts
+        return self._config.memory_budget + (advice.kept - parts.frames) * parts.frame_bytes
 
     def _tell_advice(self, advice: Advice) -> None:
         """Log that more memory would help."""

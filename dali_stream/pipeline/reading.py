@@ -32,13 +32,14 @@ class Reading:
         counters: Counters to add to.
 
     Attributes:
+        parts: See above.
         episodes: The open episodes.
         names: `Source.names`, once they are read.
     """
 
     def __init__(self, config: Config, sizes: Sizes, parts: Parts, counters: Counters) -> None:
         dataset, remote = config.dataset, config.dataset.data_store.remote
-        self._parts, self._counters = parts, counters
+        self.parts, self._counters = parts, counters
         self._store, self._readers = dataset.data_store.session(), readers(remote)
         self._opening = Opening(storage(config, sizes, parts))
         for (key, file), index_bytes in config.indices.held().items():
@@ -68,7 +69,7 @@ class Reading:
     def open(self, planner: BatchPlanner) -> None:
         """Wait for the episodes that the next batch needs, and those of some batches ahead of it."""
         opened, closed = self.episodes.finish(self._opening, planner.ahead(1, most=_SOON))
-        planner.observe(opened, closed, self._parts.encoded - sum(self.bytes_by_kind()))
+        planner.observe(opened, closed, self.parts.encoded - sum(self.bytes_by_kind()))
         self._count_again("indices_read_again", self._opening.take_indices_read_again(), "indices are read")
 
     def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
@@ -98,7 +99,7 @@ class Reading:
             _log.warning(
                 "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
                 "the episodes in use take: %s more than once. The batches stay the same%s",
-                *(self._parts.encoded, what, self._remedies),
+                *(self.parts.encoded, what, self._remedies),
             )
         self._counters.add(**{counter: count})
 

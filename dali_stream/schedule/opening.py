@@ -113,7 +113,6 @@ class Opening:
         self._storage, self.room = storage, Room(storage.room, storage.index_share)
         self._row_bytes = np.broadcast_to(storage.row_bytes + storage.table_bytes, len(storage.lengths))
         self._index_bytes = dict(storage.index_bytes)
-        self._coming: set[Key] = set()
         self._pinned: deque[_Pinned] = deque()
         self._due = self._requested = -1  # batches whose reads are done, and have begun
         self._retry = 0  # batch from which on to try to read ahead again, after there was no room
@@ -143,7 +142,7 @@ class Opening:
             batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
             missing = [key for key in batch.keys if key not in self.room]
             need = sum(map(self._estimate, missing))
-            if not self._make_room(need):
+            if not self.room.make(need):
                 if batch.number == now:
                     self._make_room_for_now(need)
                 else:
@@ -158,7 +157,7 @@ class Opening:
         due: dict[Key, Read] = {}
         for batch in self._newly_due():
             for key in batch.keys:
-                if key in self._coming:
+                if key in self.room.coming:
                     due.setdefault(key, Read(batch.number, self._pinned[0].number, *key, again=False))
         return list(due.values())
 
@@ -173,7 +172,7 @@ class Opening:
         Returns:
             Which of the others to keep: as many as there is room for.
         """
-        self._coming.discard(key)
+        self.room.coming.discard(key)
         if size is None:
             self.room.drop(key)
             return []
@@ -182,7 +181,7 @@ class Opening:
             self._index_bytes[camera] = size
             self._seen.add(key)
         self.room.hold(key, size if camera else self._storage.with_table(number, size))
-        while not self._make_room(0) and len(self._pinned) > 1:  # it is larger than expected: read less far ahead
+        while not self.room.make(0) and len(self._pinned) > 1:  # it is larger than expected: read less far ahead
             self._unpin_last()
         kept: list[int] = []
         for episode, more in (others or {}).items():
@@ -202,7 +201,7 @@ class Opening:
         self._make_room_for_now(0)
         ready: dict[int, None] = {}
         for batch in self._newly_due():
-            missing = {key for key in batch.keys if key in self._coming or key not in self.room}
+            missing = {key for key in batch.keys if key in self.room.coming or key not in self.room}
             ready |= dict.fromkeys(e for e in batch.episodes if not missing or missing.isdisjoint(self._storage.keys([e])))
         return list(ready)
 
@@ -234,17 +233,11 @@ class Opening:
         self._requested = batch.number
         return batch
 
-    def _make_room(self, need: int, as_far_as_possible: bool = False) -> bool:
-        before = len(self.room.evicted)
-        is_enough = self.room.make(need, as_far_as_possible)
-        self._coming.difference_update(self.room.evicted[before:])  # whatever arrives of it is dropped
-        return is_enough
-
     def _make_room_for_now(self, need: int) -> None:
         """Make room for the next batch, at the cost of later ones and of encoded video."""
-        while not self._make_room(need) and len(self._pinned) > 1:
+        while not self.room.make(need) and len(self._pinned) > 1:
             self._unpin_last()
-        if not self._make_room(need, as_far_as_possible=True) and self.room.free + self._storage.more < need:
+        if not self.room.make(need, as_far_as_possible=True) and self.room.free + self._storage.more < need:
             raise MemoryBudgetError(
                 f"memory_budget leaves {self._storage.room + self._storage.more} bytes for rows, indices and encoded video, "
                 f"and a batch needs {need} beside {sum(self.room.bytes_by_kind)} in use; give a larger memory_budget, or a "
@@ -265,7 +258,7 @@ class Opening:
         else:
             self._read_in[number] = batch.epoch
         self.room.hold(key, self._estimate(key))
-        self._coming.add(key)
+        self.room.coming.add(key)
         step = max(now, batch.number - self._storage.look_ahead, -(-batch.number // (1 + GROWTH)))
         return Read(batch.number, step, camera, number, again)
 

@@ -18,6 +18,7 @@ class Room:
 
     Attributes:
         size: See above.
+        coming: What is on its way. If it is evicted, whatever arrives of it is dropped.
         evicted: What was evicted since `take_evicted` was called.
     """
 
@@ -26,6 +27,7 @@ class Room:
         self._sizes: dict[bool, OrderedDict[Key, int]] = {False: OrderedDict(), True: OrderedDict()}  # rows, indices
         self._bytes = {False: 0, True: 0}
         self._pins: Counter[Key] = Counter()
+        self.coming: set[Key] = set()
         self.evicted: list[Key] = []
 
     def __contains__(self, key: Key) -> bool:
@@ -84,6 +86,7 @@ class Room:
             return False
         for key in evicted:
             self.drop(key)
+        self.coming.difference_update(evicted)
         self.evicted += evicted
         return short <= 0
 
