@@ -43,6 +43,7 @@ class Planner:
 
     Attributes:
         keeps_all: Whether all decoded frames fit in memory.
+        pool: Decode threads.
         stopping: Whether the planner was closed.
     """
 
@@ -62,7 +63,7 @@ class Planner:
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
-        self._pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
+        self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
         self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()
         self._room = threading.Semaphore(config.depth)
@@ -73,7 +74,7 @@ class Planner:
     @property
     def copiers(self) -> Workers:
         """Threads that help the caller to copy frames."""
-        return self._pool.copiers
+        return self.pool.copiers
 
     def start(self) -> None:
         """Start to plan. An exception in here, such as KeyboardInterrupt, must be followed by `close`."""
@@ -119,7 +120,7 @@ class Planner:
             return
         self.stopping = True
         self._reading.stop()
-        self._pool.stop()
+        self.pool.stop()
         self._room.release()
         # The garbage collector may close an iterator in one of these threads.
         if threading.current_thread().name.startswith("dali_stream "):
@@ -130,7 +131,7 @@ class Planner:
     def _join(self) -> None:
         if self._thread.ident is not None:  # it was started
             self._thread.join()
-        self._pool.join()
+        self.pool.join()
         self._reading.join()
         self._planned.put(closed())  # for a thread that waits in `take`
 
@@ -161,7 +162,7 @@ class Planner:
             self._advised = True
             self._tell_advice(self._planner.advice)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in config.dataset.cameras}
-        return PlannedBatch(batch, values | pads, texts, self._pool.start(plan, frames, reading.episodes, stores))
+        return PlannedBatch(batch, values | pads, texts, self.pool.start(plan, frames, reading.episodes, stores))
 
     def _budget_of(self, advice: Advice) -> int:
         parts = self._reading.parts
