@@ -78,10 +78,11 @@ def bench(
         place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
         with console.progress("warm-up, batches", enabled=not as_json) as show:
             report = run(dataset, **settings, device=device, head={"source": source, **place}, progress=show)
-    if report is None:  # not the main rank
-        return
-    if out_dir is not None:
-        report["written"] = str(write(report, out_dir))
+    if report is not None:  # on the main rank
+        _show(report if out_dir is None else report | {"written": str(write(report, out_dir))}, as_json)
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         console.print_json(report)
     else:
