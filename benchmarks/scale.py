@@ -25,8 +25,8 @@ from scale_dataset import CAMERAS, write
 
 import dali_stream
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.memory_limit import return_freed_memory
 from dali_stream.mp4.index import read_index
+from dali_stream.process import trim_memory
 from dali_stream.tools import environment
 
 BATCH, MIXED = 64, 50
@@ -64,7 +64,7 @@ class Bench:
         loader.close()
         del loader
         gc.collect()
-        return_freed_memory()
+        trim_memory()
         return rss()
 
     def loader(self, dataset: Any, **settings: Any) -> dali_stream.Loader:
