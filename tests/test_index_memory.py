@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.column import Lines, packed
-from dali_stream.mp4.index import VideoIndex, video_index
+from dali_stream.mp4.index import VideoIndex, read_index, video_index
+from dali_stream.mp4.muxer import Track, head
+from dali_stream.storage import LocalStore
 
 VALUES = st.one_of(
     st.lists(st.integers(-(1 << 60), 1 << 60), min_size=1, max_size=60),
@@ -92,3 +97,36 @@ def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, stead
     np.testing.assert_array_equal(away[finite], expected)
     np.testing.assert_array_equal(np.abs(shown[packets] - times)[finite], expected)
     assert not (away[~finite] < 1).any()
+
+
+@pytest.mark.parametrize("pts", [[512, 0], [1536, 1024, 512, 0]])
+def test_frames_in_reverse_display_order_keep_their_times(pts: list[int]) -> None:
+    n = len(pts)
+    index = video_index(
+        "file", (bytes(80),), bytes(44), 15360, offset=np.arange(n) * 10, size=np.full(n, 10), pts=np.array(pts),
+        keyframes=np.array([0]), config=np.zeros(n, np.int8), index_bytes=0,
+    )  # fmt: skip
+    assert index.reordered
+    assert index.pts[:].tolist() == pts
+    assert index.nearest(np.array(pts) / 15360)[0].tolist() == list(range(n))
+
+
+@pytest.mark.parametrize("pts", [[0, 512, 512, 1024], [0, 1024, 1024, 512]])
+def test_two_frames_at_the_same_time_are_refused(demo: Path, tmp_path: Path, pts: list[int]) -> None:
+    source = Dataset(demo)
+    path = source.path(source.videos[0], 0)
+    index = read_index(source.data_store, path)
+    n = len(pts)
+    track = Track(
+        15360,
+        index.track_header,
+        index.configs,
+        np.full(n, 10),
+        np.array(pts),
+        np.ones(n, np.bool_),
+        np.zeros(n, np.int64),
+        512,
+    )
+    (tmp_path / "video.mp4").write_bytes(head(track) + bytes(10 * n))
+    with pytest.raises(DecodeError, match="two frames at the same time"):
+        read_index(LocalStore(str(tmp_path)), "video.mp4")

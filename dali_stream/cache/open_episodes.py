@@ -103,8 +103,13 @@ class OpenEpisodes:
                 if others and not soon:
                     soon = list(dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()))
                 others = {episode: others[episode] for episode in soon if episode in others}
-                for episode in (read.number, *opening.observe(read.key, size_of(result[read.number]), others)):
-                    self._rows.put(episode, result[episode])
+                kept = opening.observe(read.key, size_of(result[read.number]), others)
+                self._rows.put(read.number, result[read.number])
+                for episode in kept:
+                    try:
+                        self._rows.put(episode, result[episode])
+                    except DaliStreamError:  # reported when a batch needs it
+                        opening.observe(("", episode), None)
             closed += self._evict(opening.room.take_evicted())
         opened = [self._opened(episode) for episode in opening.ready() if episode not in self._open]
         return opened, closed

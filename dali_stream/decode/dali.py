@@ -117,7 +117,7 @@ class DaliDecoder(SampleDecoder):
     ) -> None:
         super().__init__(source, key, counters)
         self._gpu, self._size, self._audited = gpu, size, audited
-        self._first: dict[str, Request] = {}  # of each file
+        self._first: dict[str, object] = {}  # by file: a mark of the task that audits its first sample
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
@@ -146,7 +146,8 @@ class DaliDecoder(SampleDecoder):
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
-        is_first = self._audited is not None and self._first.setdefault(request.file.path, request) is request
+        mark = object()
+        is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark
         audit = self._audit(store, request) if is_first or work.audited[request.row] else None
         work.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
 

@@ -38,6 +38,7 @@ class VideoIndex:
         config: (n,) which of `configs`.
         display_order: (n,) packets in the order in which their frames are displayed.
         display_place: (n,) the place of each packet in that order.
+        reordered: whether display order and decode order differ (B-frames).
         open_gops: whether frames that follow a keyframe are displayed before it, and so need the GOP before.
         longest_gop: frames of the longest GOP.
         index_bytes: of the `moov` box that this was read from.
@@ -54,6 +55,7 @@ class VideoIndex:
     config: Column
     display_order: Column
     display_place: Column
+    reordered: bool
     open_gops: bool
     longest_gop: int
     index_bytes: int
@@ -75,11 +77,6 @@ class VideoIndex:
     def gop_start(self) -> Column:
         """(n,) the keyframe of each packet's GOP."""
         return Floor(self.keyframes, len(self))
-
-    @property
-    def reordered(self) -> bool:
-        """Whether display order and decode order differ (B-frames)."""
-        return not isinstance(self.display_order, Line)
 
     def is_contiguous(self, first: int, last: int) -> bool:
         """Return whether these packets, and those between them, lie end to end in the file."""
@@ -153,6 +150,7 @@ def video_index(
         config=packed(config) if len(configs) > 1 else Line(0, 0, n),
         display_order=order,
         display_place=place,
+        reordered=reordered,
         open_gops=reordered and bool((np.minimum.reduceat(pts, keyframes) < pts[keyframes]).any()),
         longest_gop=int(np.diff(np.append(keyframes, n)).max()),
         index_bytes=index_bytes,
@@ -213,7 +211,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
         path, configs, moov[tkhd[1] - 44 : tkhd[1]], timescale,
         offset=offset, size=size, pts=pts, keyframes=sync, config=config, index_bytes=len(moov),
     )  # fmt: skip
-    if index.reordered and (np.diff(index.shown_at) == 0).any():  # the times of others rise
+    if (np.diff(index.shown_at) == 0).any():
         raise DecodeError("its index shows two frames at the same time (stts, ctts): which one a timestamp means is open")
     if len(configs) > 1 and (config != config[index.gop_start]).any():
         raise DecodeError("its sample description (stsd) changes between frames that are decoded together (stsc, stss)")
