@@ -43,6 +43,7 @@ class Workers:
         with self._changed:
             if self._stopping:
                 future.cancel()
+                future.set_running_or_notify_cancel()  # wakes those who wait for it
             else:
                 heapq.heappush(self._jobs, (priority, next(self._number), future, call, args))
                 self._changed.notify()
@@ -56,6 +57,7 @@ class Workers:
             self._changed.notify_all()
         for _, _, future, _, _ in jobs:
             future.cancel()
+            future.set_running_or_notify_cancel()
 
     def join(self) -> None:
         """Waits for the threads to end, after `stop`."""

@@ -98,6 +98,11 @@ def test_the_frames_of_a_graph_that_changes_them_are_audited_before_it(vp9_demo:
     assert not [key for key in batch if key.startswith("audited")]
 
 
+def test_without_audits_a_graph_may_drop_a_camera(vp9_demo: Path) -> None:
+    with Loader(vp9_demo, audit=0, decode="dali", dali_graph=lambda nodes: {"top": nodes[TOP]}, **ARGUMENTS) as loader:
+        assert next(iter(loader))["top"].shape[0] == BATCH
+
+
 def test_audit_must_not_be_negative(vp9_demo: Path) -> None:
     with pytest.raises(ValueError, match="audit is -1"):
         Loader(Dataset(vp9_demo), audit=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ import pytest
 from support.batches import equal
 
 from dali_stream import Loader
+from dali_stream.decode import choice, route
+from dali_stream.decode.dali import DaliDecoder
+from dali_stream.decode.decoder import RouteChange
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline import dali_batches, iterator
 
@@ -105,3 +109,23 @@ def test_a_forked_process_does_not_wait_for_the_turn_of_a_thread_of_its_parent()
     assert os.waitstatus_to_exitcode(status) == 0
     assert iterator.turns(0) is turns
     assert iterator.turns(None) is not iterator.turns(None)
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("number", [1, 30])
+def test_a_route_change_in_the_external_source_costs_no_batch(
+    vp9_demo: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    make_clip, calls = DaliDecoder.make, itertools.count(1)
+
+    def refuse(decoder: DaliDecoder, *arguments: Any) -> None:
+        if next(calls) == number:
+            raise RouteChange([decoder.key], "refused by the test")
+        make_clip(decoder, *arguments)
+
+    monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
+    monkeypatch.setattr(DaliDecoder, "make", refuse)
+    with make(vp9_demo, 0) as loader:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        assert loader.stats()["route_changes"] == 1

@@ -74,6 +74,8 @@ class TorchcodecCudaDecoder(SampleDecoder):
     def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
         super().__init__(source, key, counters)
         self._gpu, self._device = gpu, device_name(gpu)
+        if gpu is not None:
+            _sessions(gpu)  # made by one thread, before the decode threads ask for it
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleFrames:
         """See `Decoder.start`."""

@@ -81,7 +81,7 @@ class DaliBatches:
         """Compare samples with what FFmpeg decodes. Raises RouteChange if DALI delivered another frame."""
         for camera, audits in self._source.audits.popleft().items():
             # With a graph of the user's, frames are outputs of their own before it.
-            frames = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch[camera]
+            frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
             for row, audit in audits.items():
                 window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
                 levels = window.cpu().float().numpy() * (255 if self._config.image_dtype == "float32" else 1)
@@ -111,7 +111,7 @@ class DaliBatches:
 
     def close(self) -> None:
         """Free the pipeline."""
-        self._iterator = None
+        self._iterator = self._source.failure = None  # an error refers to the pipeline through its traceback
 
     def abandon(self) -> None:
         """Leave the pipeline to the parent of a forked process."""

@@ -96,8 +96,8 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         """Start a run of the pipeline."""
         with self._turns.lock, _named_errors():
             self._turns.begin(self)
-            self._running = True
             super()._schedule_runs(release_outputs)
+            self._running = True  # not if the external source failed: then there is no run to wait for
 
     def finish_run(self) -> None:
         """Wait for the run in progress and keep its outputs. Any thread that holds the lock of the turns may call it."""
@@ -105,7 +105,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
             self._running = False
             try:
                 self._outputs = super()._get_outputs()
-            except RuntimeError as error:
+            except Exception as error:
                 self._outputs = error
 
     def _take_outputs(self) -> Any:
@@ -116,7 +116,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
                 self._owes_run = False
             self.finish_run()
             outputs, self._outputs = self._outputs, None
-            if isinstance(outputs, RuntimeError):
+            if isinstance(outputs, Exception):
                 raise outputs
             return outputs
 
