@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher around the test run must not make its tests one rank of several, nor pytest-xdist their tables narrow."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
+    if accelerate := sys.modules.get("accelerate.state"):  # an Accelerator of an earlier test says that it is the only process
+        accelerate.AcceleratorState._reset_state()
+        accelerate.PartialState._reset_state()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -208,7 +208,7 @@ def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
     monkeypatch.setattr(torchcodec_cuda, "device_name", lambda _: "cpu")
     monkeypatch.setattr(torchcodec_cuda, "_of_thread", threading.local())
     monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: 1)
-    monkeypatch.setattr(torchcodec_cuda, "set_nvdec_cache_capacity", capacity.append)
+    monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", capacity.append)
     torchcodec_cuda._sessions.cache_clear()
     request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
     dataset = Dataset(h264_demo)

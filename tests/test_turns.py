@@ -10,21 +10,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.batches import equal
 
-from dali_stream import Loader
-from dali_stream.decode import choice, route
+from dali_stream import DecodeError, Loader
+from dali_stream.decode import choice, dali, route, turns
 from dali_stream.decode.dali import DaliDecoder
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.errors import DaliStreamError
 from dali_stream.pipeline import dali_batches, iterator
+from dali_stream.pipeline.finisher import Finisher
 
 
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All pipelines are on one device. Fails if a run begins while the run of another pipeline is in progress."""
-    shared, at_once, iterators = iterator.Turns(), [], set[Any]()
+    shared, at_once, iterators = turns.Turns(), [], set[Any]()
     begin = shared.begin
 
     def checked(own: iterator.Iterator) -> None:
@@ -91,10 +93,10 @@ def test_an_error_of_a_run_that_another_loader_waited_for_is_raised_where_it_bel
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_does_not_wait_for_the_turn_of_a_thread_of_its_parent() -> None:
-    turns, held, done = iterator.turns(0), threading.Event(), threading.Event()
+    shared, held, done = turns.turns(0), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turns.lock:
+        with shared.lock:
             held.set()
             done.wait()
 
@@ -102,20 +104,17 @@ def test_a_forked_process_does_not_wait_for_the_turn_of_a_thread_of_its_parent()
     holder.start()
     held.wait()
     if not (child := os.fork()):
-        os._exit(0 if iterator.turns(0).lock.acquire(blocking=False) else 1)
+        os._exit(0 if turns.turns(0).lock.acquire(blocking=False) else 1)
     _, status = os.waitpid(child, 0)
     done.set()
     holder.join()
     assert os.waitstatus_to_exitcode(status) == 0
-    assert iterator.turns(0) is turns
-    assert iterator.turns(None) is not iterator.turns(None)
+    assert turns.turns(0) is shared
+    assert turns.turns(None) is not turns.turns(None)
 
 
-@pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("number", [1, 30])
-def test_a_route_change_in_the_external_source_costs_no_batch(
-    vp9_demo: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def check_a_route_change(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """No batch is lost if the `number`-th clip is refused while it is packed."""
     make_clip, calls = DaliDecoder.make, itertools.count(1)
 
     def refuse(decoder: DaliDecoder, *arguments: Any) -> None:
@@ -125,7 +124,57 @@ def test_a_route_change_in_the_external_source_costs_no_batch(
 
     monkeypatch.setattr(choice, "choose", lambda _, *rest: route.choose("dali", *rest))
     monkeypatch.setattr(DaliDecoder, "make", refuse)
-    with make(vp9_demo, 0) as loader:
+    with make(root, 0) as loader:
         batches = list(loader)
         assert len(batches) == len(loader)
         assert loader.stats()["route_changes"] == 1
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("number", [30, 100])
+def test_a_route_change_after_some_batches_costs_none(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    check_a_route_change(vp9_demo, monkeypatch, number)
+
+
+def test_a_route_change_before_the_first_run_costs_no_batch(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = turns.Turns()
+    monkeypatch.setattr(dali_batches, "turns", lambda _: shared)
+    check_a_route_change(vp9_demo, monkeypatch, 1)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_loader_that_waits_for_frames_keeps_no_other_waiting(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, waits, go_on = Finisher.next, threading.Event(), threading.Event()
+    starved = make(demo, 0)
+
+    def wait(finisher: Finisher) -> Any:
+        if finisher._planner is starved._source._stream.planner:  # type: ignore[union-attr]
+            waits.set()
+            go_on.wait()
+        return take(finisher)
+
+    with starved, make(demo, 1) as other, ThreadPoolExecutor(1) as pool:
+        batches = iter(starved)
+        next(batches)
+        monkeypatch.setattr(Finisher, "next", wait)
+        later = pool.submit(list, batches)
+        waits.wait()
+        assert len(list(other)) == len(other)
+        go_on.set()
+        assert len(later.result()) == len(starved) - 1
+
+
+@pytest.mark.usefixtures("one_device")
+def test_clips_are_not_decoded_beside_the_run_of_a_loader(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dali, "turns", dali_batches.turns)
+    with make(vp9_demo, 0) as loader, make(vp9_demo, 1) as other:
+        batches = iter(loader)
+        next(batches)
+        next(iter(other))
+        own = loader._source._stream._batches._iterator  # type: ignore[union-attr]
+        if not own._running:
+            own._run()  # ahead of time
+        with pytest.raises(DecodeError):
+            dali.decode([(np.zeros(100, np.uint8), np.zeros(1, np.int32))], None, 1)
+        assert not own._running
+        next(batches)

@@ -65,7 +65,7 @@ class IndexCache:
         key = camera, file
         try:
             index: VideoIndex | DecodeError = read_index(store, self._source.path(camera, file))
-        except DatasetError as error:  # there is no such file
+        except DatasetError as error:  # the file does not exist
             index = DecodeError(str(error))
         except DecodeError as error:
             index = error

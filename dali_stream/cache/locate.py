@@ -1,4 +1,4 @@
-"""Where the frames of an episode are in its video files."""
+"""Locates the frames of an episode in its video files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     keyframes = index.keyframes[origin:stop] - packets.start
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
-    blocks = begin - origin  # each begins with a GOP that frames begin with: so there are no more blocks than frames
+    blocks = begin - origin  # each begins with a GOP that frames begin with, so blocks are at most as many as frames
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:

@@ -40,7 +40,7 @@ class OpenEpisodes:
         source: Episodes.
         indices: Indices of video files, which outlive this.
         store: Session of the source's store.
-        readers: What reads.
+        readers: Threads that read, or the caller itself.
         at_once: Bytes of row groups that are read at the same time.
         block: Bytes of a block of encoded video. None if it is read in place.
         counters: Counters to add to.

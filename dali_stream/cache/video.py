@@ -41,14 +41,14 @@ class InPlace:
         self._stores = dict.fromkeys(cameras, store)
 
     def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """As of `Video`: there is nothing to fetch."""
+        """See `Video`: there is nothing to fetch."""
         return []
 
     def drop(self, blocks: Iterable[Name]) -> None:
-        """As of `Video`."""
+        """See `Video`."""
 
     def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
-        """As of `Video`."""
+        """See `Video`."""
         return self._stores
 
 
@@ -75,16 +75,16 @@ class BlockCache:
         self._blocks: dict[Name, _Block] = {}
 
     def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """As of `Video`."""
+        """See `Video`."""
         return [self._fetch(fetch) for fetch in ranges]
 
     def drop(self, blocks: Iterable[Name]) -> None:
-        """As of `Video`."""
+        """See `Video`."""
         for name in blocks:
             del self._blocks[name]
 
     def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
-        """As of `Video`. Fetches blocks again that could not be fetched ahead of time."""
+        """See `Video`. Fetches blocks again that could not be fetched ahead of time."""
         views = {}
         for camera, names in needed.items():
             found = [self._block(batch, (camera, *name)) for name in names]

@@ -21,6 +21,7 @@ from dali_stream.decode.decoder import Pool, RouteChange, succeeded
 from dali_stream.decode.resize import resize
 from dali_stream.decode.route import refusal
 from dali_stream.decode.samples import Request, SampleDecoder
+from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.install import install_command
 from dali_stream.lerobot.source import Source
@@ -231,10 +232,11 @@ def decode(clips: Sequence[Encoded], gpu: int | None, threads: int) -> list[Fram
     """
     decoder = pipeline(lambda: clips, len(clips), gpu, threads, prefetch=1)
     try:
-        decoder.build()
-        [decoded] = decoder.run()
-        on_cpu = decoded if gpu is None else decoded.as_cpu()
-        return [np.array(on_cpu.at(i)) for i in range(len(clips))]
+        with turns(gpu).alone():
+            decoder.build()
+            [decoded] = decoder.run()
+            on_cpu = decoded if gpu is None else decoded.as_cpu()
+            return [np.array(on_cpu.at(i)) for i in range(len(clips))]
     except RuntimeError as error:
         raise DecodeError(f"DALI's video decoder failed: {explanation(error)}") from error
 

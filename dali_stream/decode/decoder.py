@@ -109,7 +109,7 @@ class VideoAndImages:
         self._has_file = source.files(key) != ABSENT
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
-        """As of `Decoder`."""
+        """See `Decoder`."""
         planned, work = plan.frames[self._key], []
         for kind, decoder in self._of.items():
             mine = self._has_file[planned.episode] == kind

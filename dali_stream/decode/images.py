@@ -35,7 +35,7 @@ class ImageDecoder:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
-        """As of `Decoder`."""
+        """See `Decoder`."""
         planned, tasks = plan.frames[self.key], []
         if len(planned.slot):
             encoded = episodes.gather(self.key, planned.episode, planned.frame)

@@ -77,7 +77,7 @@ class TorchcodecDecoder(VideoFiles):
         self._present = source.files(key) != ABSENT
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
-        """As of `Decoder`."""
+        """See `Decoder`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DecodeError] = {}
         present = self._present[episode]
@@ -145,9 +145,9 @@ class TorchcodecDecoder(VideoFiles):
         part, timed = frames_at_once((video.height, video.width)), self._counters.timed
         try:
             with timed("decode_s"):
-                for requests, frames, more in decode_in_parts(store, indices, packets, video, part, timed):
+                for requests, tensor, more in decode_in_parts(store, indices, packets, video, part, timed):
                     with timed("resize_s"):
-                        frames = resize(frames, self._size)
+                        frames = resize(tensor.numpy(), self._size)
                     self._slots.put([slots[i] for i in requests], frames)
                     decoded += more
         except DecodeError as error:
@@ -184,7 +184,7 @@ def decode(
         DecodeError: the decoder failed, or delivered another frame than the one asked for.
     """
     frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
-    for requests, part, more in decode_tensors(store, indices, packets, expected, len(packets), timed, device):
+    for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), timed, device):
         frames[requests] = part.cpu().numpy()
         decoded += more
     return frames, decoded
@@ -197,30 +197,17 @@ def decode_in_parts(
     expected: VideoFormat,
     part: int,
     timed: Timed = untimed,
-) -> Iterator[tuple[list[int], Frames, int]]:
-    """Decodes packets, a few at a time, so that little memory is taken at once. Arguments and errors as of `decode`.
-
-    Args:
-        part: requests at a time, at most.
-
-    Yields:
-        The numbers of some requests, their frames, and how many frames were decoded since the part before. Requests may come
-        again, with frames that replace those of the first time.
-    """
-    for requests, frames, decoded in decode_tensors(store, indices, packets, expected, part, timed):
-        yield requests, frames.numpy(), decoded
-
-
-def decode_tensors(
-    store: Store,
-    indices: Sequence[VideoIndex],
-    packets: Sequence[int],
-    expected: VideoFormat,
-    part: int,
-    timed: Timed = untimed,
     device: str = "cpu",
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
-    """Decode packets as `decode_in_parts`, into tensors on a device: "cpu", or a GPU such as "cuda:0"."""
+    """Decode packets, a few at a time, so that little memory is taken at once. Arguments and errors as of `decode`.
+
+    Args:
+        part: Maximum number of requests at a time.
+
+    Yields:
+        The numbers of some requests, their frames as a tensor of shape (n, H, W, 3) on `device`, and how many frames were
+        decoded since the part before. Requests may come again, with frames that replace those of the first time.
+    """
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
         with timed("pack_s"):

@@ -1,7 +1,7 @@
 """Decoding with torchcodec on NVDEC: the frames of each sample from a clip of its own, on the GPU. Not run on a GPU yet.
 
 The times that torchcodec returns with the frames are those of the bitstream, so each frame is compared with its request as on
-the CPU (`torchcodec.decode_tensors`). With the device "cpu", all of it but the CUDA stream runs without a GPU.
+the CPU (`torchcodec.decode_in_parts`). With the device "cpu", all of it but the CUDA stream runs without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 import torchcodec
-from torchcodec.decoders import set_nvdec_cache_capacity
 
 from dali_stream.cache.buffers import Buffers
 from dali_stream.cache.open_episodes import OpenEpisodes
@@ -25,7 +24,7 @@ from dali_stream.decode.capability import engines
 from dali_stream.decode.dali import SESSIONS_PER_ENGINE
 from dali_stream.decode.decoder import Pool, succeeded
 from dali_stream.decode.samples import Int64, Request, SampleDecoder
-from dali_stream.decode.torchcodec import decode_tensors
+from dali_stream.decode.torchcodec import decode_in_parts
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import Source
 from dali_stream.schedule.plan import BatchPlan
@@ -91,7 +90,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
             with own_stream(self._gpu), timed("decode_s"):
                 frames = torch.empty((len(unique), video.height, video.width, 3), dtype=torch.uint8, device=self._device)
                 indices = [request.file] * len(unique)
-                for requests, part, more in decode_tensors(
+                for requests, part, more in decode_in_parts(
                     store, indices, unique.tolist(), video, len(unique), timed, self._device
                 ):
                     frames[requests] = part
@@ -124,5 +123,7 @@ def own_stream(gpu: int | None) -> Iterator[None]:
 @functools.cache
 def _sessions(gpu: int) -> threading.BoundedSemaphore:
     """Decoding sessions of a GPU, for all cameras and Loaders of this process."""
+    from torchcodec.decoders import set_nvdec_cache_capacity  # which versions that `unavailable` refuses may lack
+
     set_nvdec_cache_capacity(_CACHED)
     return threading.BoundedSemaphore(SESSIONS_PER_ENGINE * engines(gpu))

@@ -242,7 +242,7 @@ class CombinedReader:
         self._readers = [RowReader(part, of, memory) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:
-        """As of `RowReader`."""
+        """See `RowReader`."""
         union = self._source
         dataset, number = union._place(episode)
         read = self._readers[dataset].read(number)

@@ -22,7 +22,7 @@ class EpochOrder(Protocol):
     """The order of one epoch, such as `Order`."""
 
     def read(self, start: int, count: int, rank: int = 0, world_size: int = 1) -> tuple[Int64, Int64]:
-        """As of `Order`."""
+        """See `Order`."""
         ...
 
 

@@ -38,11 +38,11 @@ class SelectedOrder(Order):
         self._ranges = ranges
 
     def read(self, start: int, count: int, rank: int = 0, world_size: int = 1) -> tuple[Int64, Int64]:
-        """As of `Order`, with frames counted within the whole episode."""
+        """See `Order`, with frames counted within the whole episode."""
         episode, number = super().read(start, count, rank, world_size)
         return episode, self._ranges.frames(episode, number)
 
     def served(self, episode: int, rank: int = 0, world_size: int = 1) -> Int64:
-        """As of `Order`, with frames counted within the whole episode."""
+        """See `Order`, with frames counted within the whole episode."""
         number = super().served(episode, rank, world_size)
         return self._ranges.frames(np.full(len(number), episode), number)

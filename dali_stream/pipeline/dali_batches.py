@@ -10,12 +10,14 @@ from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
+from dali_stream.decode.turns import turns
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.pipeline import graph
-from dali_stream.pipeline.batches import Finisher, closed
+from dali_stream.pipeline.batches import closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.external_source import ExternalSource
-from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon, turns
+from dali_stream.pipeline.finisher import Finisher
+from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.planner import Planner
 
 _TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
@@ -48,7 +50,7 @@ class DaliBatches:
             DaliStreamError: If DALI does not build what it returns.
         """
         pipeline, names = graph.build(self._config, self._source, self._routes, self._user)
-        self._iterator = Iterator(pipeline, names, self._planner.ready, turns(self._config.gpu))
+        self._iterator = Iterator(pipeline, names, self._planner.ready, self._source.prepare, turns(self._config.gpu))
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first.
@@ -61,11 +63,9 @@ class DaliBatches:
         if iterator is None:
             raise closed()
         try:
-            with self._counters.timed("graph_s"):  # less what the external source waits, which is asked for a batch inside
+            with self._counters.timed("graph_s"):  # less what `Finisher` waits
                 [batch] = next(iterator)
         except PipelineError as error:
-            if (failure := self._source.failure) is not None:
-                raise failure from None
             if change := self._route_change(error.explanation):
                 raise change from error.__cause__
             raise DaliStreamError(
@@ -111,7 +111,7 @@ class DaliBatches:
 
     def close(self) -> None:
         """Free the pipeline."""
-        self._iterator = self._source.failure = None  # an error refers to the pipeline through its traceback
+        self._iterator = None
 
     def abandon(self) -> None:
         """Leave the pipeline to the parent of a forked process."""

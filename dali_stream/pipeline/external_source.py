@@ -11,14 +11,15 @@ import numpy.typing as npt
 from dali_stream.decode.audit import Audit
 from dali_stream.decode.dali import Packed
 from dali_stream.decode.route import TORCHCODEC_CUDA, Route
-from dali_stream.pipeline.batches import FinishedBatch, Finisher, Texts, with_time_axis
+from dali_stream.pipeline.batches import FinishedBatch, Texts, with_time_axis
 from dali_stream.pipeline.config import Config
+from dali_stream.pipeline.finisher import Finisher
 
 Array = npt.NDArray[Any]
 
 
 class ExternalSource:
-    """Feeds DALI, which calls it in the thread of the caller.
+    """Feeds DALI, which calls it in the thread of the caller, once per run, after `prepare`.
 
     Args:
         config: Configuration of the loader.
@@ -29,33 +30,38 @@ class ExternalSource:
         texts: Text of the batches that DALI has got, which it cannot carry. In their order, the first one being that of the
             batch that DALI returns next.
         audits: {camera: {sample: what it must show}} of the same batches.
-        failure: Error of the last call, which DALI replaces by one of its own.
     """
 
     def __init__(self, config: Config, finisher: Finisher, routes: Mapping[str, Route]) -> None:
         self._config, self._finisher, self._on_cpu = config, finisher, config.on_cpu(routes)
         self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
         self._on_cuda = [key for key in config.dataset.cameras if routes[key].decoder == TORCHCODEC_CUDA]
-        self._finished = 0
-        self._fed = [0, 0, 0]  # batches that DALI has got from `columns`, `frames` and `gpu_frames`
         self._current: FinishedBatch
         self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)
         self.texts: deque[Texts] = deque()
         self.audits: deque[dict[str, dict[int, Audit]]] = deque()
-        self.failure: BaseException | None = None
 
     def clips(self, camera: str) -> list[Packed]:
         """Return the clips of a camera in the batches that DALI may be at."""
         return [clip for batch in self._clips for clip in batch[camera]]
 
-    def columns(self) -> tuple[Any, ...]:
-        """Return the next batch for DALI: the arrays of `Config.columns`, then per camera on the DALI route lists of clips,
-        frames in them and, for a window, the order of its steps. An external source of the graph.
+    def prepare(self) -> None:
+        """Take the next batch, which the calls of DALI's next run return.
 
         Raises:
             DaliStreamError: If the batch could not be made. No batch follows.
         """
-        batch = self._feed(0)
+        self._current = self._finisher.next()
+        frames = {key: self._current.frames[key] for key in self._on_dali}
+        self._clips.append(frames)
+        self.texts.append(self._current.texts)
+        self.audits.append({key: {row: c.audit for row, c in enumerate(clips) if c.audit} for key, clips in frames.items()})
+
+    def columns(self) -> tuple[Any, ...]:
+        """Return the batch for DALI: the arrays of `Config.columns`, then per camera on the DALI route lists of clips, frames
+        in them and, for a window, the order of its steps. An external source of the graph.
+        """
+        batch = self._current
         arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
         for key in self._on_dali:
             clips, places, orders, _ = (list(part) for part in zip(*batch.frames[key], strict=True))
@@ -65,32 +71,15 @@ class ExternalSource:
     def frames(self) -> tuple[Array, ...]:
         """Return the rest of the same batch: per camera that the CPU decodes, (B, H, W, C) or (B, T, H, W, C) uint8.
 
-        An external source of the graph. The memory is used again when nothing refers to it. Errors as in `columns`.
+        An external source of the graph. The memory is used again when nothing refers to it.
         """
-        batch = self._feed(1)
-        return tuple(with_time_axis(self._config, key, batch.frames[key]) for key in self._on_cpu)
+        return tuple(with_time_axis(self._config, key, self._current.frames[key]) for key in self._on_cpu)
 
     def gpu_frames(self) -> tuple[list[Any], ...]:
         """Return the rest of the same batch: per camera that torchcodec decodes on a GPU, one DLPack capsule per sample, of
         shape (H, W, 3) or (T, H, W, 3), uint8.
 
-        An external source of the graph. Errors as in `columns`.
+        An external source of the graph.
         """
-        batch, squeezed = self._feed(2), self._config.squeezed
+        batch, squeezed = self._current, self._config.squeezed
         return tuple([(f[0] if squeezed(key) else f).__dlpack__(stream=-1) for f in batch.frames[key]] for key in self._on_cuda)
-
-    def _feed(self, source: int) -> FinishedBatch:
-        """Return the current batch for one of the sources. Depending on the graph, DALI asks some of them."""
-        self._fed[source] += 1
-        if self._fed[source] > self._finished:
-            try:
-                self._current = self._finisher.next()
-            except BaseException as error:
-                self.failure = error  # DALI replaces it by one of its own
-                raise
-            self._finished += 1
-            self._clips.append({key: self._current.frames[key] for key in self._on_dali})
-            self.texts.append(self._current.texts)
-            clips = {key: enumerate(self._current.frames[key]) for key in self._on_dali}
-            self.audits.append({key: {row: clip.audit for row, clip in each if clip.audit} for key, each in clips.items()})
-        return self._current

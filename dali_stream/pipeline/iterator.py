@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import threading
-import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
+from dali_stream.decode.turns import Turns
 from dali_stream.errors import DaliStreamError
 
 # isort: split
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PipelineError(Exception):
-    """A run of the DALI pipeline that failed, in an operator or in the external source.
+    """A run of the DALI pipeline that failed in an operator.
 
     Attributes:
         explanation: Message of the operator.
@@ -33,36 +31,6 @@ class PipelineError(Exception):
     def __init__(self, explanation: str) -> None:
         super().__init__(explanation)
         self.explanation = explanation
-
-
-class Turns:
-    """Lets one pipeline of a device run at a time.
-
-    Pipelines of a process share DALI's memory pool of the device, and its decoder frees buffers without synchronisation
-    (`DeviceBuffer`, read in DALI 2.4's sources). With B-frames, a copy that is pending in one pipeline could read memory that
-    another one has got. Not seen on a GPU.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._last: weakref.ReferenceType[Iterator] | None = None
-
-    def begin(self, iterator: Iterator) -> None:
-        """Wait for the run of another iterator, before `iterator` begins one. The caller holds the lock."""
-        last = self._last() if self._last is not None else None
-        if last is not None and last is not iterator:
-            last.finish_run()
-        self._last = weakref.ref(iterator)
-
-
-_turns: dict[int | None, Turns] = {}
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turns.clear)  # a thread of the parent may have held a lock
-
-
-def turns(device: int | None) -> Turns:
-    """Return the turns of a CUDA device. Pipelines without a device do not share any."""
-    return Turns() if device is None else _turns.setdefault(device, Turns())
 
 
 class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
@@ -76,12 +44,16 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         pipeline: Pipeline, built.
         names: Names of its outputs.
         ready: Function that tells whether the input of the next run is ready.
+        prepare: Function that waits for the input of the next run. It is called before each run, outside the turns, so that a
+            pipeline without input does not keep others waiting. Its errors are raised as they are.
         turns: Turns of the pipeline's device.
     """
 
-    def __init__(self, pipeline: Pipeline, names: list[str], ready: Callable[[], bool], turns: Turns) -> None:
+    def __init__(
+        self, pipeline: Pipeline, names: list[str], ready: Callable[[], bool], prepare: Callable[[], None], turns: Turns
+    ) -> None:
         self.layouts: dict[str, str] = {}
-        self._input_ready, self._owes_run = ready, False
+        self._input_ready, self._prepare, self._owes_run = ready, prepare, False
         self._turns, self._running = turns, False
         self._outputs: Any = None  # of a run that another iterator has waited for
         super().__init__([pipeline], names, prepare_first_batch=False)
@@ -94,13 +66,14 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
 
     def _run(self, release_outputs: bool = True) -> None:
         """Start a run of the pipeline."""
+        self._prepare()
         with self._turns.lock, _named_errors():
             self._turns.begin(self)
             super()._schedule_runs(release_outputs)
-            self._running = True  # not if the external source failed: then there is no run to wait for
+            self._running = True
 
     def finish_run(self) -> None:
-        """Wait for the run in progress and keep its outputs. Any thread that holds the lock of the turns may call it."""
+        """Wait for the run in progress and keep its outputs. See `Runs`."""
         if self._running:
             self._running = False
             try:
@@ -110,10 +83,10 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
 
     def _take_outputs(self) -> Any:
         """Return the outputs of the run in progress, or of one that is finished. Start one if there is none."""
+        if self._owes_run or not self._ever_scheduled:
+            self._run(release_outputs=self._ever_scheduled)
+            self._owes_run = False
         with self._turns.lock, _named_errors():
-            if self._owes_run or not self._ever_scheduled:
-                self._run(release_outputs=self._ever_scheduled)
-                self._owes_run = False
             self.finish_run()
             outputs, self._outputs = self._outputs, None
             if isinstance(outputs, Exception):

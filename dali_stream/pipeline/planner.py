@@ -22,7 +22,6 @@ from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.budget import Parts, Sizes, divide, look_ahead, order_horizon
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
-from dali_stream.workers import Workers
 
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
@@ -70,11 +69,6 @@ class Planner:
         self.stopping = self._advised = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
-
-    @property
-    def copiers(self) -> Workers:
-        """Threads that help the caller to copy frames."""
-        return self.pool.copiers
 
     def start(self) -> None:
         """Start to plan. An exception in here, such as KeyboardInterrupt, must be followed by `close`."""

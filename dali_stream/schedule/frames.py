@@ -74,10 +74,8 @@ class FrameCache:
         self.slots = kept + in_flight * batch_frames
         self._slot_of: dict[int, int] = {}  # of cached frames
         self._state = _Slots(self.slots, in_flight)
-        self._room, self._room_later = (
-            kept,
-            defaultdict[int, int](int),
-        )  # frames that may still be kept: now, and from a batch on
+        self._room = kept  # frames that may still be kept
+        self._room_later = defaultdict[int, int](int)  # more of them, from a batch on
 
     @property
     def cached(self) -> int:

@@ -143,10 +143,9 @@ def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
     taken: list[float] = []
     for _ in range(3):
         started = time.perf_counter()
-        frames: npt.NDArray[np.uint8]
         for _, frames, _ in decode.decode_in_parts(
             config.dataset.data_store, [table] * len(packets), packets, video, len(packets)
         ):
-            resize(frames, config.frame_size(camera))
+            resize(frames.numpy(), config.frame_size(camera))
         taken.append(time.perf_counter() - started)
     return min(taken) / len(packets)

@@ -1,0 +1,98 @@
+"""The last step of a batch, in the thread of the caller: its frames are awaited and gathered, failed samples replaced."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+
+from dali_stream.cache.buffers import Buffers
+from dali_stream.counters import Counters
+from dali_stream.errors import DecodeError
+from dali_stream.lerobot.source import ABSENT
+from dali_stream.pipeline.batches import FinishedBatch, PlannedBatch, closed
+from dali_stream.pipeline.config import SUBSTITUTE, Config
+from dali_stream.pipeline.planner import Planner
+
+
+class Finisher:
+    """Finishes the batches of a planner, in the thread of the caller.
+
+    Args:
+        config: Configuration of the loader.
+        planner: Planner of the batches.
+        counters: Counters to add to.
+        dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255.
+    """
+
+    def __init__(self, config: Config, planner: Planner, counters: Counters, dtype: type[np.generic]) -> None:
+        self._config, self._planner, self._counters, self._dtype = config, planner, counters, dtype
+        self._buffers = Buffers()
+
+    def next(self) -> FinishedBatch:
+        """Return the next batch, whose frames are decoded and gathered.
+
+        Raises:
+            DaliStreamError: If the batch could not be made, or the loader was closed.
+        """
+        batch = self._planner.take()
+        try:
+            frames = self._finish(batch)
+        except Exception as error:  # while another thread closes the loader, any
+            if self._planner.stopping or isinstance(error, CancelledError):
+                raise closed() from error
+            raise
+        self._planner.done()
+        self._counters.padded += batch.samples.padded
+        return FinishedBatch(batch.samples, batch.columns, batch.texts, frames)
+
+    def _finish(self, batch: PlannedBatch) -> dict[str, Any]:
+        """Wait for the frames of a batch and gather them. Replace samples that failed, if allowed."""
+        config, frames = self._config, dict[str, Any]()
+        failed: dict[int, DecodeError] = {}
+        files: dict[int, str] = {}  # of the samples that failed
+        with self._counters.timed("starved_s"):
+            for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
+                task.result()
+        for key, work in batch.work.items():
+            frames[key] = work.collect(self._buffers, self._dtype, self._planner.pool.copiers)
+            failed |= work.failed
+            files |= {row: self._file(key, int(batch.samples.episode[row])) for row in work.failed}
+        rows = len(batch.samples.frame)
+        self._counters.samples += rows
+        self._counters.frames += sum(config.windows.steps(key) * (rows - self._missing(batch, key)) for key in frames)
+        if failed:
+            good = self._substitutes(rows, failed)
+            for row, error in sorted(failed.items()):
+                config.substitutes.add(batch.samples.epoch, files[row], error)
+                for values in (*batch.columns.values(), *batch.texts.values(), *frames.values()):
+                    values[row] = values[good[row % len(good)]]
+                batch.columns[SUBSTITUTE][row] = True
+            self._counters.substituted += len(failed)
+        return frames
+
+    def _substitutes(self, rows: int, failed: dict[int, DecodeError]) -> list[int]:
+        """Return the samples that may replace others. Raises DecodeError if too many failed."""
+        good = [row for row in range(rows) if row not in failed]
+        share, first = self._config.max_substitutes, failed[min(failed)]
+        if share is None or not good:
+            raise first
+        if len(failed) > (most := int(share * rows + 1e-9)):  # 0.29 * 100 is 28.999999999999996
+            raise DecodeError(
+                f"{len(failed)} of the {rows} samples of a batch cannot be decoded, and max_substitutes={share:g} allows "
+                f"{most} to be substituted. The first: {first}"
+            ) from first
+        return good
+
+    def _file(self, camera: str, episode: int) -> str:
+        """The video file of an episode, for messages; the camera itself if its frames are images in Parquet."""
+        dataset = self._config.dataset
+        file = dataset.files(camera)[episode] if camera in dataset.videos else ABSENT
+        return camera if file == ABSENT else dataset.data_store.where(dataset.path(camera, int(file)))
+
+    def _missing(self, batch: PlannedBatch, camera: str) -> int:
+        """Number of samples of a batch whose dataset has no such camera."""
+        mask = f"{camera}_is_missing"
+        return int(batch.columns[mask].sum()) if mask in self._config.dataset.constants else 0
