@@ -110,12 +110,10 @@ def shares() -> str:
 
     said = f"Samples of each dataset minus its share of them; weights {':'.join(map(str, weights))}, {CONSUMERS} consumers"
     parts = [text(MARGIN, 36, said, "title", weight=600)]
-    for off in (-most, -CONSUMERS, 0, CONSUMERS, most):
+    for off in (-most, 0, most):
         (x, y), (end, _) = place(0, off), place(POSITIONS, off)
-        dashed = ' stroke-dasharray="5 4"' if abs(off) == CONSUMERS else ""
-        parts.append(f'<path d="M{x:.1f} {y:.1f}H{end:.1f}" stroke="{INK if dashed else OTHER}" stroke-width="1"{dashed}/>')
+        parts.append(f'<path d="M{x:.1f} {y:.1f}H{end:.1f}" stroke="{OTHER}" stroke-width="1"/>')
         parts.append(text(x - 8, int(y) + 4, f"{off:+d}" if off else "0", "small", DIM, "end"))
-    parts.append(text(place(POSITIONS, 0)[0] + 8, int(place(0, CONSUMERS)[1]) + 4, "bound of the order", "small", DIM))
     parts += [curve(random, number, OTHER) for number in range(datasets)]
     parts += [curve(ours, number, color) for number, color in enumerate(LINES)]
     for position in range(0, POSITIONS + 1, 500):
@@ -126,7 +124,7 @@ def shares() -> str:
         parts.append(text(x + 18, y, name, "small", DIM))
         x += 90
     parts.append(text(WIDTH - right, y, "positions of the epoch", "small", DIM, "end"))
-    return svg("Shares of a mixture over the positions of an epoch: the order keeps within its bound, random draws do not",
+    return svg("Shares of a mixture over the positions of an epoch: the order stays close to 0, random draws do not",
                y + MARGIN, parts)  # fmt: skip
 
 

@@ -33,6 +33,7 @@ RANKS = range(1, 9)
 EPISODES = (5, 12, 100, 1000)
 BEFORE = (32, 8)  # consumers and episode_pool_size of every run, before they were chosen for the global batch
 CURVE_EPISODES = 12
+LARGE = (76_000, 263)  # episodes and their frames: DROID's size
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
     """
     variances, distinct, products = [], [], [[] for _ in range(LAGS)]
     for episodes in epochs:
-        batches, count = len(episodes) // stride, len(lengths)
-        batch = np.repeat(np.arange(batches), stride)
-        found = np.bincount(batch * count + episodes[: batches * stride], minlength=batches * count).reshape(batches, count)
+        batches = len(episodes) // stride
+        seen, number = np.unique(episodes[: batches * stride], return_inverse=True)
+        batch, count = np.repeat(np.arange(batches), stride), len(seen)
+        found = np.bincount(batch * count + number, minlength=batches * count).reshape(batches, count)
         distinct.append((found > 0).sum(1))
         off = (found - found.mean(0)).astype(np.float32)
         variances.append((off**2).sum(1))
@@ -105,6 +107,18 @@ def case(batch_size: int, ranks: int, episodes: int, consumers: int, pool: int, 
     held = max(len(np.unique(order[consumer::consumers])) for order in orders for consumer in range(consumers)) <= pool
     figures = (value for pair in zip(asdict(found).values(), asdict(iid).values(), strict=True) for value in pair)
     return Case(batch_size, ranks, episodes, consumers, pool, held, *(round(value, 4) for value in figures))
+
+
+def large_case(pool: int | None) -> Case:
+    """Measure the order of a large dataset over two stretches of 1000 batches. Without a pool, `shuffle="global"`."""
+    size, lengths = 256, np.full(*LARGE)
+    consumers, default = default_pools(size, 1)
+    order = Order(lengths, "global" if pool is None else True, 0, 0, consumers, pool or default)
+    stretches = (order.read(int(at * len(order)), 1000 * size)[0] for at in (0.1, 0.6))
+    random = np.random.default_rng(0)
+    iid = (random.integers(len(lengths), size=1000 * size) for _ in range(2))
+    figures = zip(asdict(mixing(stretches, lengths, size)).values(), asdict(mixing(iid, lengths, size)).values(), strict=True)
+    return Case(size, 1, len(lengths), consumers, pool or 0, False, *(round(value, 4) for pair in figures for value in pair))
 
 
 def made_up(episodes: int, stride: int) -> Array:
@@ -135,6 +149,7 @@ def measure(batch_sizes: Iterable[int] = BATCH_SIZES, ranks: Iterable[int] = RAN
         "curve": curve,
         "consumers": consumers,
         "pools": pools,
+        "large": [large_case(pool) for pool in (4, 16, 64, 256, None)],
         **environment.ran_on("cpu"),
     }
 
@@ -162,7 +177,7 @@ def main() -> None:
 def tables(report: dict[str, Any]) -> str:
     """The tables of docs/order.md."""
     return "\n\n".join(
-        (_grid_table(_cases(report["grid"])), *(_table(_cases(report[name])) for name in ("consumers", "pools")))
+        (_grid_table(_cases(report["grid"])), *(_table(_cases(report[name])) for name in ("consumers", "pools", "large")))
     )
 
 
@@ -179,10 +194,8 @@ def _table(cases: list[Case]) -> str:
     ]
     for c in cases:
         chosen = ", default" if (c.consumers, c.pool) == default_pools(c.batch_size, c.ranks) else ""
-        lines.append(
-            f"| {c.consumers} | {c.pool}{chosen} | {c.consumers * c.pool} | {c.variance:.2f} | {c.autocorrelation:.2f} | "
-            f"{c.episodes_per_batch:.1f} |"
-        )
+        pools = f"{c.consumers} | {c.pool}{chosen} | {c.consumers * c.pool}" if c.pool else '`shuffle="global"` | |'
+        lines.append(f"| {pools} | {c.variance:.2f} | {c.autocorrelation:.2f} | {c.episodes_per_batch:.1f} |")
     c = cases[0]
     lines.append(f"| full shuffle | | | {c.iid_variance:.2f} | {c.iid_autocorrelation:.2f} | {c.iid_episodes_per_batch:.1f} |")
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from dali_stream.memory_limit import memory_limit
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes
 from dali_stream.order import Shuffle
-from dali_stream.order.state import check_state, noted
+from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
 from dali_stream.pipeline import bottleneck
 from dali_stream.pipeline.bottleneck import Bottleneck
 from dali_stream.pipeline.required_memory import check_memory
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from dali_stream.pipeline.graph import Graph
 
 _log = logging.getLogger("dali_stream")
-_STATE_VERSION = 1
 TRAFFIC = ("requests", "retries", "fetched_bytes", "cached_bytes", "fetch_s")
 
 
@@ -249,7 +248,7 @@ class Loader:
         """
         self._check_usable()
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "epoch": self._epoch,
             "position": self._position,
             "dataset": self.dataset.fingerprint,
@@ -267,8 +266,7 @@ class Loader:
             MemoryBudgetError: memory_budget does not hold one batch of the state's order.
         """
         self._check_not_begun("load_state_dict")
-        if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
-            raise ResumeError(f"this is no state of a Loader (version {_STATE_VERSION}): {str(state)[:200]}")
+        check_version(state, "Loader", "dataset")
         if not self.dataset.has_fingerprint(state.get("dataset")):
             raise ResumeError(
                 f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "

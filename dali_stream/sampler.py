@@ -22,11 +22,10 @@ from dali_stream.lerobot.frame_ranges import FrameRanges, whole
 from dali_stream.mixture import Mixture
 from dali_stream.order import Shuffle, check_world, checked_lengths, default_pools
 from dali_stream.order.orders import DatasetOrders, Orders
-from dali_stream.order.state import OrderArguments, check_state, noted
+from dali_stream.order.state import STATE_VERSION, OrderArguments, check_state, check_version, noted
 from dali_stream.state_file import load_state, write_state
 
 _log = logging.getLogger("dali_stream")
-_STATE_VERSION = 1
 _BLOCK = 4096  # indices computed at a time
 _WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}  # as of `Order`
 
@@ -209,7 +208,7 @@ class FrameSampler(Sampler[int]):
     def _state(self, delivered: int) -> dict[str, Any]:
         """The state after so many indices of this rank in the present iteration."""
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "epoch": self._now.epoch,
             "position": self._now.start + delivered * self._world,
             "episode_lengths": self._fingerprint,
@@ -228,8 +227,7 @@ class FrameSampler(Sampler[int]):
                 divide its `consumers`.
         """
         self._check_not_begun("load_state_dict")
-        if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION or "episode_lengths" not in state:
-            raise ResumeError(f"this is no state of a FrameSampler (version {_STATE_VERSION}): {str(state)[:200]}")
+        check_version(state, "FrameSampler", "episode_lengths")
         if state["episode_lengths"] != self._fingerprint:
             raise ResumeError(
                 f"the state is of other episodes: the fingerprint of their lengths is {state['episode_lengths']}, and here it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -22,6 +23,7 @@ from support.slow import examples, slow
 import dali_stream
 from dali_stream import Order
 from dali_stream.order import default_pools
+from dali_stream.order.pool import EpisodePool
 
 ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
@@ -110,6 +112,29 @@ def test_seeds_and_epochs_give_orders_of_their_own(shuffle: bool | str) -> None:
     assert len({tuple(order) for order in seen.values()}) == 9
     for (seed, epoch), order in seen.items():
         assert read(Order([50, 1, 70], shuffle, seed, epoch, consumers=4)) == order
+
+
+def test_long_runs_are_drawn_in_parts() -> None:
+    """Each frame comes once, and a read anywhere repeats less than 1.5 parts of each consumer, however long the run is."""
+    lengths, pool, consumers = [7] * 3000, 2, 3
+    order = Order(lengths, True, 5, 0, consumers, pool)
+    whole = read(order)
+    assert len(set(whole)) == len(whole) == 21_000
+    digest = hashlib.sha256(np.array(whole).tobytes()).hexdigest()[:16]
+    assert digest == "bb237a272863a300", "saved states of users point into this order: it never changes"
+    drawn: list[int] = []
+    draw = EpisodePool.draw
+
+    def counting(self: EpisodePool, count: int) -> list[int]:
+        drawn.append(count)
+        return draw(self, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EpisodePool, "draw", counting)
+        for start in range(0, 18_000, 1000):
+            drawn.clear()
+            assert read(Order(lengths, True, 5, 0, consumers, pool), start, 10) == whole[start : start + 10]
+            assert sum(drawn) <= 2048 + consumers * 1.5 * 8 * pool * 7  # it is of whole blocks of 2048 samples
 
 
 def test_arrays_and_numpy_integers_are_taken() -> None:

@@ -1,4 +1,4 @@
-"""Which frame comes when: a pure function from a position of the epoch to (episode, frame). No I/O, no clock, no global RNG.
+"""The order of frames: a pure function from a position of the epoch to (episode, frame). No I/O, no clock, no global RNG.
 
 With N frames, C consumers and W ranks, position g (0 <= g < N) is draw g // C of consumer g % C, and rank r serves the
 positions g with g % W == r. So the order does not know W, and any number of ranks that divides C walks the same epoch.
@@ -8,10 +8,9 @@ Random numbers are the raw stream of Philox (numpy guarantees it across versions
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
-from array import array
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +19,76 @@ import numpy.typing as npt
 
 from dali_stream.arguments import known_arguments, positive
 from dali_stream.errors import counted
+from dali_stream.order.pool import Run
 from dali_stream.order.rng import mix, philox
+
+Int64 = npt.NDArray[np.int64]
 
 Shuffle = bool | str
 """True (pools of episodes), "global" (one permutation of all frames) or False (recorded order)."""
 _CONSUMERS, _SEGMENTS = 32, 256  # what `default_pools` aims at
+_AHEAD = 2048  # samples of a rank that are computed at once: each costs several calls of NumPy, however many it is
 _RANKS = 1 << 16  # the largest world size that an error suggests
 
 
-class Order:
+class EpochOrder(ABC):
+    """The order of one epoch, read in blocks, of which the last one is kept.
+
+    Args:
+        positions: Number of positions of the epoch.
+        consumers: Number of consumers, which the world size must divide. None, if any world size can share the order.
+    """
+
+    def __init__(self, positions: int, consumers: int | None) -> None:
+        self._positions, self._consumers = positions, consumers
+        self._block: tuple[tuple[int, int, int], Int64] | None = None  # rank, world size and number; episodes and frames
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._positions
+
+    def read(
+        self, start: int, count: int, rank: int = 0, world_size: int = 1
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the next `count` samples that `rank` serves at or after position `start`.
+
+        Reading on from where the last call ended costs least. For any other position, each consumer of the rank repeats some
+        thousand draws, since its pools restart at fixed positions.
+
+        Returns:
+            (episode, frame), two int64 arrays. `episode` counts through the episodes (of a mixture: of all its datasets, laid
+            end to end), and `frame` counts within the episode. Shorter than `count` at the end of the epoch.
+
+        Raises:
+            ValueError: If a number is negative, if the rank is outside the world, or if the world size does not divide
+                `consumers`.
+        """
+        if start < 0 or count < 0:
+            raise ValueError(f"start is {start} and count is {count}; both are 0 or more")
+        check_world(rank, world_size, self._consumers)
+        first = -((rank - start) // world_size)  # number of the sample among those of the rank
+        stop = min(first + count, -((rank - self._positions) // world_size))
+        samples = [np.empty((2, 0), np.int64)]
+        with self._lock:
+            for block in range(first // _AHEAD, -(-stop // _AHEAD)):
+                begin = block * _AHEAD
+                samples.append(self._read_block(rank, world_size, block)[:, max(first - begin, 0) : stop - begin])
+        episode, frame = np.concatenate(samples, 1)
+        return episode, frame
+
+    def _read_block(self, rank: int, world_size: int, block: int) -> Int64:
+        key = (rank, world_size, block)
+        if self._block is None or self._block[0] != key:
+            first, stop = ((block + more) * _AHEAD * world_size + rank for more in (0, 1))
+            self._block = key, self._samples(np.arange(first, min(stop, self._positions), world_size, dtype=np.int64))
+        return self._block[1]
+
+    @abstractmethod
+    def _samples(self, positions: Int64) -> Int64:
+        """Return episodes and frames, shape (2, N), of positions that a rank serves one after the other."""
+
+
+class Order(EpochOrder):
     """The order of one epoch.
 
     Args:
@@ -57,62 +117,23 @@ class Order:
         check_order_arguments(shuffle, seed, consumers, episode_pool_size)
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; it counts from 0")
-        self._consumers = consumers if shuffle is True else None
-        self._frames = int(lengths.sum())
-        key = (seed, epoch)
+        frames, key = int(lengths.sum()), (seed, epoch)
+        super().__init__(frames, consumers if shuffle is True else None)
         if shuffle is True:
             self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
             ends = np.cumsum(lengths[self._episodes])
-            self._walk: _Pools | Permutation | _Recorded = _Pools(ends, self._frames, key, consumers, episode_pool_size)
+            self._walk: _Pools | Permutation | _Recorded = _Pools(ends, frames, key, consumers, episode_pool_size)
         else:
             self._episodes = np.arange(len(lengths))
             ends = np.cumsum(lengths)
-            self._walk = Permutation(self._frames, key) if shuffle == "global" else _Recorded()
+            self._walk = Permutation(frames, key) if shuffle == "global" else _Recorded()
         self._ends = ends
         self._starts = ends - lengths[self._episodes]
 
-    def __len__(self) -> int:
-        return self._frames
-
-    def read(
-        self, start: int, count: int, rank: int = 0, world_size: int = 1
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The next `count` samples that `rank` serves at or after position `start`.
-
-        Reading on from where the last call ended is cheap; going back replays the rank's draws from the epoch's start.
-
-        Returns:
-            (episode, frame), two int64 arrays: `episode` indexes `episode_lengths`, `frame` counts within the episode.
-            Shorter than `count` at the end of the epoch.
-
-        Raises:
-            ValueError: a negative number, a rank outside the world, or a world size that does not divide `consumers`.
-        """
-        if start < 0 or count < 0:
-            raise ValueError(f"start is {start} and count is {count}; both are 0 or more")
-        check_world(rank, world_size, self._consumers)
-        first = start + (rank - start) % world_size
-        positions = np.arange(first, min(first + count * world_size, self._frames), world_size, dtype=np.int64)
+    def _samples(self, positions: Int64) -> Int64:
         laid = self._walk.at(positions)
         run = np.searchsorted(self._ends, laid, side="right")
-        return self._episodes[run].astype(np.int64), laid - self._starts[run]
-
-    def served(self, episode: int, rank: int = 0, world_size: int = 1) -> npt.NDArray[np.int64]:
-        """The frames of one episode that `rank` serves in the whole epoch, rising. Costs no draw, so it tells what is to come.
-
-        With `shuffle="global"` and several ranks it is all frames of the episode: which of them are this rank's is known
-        only position by position.
-        """
-        place = self._places[episode]
-        laid = np.arange(self._starts[place], self._ends[place], dtype=np.int64)
-        return np.flatnonzero(self._walk.serves(laid, rank, world_size))
-
-    @functools.cached_property
-    def _places(self) -> npt.NDArray[np.int64]:
-        """Per episode, where it stands among the permuted ones."""
-        places = np.empty(len(self._episodes), np.int64)
-        places[self._episodes] = np.arange(len(places))
-        return places
+        return np.stack([self._episodes[run], laid - self._starts[run]])
 
 
 def default_pools(
@@ -188,11 +209,8 @@ def allowed_worlds(consumers: int) -> str:
 class _Recorded:
     """Position g is frame g."""
 
-    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def at(self, positions: Int64) -> Int64:
         return positions
-
-    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
-        return laid % world_size == rank
 
 
 class Permutation:
@@ -212,16 +230,13 @@ class Permutation:
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
         self._keys = philox("permutation", *key).random_raw(2 * self.ROUNDS).reshape(-1, 2)
 
-    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def at(self, positions: Int64) -> Int64:
         value = self._step(positions.astype(np.uint64))
         outside = np.flatnonzero(value >= self._n)
         while len(outside):
             value[outside] = self._step(value[outside])
             outside = outside[value[outside] >= self._n]
         return value.astype(np.int64)
-
-    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
-        return np.ones(len(laid), np.bool_)
 
     def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         low, high = value & self._low_mask, value >> self._low
@@ -238,103 +253,31 @@ class _Pools:
     equal length, the first N mod C one longer.
     """
 
-    def __init__(self, ends: npt.NDArray[np.int64], frames: int, key: tuple[int, int], consumers: int, pool: int) -> None:
+    def __init__(self, ends: Int64, frames: int, key: tuple[int, int], consumers: int, pool: int) -> None:
         self._ends, self._frames, self._key, self._count, self._pool = ends, frames, key, consumers, pool
-        self._consumers: dict[int, EpisodePool] = {}
-        self._lock = threading.Lock()
+        self._runs: dict[int, Run] = {}
 
-    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def at(self, positions: Int64) -> Int64:
         """`positions` are an arithmetic progression whose step divides the number of consumers."""
         laid = np.empty(len(positions), np.int64)
-        with self._lock:
-            # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one.
-            turn = self._count // int(positions[1] - positions[0]) if len(positions) > 1 else 1
-            for i in range(min(turn, len(positions))):
-                first = int(positions[i])
-                count = len(laid[i::turn])
-                laid[i::turn] = self._consumer(first % self._count, first // self._count).draw(count)
+        # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one.
+        turn = self._count // int(positions[1] - positions[0]) if len(positions) > 1 else 1
+        for i in range(min(turn, len(positions))):
+            draw, consumer = divmod(int(positions[i]), self._count)
+            laid[i::turn] = self._run(consumer).draw(draw, len(laid[i::turn]))
         return laid
 
-    def serves(self, laid: npt.NDArray[np.int64], rank: int, world_size: int) -> npt.NDArray[np.bool_]:
-        """Which of these places on the line belong to consumers of this rank."""
-        short, longer = divmod(self._frames, self._count)
-        in_longer = laid < longer * (short + 1)
-        consumer = np.where(in_longer, laid // (short + 1), longer + (laid - longer * (short + 1)) // max(short, 1))
-        return consumer % world_size == rank
-
-    def _consumer(self, index: int, draw: int) -> EpisodePool:
-        consumer = self._consumers.get(index)
-        if consumer is None or consumer.drawn > draw:
+    def _run(self, index: int) -> Run:
+        run = self._runs.get(index)
+        if run is None:
             short, longer = divmod(self._frames, self._count)
             start = index * short + min(index, longer)
-            run = (start, start + short + (index < longer))
-            consumer = EpisodePool(self._ends, run, philox("consumer", *self._key, index), self._pool)
-            self._consumers[index] = consumer
-        consumer.skip(draw - consumer.drawn)
-        return consumer
+            stop = start + short + (index < longer)
+            run = self._runs[index] = Run(self._ends, start, stop, (*self._key, index), self._pool, index, self._count)
+        return run
 
 
-class EpisodePool:
-    """One pool. Each draw takes a frame uniformly out of all that remain in the pool's segments.
-
-    All frames of the pool lie in one flat array, so that a draw is one random index and one swap with the end, whatever
-    the size of the pool. A frame carries the slot of its segment in its lowest digit (base `pool`), which tells when a
-    segment is drained and the run's next one takes the slot.
-    """
-
-    BLOCK = 65536
-
-    def __init__(self, ends: npt.NDArray[np.int64], run: tuple[int, int], random: np.random.Philox, pool: int) -> None:
-        self.drawn = 0
-        self._ends, self._random, self._pool = ends, random, pool
-        self._next, self._stop = run
-        self._episode = int(np.searchsorted(ends, self._next, side="right"))
-        self._frames = array("q")
-        self._left = [0] * pool
-        for slot in range(pool):
-            self._refill(slot)
-
-    def draw(self, count: int) -> list[int]:
-        """The next `count` frames as places on the line of laid out episodes."""
-        frames, left, pool, taken = self._frames, self._left, self._pool, []
-        for uniform in self._uniforms(count):
-            at = int(uniform * len(frames))
-            frame = frames[at]
-            last = frames.pop()
-            if at < len(frames):
-                frames[at] = last
-            frame, slot = divmod(frame, pool)
-            taken.append(frame)
-            left[slot] -= 1
-            if not left[slot]:
-                self._refill(slot)
-        self.drawn += count
-        return taken
-
-    def skip(self, count: int) -> None:
-        """Draws and forgets, in blocks that bound the memory."""
-        while count:
-            block = min(count, self.BLOCK)
-            self.draw(block)
-            count -= block
-
-    def _uniforms(self, count: int) -> list[float]:
-        # The upper 53 bits as a double in [0, 1), as numpy's own generators do it, but out of the guaranteed raw stream.
-        uniforms: list[float] = ((self._random.random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()
-        return uniforms
-
-    def _refill(self, slot: int) -> None:
-        while self._next < self._stop:
-            end = min(int(self._ends[self._episode]), self._stop)
-            start, self._next = self._next, end
-            self._episode += 1
-            if end > start:  # an episode without frames is no segment
-                self._frames.frombytes((np.arange(start, end, dtype=np.int64) * self._pool + slot).tobytes())
-                self._left[slot] = end - start
-                return
-
-
-def checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+def checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64:
     lengths = np.asarray(episode_lengths)
     if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
         raise ValueError(f"episode_lengths has shape {lengths.shape} and dtype {lengths.dtype}; it is a list of integers")

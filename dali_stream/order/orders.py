@@ -10,20 +10,12 @@ import numpy.typing as npt
 
 from dali_stream.order.batches import Batches
 from dali_stream.order.mixture import MixtureOrder
-from dali_stream.order.order import Order
+from dali_stream.order.order import EpochOrder, Order
 from dali_stream.order.selected import Ranges, SelectedOrder
 from dali_stream.order.shares import Shares
 from dali_stream.order.state import OrderArguments
 
 Int64 = npt.NDArray[np.int64]
-
-
-class EpochOrder(Protocol):
-    """The order of one epoch, such as `Order`."""
-
-    def read(self, start: int, count: int, rank: int = 0, world_size: int = 1) -> tuple[Int64, Int64]:
-        """See `Order`."""
-        ...
 
 
 class Orders(Protocol):

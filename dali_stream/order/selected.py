@@ -37,12 +37,6 @@ class SelectedOrder(Order):
         super().__init__(ranges.counts, shuffle, seed, epoch, consumers, episode_pool_size)
         self._ranges = ranges
 
-    def read(self, start: int, count: int, rank: int = 0, world_size: int = 1) -> tuple[Int64, Int64]:
-        """See `Order`, with frames counted within the whole episode."""
-        episode, number = super().read(start, count, rank, world_size)
-        return episode, self._ranges.frames(episode, number)
-
-    def served(self, episode: int, rank: int = 0, world_size: int = 1) -> Int64:
-        """See `Order`, with frames counted within the whole episode."""
-        number = super().served(episode, rank, world_size)
-        return self._ranges.frames(np.full(len(number), episode), number)
+    def _samples(self, positions: Int64) -> Int64:
+        episode, number = super()._samples(positions)
+        return np.stack([episode, self._ranges.frames(episode, number)])

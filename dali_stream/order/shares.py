@@ -19,7 +19,7 @@ Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 _TOTAL = 1 << 31  # the largest sum of `weights` of a mixture without an end of its own
 _SMALLEST = Fraction(1, 10**6)  # of the largest weight: what rounding to that sum keeps within 0.1 %
-_POSITIONS = 1 << 42  # of an epoch: keeps the order's products within int64
+_POSITIONS = 1 << 31  # of an epoch: keeps the order's products within int64
 
 
 @dataclass(frozen=True, eq=False)

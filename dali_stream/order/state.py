@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 from dali_stream.errors import ResumeError
 from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
 
+STATE_VERSION = 2
+"""Version of the orders, which a state names. A position of another version is of another sample."""
+
 
 class OrderArguments(NamedTuple):
-    """What an order is a function of, beside episodes and epoch. As of `Order`."""
+    """What an order is a function of, beside episodes and epoch. See `Order`."""
 
     shuffle: Shuffle
     seed: int
@@ -24,7 +27,7 @@ class OrderArguments(NamedTuple):
         return self._replace(seed=int(self.seed))
 
     def check_resumable(self, world_size: int) -> None:
-        """Raises ResumeError where so many ranks cannot share the order of a state."""
+        """Raises ResumeError if this number of ranks cannot share the order of a state."""
         if self.shuffle is True and self.consumers % world_size:
             raise ResumeError(
                 f"the state is of a run with consumers={self.consumers}, which world_size={world_size} does not divide; a run "
@@ -59,6 +62,18 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
         left = {name: order.get(name) for name, given in pools.items() if given is None}
         taken |= {name: value for name, value in left.items() if type(value) is int and value >= 1}
     return taken
+
+
+def check_version(state: object, whose: str, key: str) -> None:
+    """Raise ResumeError if this is no state of the present version, or has no such key."""
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if type(version) is int and version != STATE_VERSION:
+        raise ResumeError(
+            f"version of the state must be {STATE_VERSION}, got {version}: a dali_stream with another order wrote it. "
+            "Continue the run with that version, or begin a new epoch with this one"
+        )
+    if not isinstance(state, Mapping) or version != STATE_VERSION or key not in state:
+        raise ResumeError(f"this is no state of a {whose} (version {STATE_VERSION}): {str(state)[:200]}")
 
 
 def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], frames: int) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import ABSENT, S, Source
 from dali_stream.order.batches import Batches
-from dali_stream.order.orders import EpochOrder, Orders
+from dali_stream.order.order import EpochOrder
+from dali_stream.order.orders import Orders
 from dali_stream.order.state import OrderArguments
 from dali_stream.order.windows import Windows
 from dali_stream.pipeline.substitutes import Substitutes

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.order.batches import Batches
-from dali_stream.order.orders import EpochOrder
+from dali_stream.order.order import EpochOrder
 
 Int64 = npt.NDArray[np.int64]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dali_stream.mp4.format import describe
 from dali_stream.order.batches import Batches
-from dali_stream.order.orders import EpochOrder
+from dali_stream.order.order import EpochOrder
 from dali_stream.schedule.budget import divide, order_horizon
 from dali_stream.schedule.episodes import Located, OpenEpisode
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits

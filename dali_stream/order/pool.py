@@ -1,0 +1,125 @@
+"""Consumers' pools: the frames of a run of episodes, in the order in which a consumer draws them."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.order.rng import philox
+
+Int64 = npt.NDArray[np.int64]
+_PART = 8  # episodes of a part, for each segment of the pool: what a resumed run draws again, at most 1.5 times
+
+
+class Run:
+    """The frames that one consumer draws, out of a stretch of the episodes laid end to end.
+
+    A long run is cut into parts. Each part has a pool and random numbers of its own, so a resumed run draws again only what
+    it has drawn of the present part. The pool gets small at the end of a part, so the parts of each consumer end at
+    another draw.
+
+    Args:
+        ends: Ends of the episodes laid end to end, shape (E,).
+        start, stop: First place of the run and the one after its last.
+        key: Key of the random numbers.
+        pool: Number of segments that the consumer draws from at a time.
+        consumer, consumers: Number of the consumer, and number of consumers.
+    """
+
+    def __init__(
+        self, ends: Int64, start: int, stop: int, key: tuple[int, ...], pool: int, consumer: int, consumers: int
+    ) -> None:
+        self._ends, self._start, self._key, self._pool = ends, start, key, pool
+        length, part = stop - start, _PART * pool * int(ends[-1])
+        parts = max(1, (2 * length * len(ends) + part) // (2 * part))
+        # From part to part in steps of length / parts, shifted by up to half a step back or forth.
+        shift = 2 * consumer + 1 - consumers
+        inner = [length * (2 * consumers * k + shift) // (2 * consumers * parts) for k in range(1, parts)]
+        self._bounds = [0, *inner, length]
+        self._now: tuple[int, EpisodePool] | None = None  # number and pool of the present part
+
+    def draw(self, first: int, count: int) -> list[int]:
+        """Return `count` draws from number `first` on, as places on the line of episodes. Reading on costs least."""
+        places: list[int] = []
+        while count:
+            part = bisect_right(self._bounds, first) - 1
+            pool, begin, end = self._pool_at(part, first), *self._bounds[part : part + 2]
+            pool.skip(first - begin - pool.drawn)
+            drawn = pool.draw(min(count, end - first))
+            places += drawn
+            first, count = first + len(drawn), count - len(drawn)
+        return places
+
+    def _pool_at(self, part: int, draw: int) -> EpisodePool:
+        """Return the pool of a part, with this draw still to come."""
+        begin, end = self._bounds[part : part + 2]
+        if self._now is None or self._now[0] != part or self._now[1].drawn > draw - begin:
+            random = philox("consumer", *self._key, *([part] if part else []))
+            self._now = part, EpisodePool(self._ends, (self._start + begin, self._start + end), random, self._pool)
+        return self._now[1]
+
+
+class EpisodePool:
+    """The pool of one part. Each draw takes a frame uniformly out of all that remain in the pool's segments.
+
+    All frames of the pool are in one flat array, so that a draw is one random index and one swap with the end, whatever
+    the size of the pool. A frame carries the slot of its segment in its lowest digit (base `pool`), which tells when a
+    segment is drained and the run's next one takes the slot.
+    """
+
+    BLOCK = 65536
+
+    def __init__(self, ends: Int64, run: tuple[int, int], random: np.random.Philox, pool: int) -> None:
+        self.drawn = 0
+        self._ends, self._random, self._pool = ends, random, pool
+        self._next, self._stop = run
+        self._episode = int(np.searchsorted(ends, self._next, side="right"))
+        self._frames = array("q")
+        self._left = [0] * pool
+        for slot in range(pool):
+            self._refill(slot)
+
+    def draw(self, count: int) -> list[int]:
+        """The next `count` frames as places on the line of laid out episodes."""
+        frames, left, pool, drawn = self._frames, self._left, self._pool, []
+        last = len(frames)
+        for uniform in self._uniforms(count):
+            at = int(uniform * last)
+            last -= 1
+            frame = frames[at]
+            frames[at] = frames[last]
+            drawn.append(frame)
+            slot = frame % pool
+            left[slot] -= 1
+            if not left[slot]:
+                del frames[last:]
+                self._refill(slot)
+                last = len(frames)
+        del frames[last:]
+        self.drawn += count
+        return [frame // pool for frame in drawn]
+
+    def skip(self, count: int) -> None:
+        """Draws and forgets, in blocks that bound the memory."""
+        while count:
+            block = min(count, self.BLOCK)
+            self.draw(block)
+            count -= block
+
+    def _uniforms(self, count: int) -> list[float]:
+        # The upper 53 bits as a double in [0, 1), as numpy's own generators do it, but out of the guaranteed raw stream.
+        uniforms: list[float] = ((self._random.random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()
+        return uniforms
+
+    def _refill(self, slot: int) -> None:
+        while self._next < self._stop:
+            end = min(int(self._ends[self._episode]), self._stop)
+            start, self._next = self._next, end
+            self._episode += 1
+            if end > start:  # an episode without frames is no segment
+                self._frames.frombytes((np.arange(start, end, dtype=np.int64) * self._pool + slot).tobytes())
+                self._left[slot] = end - start
+                return
