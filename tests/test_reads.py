@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
-from dali_stream.schedule.episodes import NONE, Located, OpenEpisode
+from dali_stream.schedule.episodes import NONE, Located, OpenEpisode, _Rows
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
@@ -209,6 +210,54 @@ def test_what_is_decoded_once_is_fetched_once_and_not_kept(lengths: np.ndarray, 
     assert set(run.fetched.values()) == {1}
     assert not run.steps[-1].video.fetch
     assert not run.blocks
+
+
+@pytest.mark.parametrize(("size", "fits"), [(100, True), (9_000, False)])
+def test_only_what_was_read_can_be_too_much(size: int, fits: bool) -> None:
+    """An estimate that is larger than the room is no error."""
+    lengths = np.full(4, 30)
+    opening = Opening(Storage({}, lengths, 10_000, 0, {}, 20_000))
+    batch = next(iter(samples(lambda epoch: Order(lengths), Batches(120, 120, 1, "pad"), 0, 0, 0)))
+    opening.request([batch])
+    due = opening.due()
+    assert {read.number for read in due} == {0, 1, 2, 3}
+    for read in due:
+        opening.observe(read.key, size)
+    if fits:
+        assert sorted(opening.ready()) == [0, 1, 2, 3]
+    else:
+        with pytest.raises(MemoryBudgetError, match=r"leaves 20000 bytes .* the rows and indices of one batch take 36000;"):
+            opening.ready()
+
+
+@examples(60)
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=200))
+def test_rows_of_open_episodes_do_not_overlap(steps: list[tuple[int, bool]]) -> None:
+    """And those of closed ones are used again: the table has room for no more than what was open at once, and gaps."""
+    rows, held, most = _Rows(), list[tuple[int, int]](), 0
+    for count, closes in steps:
+        if closes and held:
+            rows.give_back(*held.pop(count % len(held)))
+        else:
+            held.append((rows.take(count), count))
+        taken = sorted((first, first + count) for first, count in held if count)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
+        assert not taken or taken[-1][1] <= rows.capacity
+        most = max(most, sum(count for _, count in held))
+    for first, count in held:
+        rows.give_back(first, count)
+    assert rows.take(most) == 0
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 0.8])
+def test_tables_are_not_much_larger_than_the_open_episodes(spread: float) -> None:
+    lengths = np.random.default_rng(0).lognormal(5.5, spread, 6000).astype(int) + 1
+    rows, held = _Rows(), list[tuple[int, int]]()
+    for number, count in enumerate(lengths.tolist()):
+        held.append((rows.take(count), count))
+        if len(held) > 500:
+            rows.give_back(*held.pop(number * 7919 % 500))
+    assert rows.capacity < 1.4 * sum(count for _, count in held)
 
 
 def test_the_first_batch_has_storage_for_itself_and_more_is_read_from_batch_to_batch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,11 +60,16 @@ class OpenEpisodes:
         self._rows = RowCache(len(source.lengths))
         self._reader = row_reader(source, self._store, at_once)
         self._coming: dict[Key, Future[Any]] = {}
+        self._late: dict[Key, Future[Any]] = {}  # reads of indices that were evicted before they ended
         self._open: set[int] = set()
 
     def begin(self, opening: Opening, ahead: Iterable[Samples]) -> list[int]:
         """Begin to read what batches ahead need. Return the episodes that were closed."""
         reads = opening.request(ahead)
+        for key in [key for key, late in self._late.items() if late.done()]:
+            del self._late[key]
+            if key not in opening.room:  # not asked for again
+                self._indices.drop(*key)
         closed = self._evict(opening.room.take_evicted())
         for read in reads:
             call = self._read_index if read.camera else self._read_rows
@@ -157,8 +161,8 @@ class OpenEpisodes:
         dropped: list[int] = []
         for camera, number in keys:
             coming = self._coming.pop((camera, number), None)
-            if camera and coming is not None:  # it arrives later, or not at all
-                coming.add_done_callback(partial(self._drop_index, camera, number))
+            if camera and coming is not None:
+                self._late[camera, number] = coming
             elif camera:
                 self._indices.drop(camera, number)
             elif coming is None:
@@ -179,6 +183,3 @@ class OpenEpisodes:
             return self._indices.read(read.camera, read.number, self._store).nbytes
         except DecodeError:  # reported when a frame of it is asked for
             return 0
-
-    def _drop_index(self, camera: str, file: int, _: Future[Any]) -> None:
-        self._indices.drop(camera, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
@@ -13,7 +14,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Integer = TypeVar("Integer", np.int32, np.int64)
 NONE = -1  # no row, no slot, no packet, no block
-_STEP = 64  # rows of an episode are rounded up to a multiple of this, so that closed episodes leave room that others fit into
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class BlockTable:
 
 
 class _Rows:
-    """Rows of a table, given to episodes and taken back.
+    """Rows of a table, given to episodes and taken back. The smallest free stretch that fits is given, so few rows stay unused.
 
     Attributes:
         capacity: Number of rows that the arrays must have.
@@ -115,21 +115,37 @@ class _Rows:
 
     def __init__(self) -> None:
         self._used = self.capacity = 0
-        self._free: dict[int, list[int]] = {}  # first rows by number of rows
+        self._starts: list[int] = []  # free stretches, in rising order
+        self._stops: list[int] = []
 
     def take(self, count: int) -> int:
-        """Return the first of `count` rows, rounded up."""
-        size = -(-count // _STEP) * _STEP
-        if self._free.get(size):
-            return self._free[size].pop()
-        first, self._used = self._used, self._used + size
+        """Return the first of `count` rows."""
+        fits = [(stop - start, i) for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True))
+                if stop - start >= count]  # fmt: skip
+        if fits:
+            i = min(fits)[1]
+            first, self._starts[i] = self._starts[i], self._starts[i] + count
+            if self._starts[i] == self._stops[i]:
+                del self._starts[i], self._stops[i]
+            return first
+        first, self._used = self._used, self._used + count
         if self._used > self.capacity:
-            self.capacity = max(self._used, self.capacity * 3 // 2)
+            self.capacity = max(self._used, self.capacity * 9 // 8)
         return first
 
     def give_back(self, first: int, count: int) -> None:
         """Take back the rows that `take(count)` returned."""
-        self._free.setdefault(-(-count // _STEP) * _STEP, []).append(first)
+        if not count:
+            return
+        i, stop = bisect_right(self._starts, first), first + count
+        if i < len(self._starts) and self._starts[i] == stop:
+            stop = self._stops.pop(i)
+            del self._starts[i]
+        if i and self._stops[i - 1] == first:
+            self._stops[i - 1] = stop
+        else:
+            self._starts.insert(i, first)
+            self._stops.insert(i, stop)
 
 
 class EpisodeTable:

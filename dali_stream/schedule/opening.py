@@ -130,8 +130,6 @@ class Opening:
         Args:
             ahead: The next batch, and `horizon` batches after it.
 
-        Raises:
-            MemoryBudgetError: If the next batch alone needs too much.
         """
         reads: list[Read] = []
         now = -1
@@ -144,7 +142,7 @@ class Opening:
             need = sum(map(self._estimate, missing))
             if not self.room.make(need):
                 if batch.number == now:
-                    self._make_room_for_now(need)
+                    self._make_room_for_now(need)  # an estimate: `ready` raises an error if it is right
                 else:
                     self._unpin_last()
                     self._retry = now + 1 + (samples.number - now) // 4
@@ -178,7 +176,7 @@ class Opening:
             return []
         camera, number = key
         if camera:
-            self._index_bytes[camera] = size
+            self._index_bytes[camera] = size or self._index_bytes.get(camera, 0)  # a broken index takes nothing
             self._seen.add(key)
         self.room.hold(key, size if camera else self._storage.with_table(number, size))
         while not self.room.make(0) and len(self._pinned) > 1:  # it is larger than expected: read less far ahead
@@ -199,6 +197,12 @@ class Opening:
             MemoryBudgetError: If the next batch alone needs too much.
         """
         self._make_room_for_now(0)
+        if self.room.free + self._storage.more < 0:
+            raise MemoryBudgetError(
+                f"memory_budget leaves {self._storage.room + self._storage.more} bytes for rows, indices and encoded video, "
+                f"and the rows and indices of one batch take {sum(self.room.bytes_by_kind)}; give a larger memory_budget, or a "
+                "smaller batch_size"
+            )
         ready: dict[int, None] = {}
         for batch in self._newly_due():
             missing = {key for key in batch.keys if key in self.room.coming or key not in self.room}
@@ -237,12 +241,7 @@ class Opening:
         """Make room for the next batch, at the cost of later ones and of encoded video."""
         while not self.room.make(need) and len(self._pinned) > 1:
             self._unpin_last()
-        if not self.room.make(need, as_far_as_possible=True) and self.room.free + self._storage.more < need:
-            raise MemoryBudgetError(
-                f"memory_budget leaves {self._storage.room + self._storage.more} bytes for rows, indices and encoded video, "
-                f"and a batch needs {need} beside {sum(self.room.bytes_by_kind)} in use; give a larger memory_budget, or a "
-                "smaller batch_size"
-            )
+        self.room.make(need, as_far_as_possible=True)
 
     def _unpin_last(self) -> None:
         batch = self._pinned.pop()
