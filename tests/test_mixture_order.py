@@ -470,6 +470,11 @@ def test_bad_reads_are_refused(wrong: dict[str, int], message: str) -> None:
         MixtureOrder([[3, 4], [5]], shares([7, 5]), consumers=12).read(**({"start": 0, "count": 1} | wrong))
 
 
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="consumers"):
+        MixtureOrder([[3, 4], [5]], shares([7, 5]), consumer=4)  # type: ignore[call-arg]
+
+
 def test_no_sample_beyond_the_end() -> None:
     for shuffle in (True, "global", False):
         order = MixtureOrder([[3, 4], [5]], shares([7, 5]), shuffle)

@@ -135,6 +135,8 @@ def test_long_runs_are_drawn_in_parts() -> None:
             drawn.clear()
             assert read(Order(lengths, True, 5, 0, consumers, pool), start, 10) == whole[start : start + 10]
             assert sum(drawn) <= 2048 + consumers * 1.5 * 8 * pool * 7  # it is of whole blocks of 2048 samples
+    for start in range(20_900, 0, -311):  # one object, backwards
+        assert read(order, start, 5, 1, 3) == whole[start + (1 - start) % 3 :: 3][:5]
 
 
 def test_arrays_and_numpy_integers_are_taken() -> None:
