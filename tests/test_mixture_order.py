@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.slow import examples
 
+from dali_stream.order.batches import Batches
 from dali_stream.order.interleave import Interleave
 from dali_stream.order.mixture import MixtureOrder
+from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import Shares, shares
+from dali_stream.order.state import OrderArguments
 
 Sample = tuple[int, int]
 CONSUMERS = (1, 2, 3, 4, 6, 12)
@@ -473,6 +476,14 @@ def test_bad_reads_are_refused(wrong: dict[str, int], message: str) -> None:
 def test_an_unknown_argument_names_the_nearest() -> None:
     with pytest.raises(TypeError, match="consumers"):
         MixtureOrder([[3, 4], [5]], shares([7, 5]), consumer=4)  # type: ignore[call-arg]
+
+
+def test_each_rank_has_its_part_of_the_open_episodes() -> None:
+    orders = MixtureOrders([np.full(1000, 10)] * 2, [None, None], shares([10_000, 10_000]))
+    arguments = OrderArguments(True, 0, 32, 8)
+    for ranks in (1, 2, 8):
+        in_use = orders.episodes_in_use(arguments, Batches(20_000, 64 // ranks, ranks, "drop"))
+        assert in_use == 32 * (2 * 4 + 2) // ranks  # of each dataset 4 segments, and one that takes the place of another
 
 
 def test_no_sample_beyond_the_end() -> None:

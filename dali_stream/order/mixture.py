@@ -115,13 +115,12 @@ class MixtureOrder(EpochOrder):
     def _permuted(self, position: Int64) -> Int64:
         """Return the positions, permuted within windows, the last of which may be shorter."""
         window, within = np.divmod(position, _WINDOW)
-        first, stop = int(window[0]), int(window[-1]) + 1
-        places = np.arange(first * _WINDOW, stop * _WINDOW, dtype=np.int64)
+        windows, row = np.unique(window, return_inverse=True)
+        places = windows[:, None] * _WINDOW + np.arange(_WINDOW)
         key = np.uint64(philox("windows", self._seed, self._epoch, self._start).random_raw())
         raw = mix(mix(places.astype(np.uint64)) + key)
         raw[places >= len(self)] = np.uint64(2**64 - 1)
-        order = np.argsort(raw.reshape(-1, _WINDOW), axis=1, kind="stable")
-        permuted: Int64 = window * _WINDOW + order[window - first, within]
+        permuted: Int64 = window * _WINDOW + np.argsort(raw, axis=1, kind="stable")[row, within]
         return permuted
 
 
