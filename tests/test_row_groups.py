@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from support.datasets import Column, build
 
 from dali_stream import Dataset
+from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.lerobot.row_groups import RowGroups, as_file
 from dali_stream.lerobot.rows import RowMemory, RowReader
+from dali_stream.order.order import Order
+from dali_stream.schedule.opening import Opening, Storage
+from dali_stream.schedule.samples import Samples
 from dali_stream.storage import LocalStore
 
 ROWS = 6  # of a group
@@ -158,7 +163,7 @@ def test_a_row_group_is_decoded_once_for_all_of_its_episodes(shared_group: Path)
 
 def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None:
     dataset, store = Dataset(shared_group), CountingStore(str(shared_group))
-    memory = RowMemory(kept=100)
+    memory = RowMemory(at_once=100, kept=100)
     reader = RowReader(dataset, store, memory)
     reader.read(0)
     once = store.rows_read
@@ -168,6 +173,20 @@ def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None
     assert reader.read(0)[0]["index"].tolist() == list(range(5))  # while it is referenced, it is there
     assert store.rows_read == again
     assert found.sizes().keys() == {0, 1, 2, 3}
+    found.release(1)
+    assert found[1]["index"].tolist() == list(range(5, 12))
+    assert not found.sizes()
+    with pytest.raises(KeyError):
+        found[0]
+
+
+def test_the_row_group_that_was_read_last_is_kept(shared_group: Path) -> None:
+    store = CountingStore(str(shared_group))
+    reader = RowReader(Dataset(shared_group), store, RowMemory(kept=100))
+    reader.read(0)
+    once = store.rows_read
+    assert reader.read(1)[1]["index"][0] == 5
+    assert store.rows_read == once
 
 
 def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
@@ -179,3 +198,18 @@ def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
         assert reader.read(episode)[episode]["index"][0] == 5 * episode
         sizes.append(memory.nbytes)
     assert 1000 < max(sizes) <= 5000
+
+
+def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path) -> None:
+    """A batch of 40 episodes, each in another row group of about 1 MB, which has 10 episodes."""
+    wide = Column("float32", [2500], np.zeros((4000, 2500)))
+    dataset = Dataset(build(tmp_path / "set", [10] * 400, {"action": wide}, rows_per_group=100))
+    order, first = Order(dataset.lengths), np.arange(0, 400, 10)
+    batch = Samples(0, 0, order, np.arange(40), episode=first, frame=np.zeros(40, np.int64), padded=0)
+    opening = Opening(Storage({}, dataset.lengths, dataset.row_bytes, 0, {}, 1 << 30))
+    episodes, before = OpenEpisodes(dataset, IndexCache(dataset), at_once=8 << 20), pa.total_allocated_bytes()
+    episodes.begin(opening, [batch])
+    taken = pa.total_allocated_bytes() - before
+    opened, _ = episodes.finish(opening, [batch])
+    assert [each.number for each in opened] == first.tolist()
+    assert taken < 4 << 20  # a quarter of what is read at once, and the last one; all of them are 40 MB

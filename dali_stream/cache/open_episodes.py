@@ -112,7 +112,7 @@ class OpenEpisodes:
                 for episode in kept:
                     try:
                         self._rows.put(episode, result[episode])
-                    except DaliStreamError:  # reported when a batch needs it
+                    except (KeyError, DaliStreamError):  # evicted meanwhile; or reported when a batch needs it
                         opening.observe(("", episode), None)
             closed += self._evict(opening.room.take_evicted())
         opened = [self._opened(episode) for episode in opening.ready() if episode not in self._open]
@@ -174,8 +174,9 @@ class OpenEpisodes:
 
     def _read_rows(self, read: Read) -> Found:
         found = self._reader.read(read.number)
+        group = found.release(read.number)  # many reads may wait for their batch
         if self._store.remote and not read.again:
-            self._counters.add(needed_bytes=found.take_bytes())
+            self._counters.add(needed_bytes=group.take_bytes())
         return found
 
     def _read_index(self, read: Read) -> int:

@@ -246,10 +246,10 @@ class CombinedReader:
         union = self._source
         dataset, number = union._place(episode)
         read = self._readers[dataset].read(number)
-        first = int(union.first[dataset])
+        group, first = read.release(number), int(union.first[dataset])
         lengths = {first + own: length for own, length in read.lengths.items()}
         row_bytes = int(union.row_bytes_of[dataset])
-        return Found(lengths, lambda e: self._renamed(dataset, read[e - first]), row_bytes, read.take_bytes)
+        return Found(lengths, lambda _, e: self._renamed(dataset, read[e - first]), row_bytes, group)
 
     def _renamed(self, dataset: int, columns: Columns) -> Columns:
         """An episode's rows under the common keys, filled up where the dataset has less."""

@@ -8,7 +8,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,26 +34,25 @@ class Found(Mapping[int, Columns]):
 
     Args:
         lengths: Rows of each episode.
-        convert: Function of an episode that returns its columns.
+        convert: Function of the row groups and an episode that returns its columns.
         row_bytes: About how many bytes a row takes in memory.
-        take_bytes: Function that returns the bytes that were read, to whoever asks first; 0 to others.
+        group: The row groups.
     """
 
     def __init__(
-        self,
-        lengths: Mapping[int, int] = MappingProxyType({}),
-        convert: Callable[[int], Columns] = lambda episode: {},
-        row_bytes: int = 0,
-        take_bytes: Callable[[], int] = lambda: 0,
+        self, lengths: Mapping[int, int], convert: Callable[[_Group, int], Columns], row_bytes: int, group: _Group
     ) -> None:
-        self.lengths, self._convert, self._row_bytes, self.take_bytes = lengths, convert, row_bytes, take_bytes
+        self.lengths, self._convert, self._row_bytes = lengths, convert, row_bytes
+        self._group: _Group | None = group
+        self._reference = weakref.ref(group)
         self._last: tuple[int, Columns] = -1, {}
 
     def __getitem__(self, episode: int) -> Columns:
-        if episode not in self.lengths:
-            raise KeyError(episode)
         if self._last[0] != episode:
-            self._last = episode, self._convert(episode)
+            group = self._reference()
+            if episode not in self.lengths or group is None:
+                raise KeyError(episode)
+            self._last = episode, self._convert(group, episode)
         return self._last[1]
 
     def __iter__(self) -> Iterator[int]:
@@ -63,8 +61,17 @@ class Found(Mapping[int, Columns]):
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def release(self, episode: int) -> _Group:
+        """Keep a copy of one episode, and the others as long as the row groups are in memory anyway. Return those."""
+        assert self._group is not None
+        self._last = episode, {key: values.copy() for key, values in self[episode].items()}
+        group, self._group = self._group, None
+        return group
+
     def sizes(self) -> dict[int, int]:
-        """Return about how many bytes each episode takes, without converting any."""
+        """Return about how many bytes each episode takes that is in memory, without converting any."""
+        if self._reference() is None:
+            return {}
         return {episode: length * self._row_bytes for episode, length in self.lengths.items()}
 
 
@@ -84,7 +91,7 @@ class RowMemory:
 
     Args:
         at_once: Bytes of row groups that are read at the same time, with those that are kept, unless a single one has more.
-        kept: Bytes of decoded row groups to keep.
+        kept: Bytes of decoded row groups to keep. The one that was read last is kept even if it has more, up to `at_once`.
     """
 
     def __init__(self, at_once: int = 1 << 62, kept: int = KEPT) -> None:
@@ -100,7 +107,7 @@ class RowMemory:
         with self._room:
             self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
-            self._evict()
+            self._evict(min(self._kept, max(self.at_once - self._reading, 0)))
         try:
             yield
         finally:
@@ -119,13 +126,13 @@ class RowMemory:
         """Keep row groups, if that is worth it."""
         with self._room:
             self._alive[key] = group
-            if len(group.lengths) > 1 and group.nbytes <= self._kept:
+            if len(group.lengths) > 1 and group.nbytes <= self.at_once:
                 self._groups[key] = group
                 self.nbytes += group.nbytes
-                self._evict()
+                self._evict(self._kept, spared=1)
 
-    def _evict(self) -> None:
-        while self._groups and self.nbytes > min(self._kept, max(self.at_once - self._reading, 0)):
+    def _evict(self, most: int, spared: int = 0) -> None:
+        while len(self._groups) > spared and self.nbytes > most:
             self.nbytes -= self._groups.popitem(last=False)[1].nbytes
 
 
@@ -210,7 +217,7 @@ class RowReader:
                     f"holds {group.rows_of(index)}; copy the dataset again"
                 )
             lengths = group.lengths if is_new else {episode: length}
-            found = Found(lengths, lambda e: self._columns(group, path, e), self._dataset.row_bytes, group.take_bytes)
+            found = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
             _ = found[episode]
         return found
 
