@@ -22,6 +22,7 @@ from support.slow import slow
 
 from dali_stream import Dataset, DatasetError, DecodeError, Loader, Mixture, ResumeError
 from dali_stream.lerobot.combined import row_reader
+from dali_stream.lerobot.rows import RowMemory
 
 WRIST = "observation.images.wrist"
 KEYS = {"rows": {ODD_CAMERA: WRIST, "scalar": "action"}}
@@ -352,7 +353,7 @@ def test_streams_from_http_with_faults_and_a_local_one_beside(
 def test_rows_of_all_datasets_share_the_limit_of_what_is_read_at_once(tmp_path: Path) -> None:
     with Server(write_wide(tmp_path, [30] * 2, 4), latency_s=0.1) as server:
         mixed = Mixture({"a": server.url, "b": server.url})
-        reader = row_reader(mixed, mixed.data_store.session(), at_once=1)
+        reader = row_reader(mixed, mixed.data_store.session(), RowMemory(at_once=1))
         for episode in (0, 2):  # with the footer
             reader.read(episode)
         server.peak = 0

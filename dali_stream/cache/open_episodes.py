@@ -17,7 +17,7 @@ from dali_stream.counters import Counters
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.dataset import CLOCKS
-from dali_stream.lerobot.rows import Found
+from dali_stream.lerobot.rows import Found, RowMemory
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.episodes import OpenEpisode
@@ -40,7 +40,7 @@ class OpenEpisodes:
         indices: Indices of video files, which outlive this.
         store: Session of the source's store.
         readers: Threads that read, or the caller itself.
-        at_once: Bytes of row groups that are read at the same time.
+        memory: Memory for decoded row groups. None for one of its own.
         block: Bytes of a block of encoded video. None if it is read in place.
         counters: Counters to add to.
     """
@@ -51,14 +51,14 @@ class OpenEpisodes:
         indices: IndexCache,
         store: Store | None = None,
         readers: Readers | None = None,
-        at_once: int = 1 << 62,
+        memory: RowMemory | None = None,
         block: int | None = None,
         counters: Counters | None = None,
     ) -> None:
         self._source, self._indices, self._block, self._counters = source, indices, block, counters or Counters()
         self._store, self._readers = store or source.data_store.session(), readers or AtOnce()
         self._rows = RowCache(len(source.lengths))
-        self._reader = row_reader(source, self._store, at_once)
+        self._reader = row_reader(source, self._store, memory)
         self._coming: dict[Key, Future[Any]] = {}
         self._late: dict[Key, Future[Any]] = {}  # reads of indices that were evicted before they ended
         self._open: set[int] = set()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dali_stream.lerobot.common import common, table
 from dali_stream.lerobot.dataset import NEEDED, DatasetFiles, check_left_out
 from dali_stream.lerobot.features import Feature
-from dali_stream.lerobot.rows import KEPT, Columns, Found, RowMemory, RowReader, Rows
+from dali_stream.lerobot.rows import Columns, Found, RowMemory, RowReader, Rows
 from dali_stream.lerobot.source import ABSENT, Source, Timing
 from dali_stream.storage import Store
 
@@ -212,18 +212,18 @@ class CombinedSource(Generic[D]):
             part.close()
 
 
-def row_reader(source: Source, store: Store, at_once: int) -> Rows:
+def row_reader(source: Source, store: Store, memory: RowMemory | None = None) -> Rows:
     """Reads the rows of all features of a source.
 
     Args:
         source: the episodes.
         store: a session of its `data_store`.
-        at_once: as of `RowMemory`.
+        memory: Memory for decoded row groups. None for one of its own.
     """
     if isinstance(source, CombinedSource):
-        return CombinedReader(source, store, at_once)
+        return CombinedReader(source, store, memory)
     assert isinstance(source, DatasetFiles)
-    return RowReader(source, store, RowMemory(at_once, min(at_once // 4, KEPT)))
+    return RowReader(source, store, memory)
 
 
 class CombinedReader:
@@ -232,13 +232,13 @@ class CombinedReader:
     Args:
         union: the datasets.
         store: a session of its `data_store`.
-        at_once: bytes of row groups that are read at the same time, of all datasets together; as of `RowMemory`.
+        memory: Memory for decoded row groups of all datasets together. None for one of its own.
     """
 
-    def __init__(self, union: CombinedSource[Any], store: Store, at_once: int) -> None:
+    def __init__(self, union: CombinedSource[Any], store: Store, memory: RowMemory | None = None) -> None:
         assert isinstance(store, CombinedStore)
         self._source = union
-        memory = RowMemory(at_once, min(at_once // 4, KEPT))
+        memory = memory or RowMemory()
         self._readers = [RowReader(part, of, memory) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:

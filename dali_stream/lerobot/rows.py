@@ -90,12 +90,13 @@ class RowMemory:
     has converted has one row group a file, with thousands of episodes.
 
     Args:
-        at_once: Bytes of row groups that are read at the same time, with those that are kept, unless a single one has more.
+        at_once: Bytes of row groups that are read at the same time, unless a single one has more.
         kept: Bytes of decoded row groups to keep. The one that was read last is kept even if it has more, up to `at_once`.
     """
 
     def __init__(self, at_once: int = 1 << 62, kept: int = KEPT) -> None:
         self.at_once, self._kept = at_once, kept
+        self.largest = max(at_once, kept)
         self._reading = self.nbytes = 0
         self._room = threading.Condition()
         self._groups: OrderedDict[tuple[object, ...], _Group] = OrderedDict()
@@ -107,7 +108,7 @@ class RowMemory:
         with self._room:
             self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
-            self._evict(min(self._kept, max(self.at_once - self._reading, 0)))
+            self._evict(min(self._kept, max(self.largest - self._reading, 0)))
         try:
             yield
         finally:
@@ -126,7 +127,7 @@ class RowMemory:
         """Keep row groups, if that is worth it."""
         with self._room:
             self._alive[key] = group
-            if len(group.lengths) > 1 and group.nbytes <= self.at_once:
+            if len(group.lengths) > 1 and group.nbytes <= self.largest:
                 self._groups[key] = group
                 self.nbytes += group.nbytes
                 self._evict(self._kept, spared=1)
@@ -240,12 +241,12 @@ class RowReader:
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
         """See `RowMemory`. Warn once if a row group is too large to be kept."""
-        if size > self._memory.at_once and not self._warned:
+        if size > self._memory.largest and not self._warned:
             self._warned = True
             _log.warning(
                 "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
                 "episodes. `dali-stream reshard URI OUT` writes smaller ones",
-                self._store.where(path), size, self._memory.at_once,
+                self._store.where(path), size, self._memory.largest,
             )  # fmt: skip
         with self._memory.turn(size):
             yield

@@ -11,6 +11,7 @@ from dali_stream.cache.readers import readers
 from dali_stream.cache.rows import SPARE
 from dali_stream.cache.video import BlockCache, InPlace, Video
 from dali_stream.counters import Counters
+from dali_stream.lerobot.rows import RowMemory
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.advice import reread_remedies
 from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
@@ -45,7 +46,8 @@ class Reading:
         for (key, file), index_bytes in config.indices.held().items():
             self._opening.observe((key, file), index_bytes)
         block = parts.block if remote else None
-        self.episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, parts.opened, block, counters)
+        memory = RowMemory(at_once=parts.opened)
+        self.episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, memory, block, counters)
         self._video: Video = InPlace(self._store, dataset.videos)
         if remote:
             self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
