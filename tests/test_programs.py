@@ -198,6 +198,20 @@ def test_order_scale_prints_its_measurements(run_here: Callable[..., str], datas
 
 
 @pytest.mark.slow
+def test_scale_measures_a_dataset_with_many_episodes(tmp_path: Path) -> None:
+    measured = ("open", "index", "pool", "resume", "converted")
+    out = run("benchmarks/scale.py", tmp_path, "--episodes", 1000, "--batches", 10, "--only", *measured, "--json")
+    assert paths_of_the_machine(out) == []
+    result = json.loads(out.splitlines()[-1])
+    assert result["open"]["frames"] == pytest.approx(1000 * 266, rel=0.1)
+    assert result["index"]["index_bytes_per_frame"] < 4
+    assert len(result["pool"]["rss_bytes"]) == 5
+    assert 0 < result["pool"]["opened_files_per_1000_frames"] < 50
+    assert result["resume"]["resume_cpu_s"] > 0
+    assert 0 < result["converted"]["first_batch_cpu_s"] < result["converted"]["first_20_cpu_s"]
+
+
+@pytest.mark.slow
 def test_mixture_compares_with_its_datasets(demo: Path, h264_demo: Path, run_here: Callable[..., str]) -> None:
     options = ("--image-size", 24, 32, "--rounds", 1, "--json")
     out = run_here("benchmarks/mixture.py", demo, h264_demo, *options)
