@@ -62,6 +62,9 @@ class Loader:
         image_size: Size (height, width) in pixels to which frames are resized, without keeping their aspect ratio. To keep it,
             crop in `dali_graph`. Default: the recorded size, which must be the same for all datasets of a mixture.
         image_dtype: "float32" or `torch.float32` for values in [0, 1], "uint8" or `torch.uint8` for values in [0, 255].
+        memory_format: "channels_last" for frames whose channels lie next to each other in memory, or "contiguous" for the
+            strides of `torch.utils.data.default_collate`. Frames have the same shape and values in both. Default:
+            "channels_last", in which decoders deliver frames, so that nothing is transposed.
         normalize: Mode per key, {key: "mean_std", "min_max", "quantiles" or None}, or one mode for action and observations,
             see `Normalizer`. For a mixture, "min_max_per_dataset" and the like use the statistics of each sample's own dataset.
             It is applied after `dali_graph`, and `normalizer.inverse` undoes it.
@@ -119,6 +122,7 @@ class Loader:
         dali_graph: Graph | None = None,
         image_size: tuple[int, int] | None = None,
         image_dtype: str | torch.dtype = "float32",
+        memory_format: str = "channels_last",
         normalize: Modes = None,
         shuffle: Shuffle = True,
         seed: int = 0,
@@ -149,6 +153,7 @@ class Loader:
             dali_graph=dali_graph,
             image_size=image_size,
             image_dtype=image_dtype,
+            memory_format=memory_format,
             order=(shuffle, seed, consumers, episode_pool_size),
             device=device,
             num_threads=num_threads,

@@ -21,6 +21,7 @@ from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import OrderArguments
 from dali_stream.pipeline.config import Config, delivered
 
+MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")
 
 
@@ -51,6 +52,7 @@ def make_config(
     dali_graph: object,
     image_size: tuple[int, int] | None,
     image_dtype: object,
+    memory_format: str,
     order: tuple[Shuffle, int, int | None, int | None],
     device: str,
     num_threads: int | None,
@@ -67,14 +69,15 @@ def make_config(
         dataset: Dataset of the Loader.
         ranks: Rank of this process, and number of ranks.
         order: The Loader's shuffle, seed, consumers and episode_pool_size.
-        batch_size, delta_timestamps, dali_graph, image_size, image_dtype, device, num_threads, prefetch, memory_budget, audit,
-            last_batch, on_error, max_substitutes: See `Loader`.
+        batch_size, delta_timestamps, dali_graph, image_size, image_dtype, memory_format, device, num_threads, prefetch,
+            memory_budget, audit, last_batch, on_error, max_substitutes: See `Loader`.
 
     Raises:
         ValueError: If an argument is invalid.
     """
     dtype = str(image_dtype).removeprefix("torch.")
     one_of("image_dtype", dtype, ("float32", "uint8"))
+    one_of("memory_format", memory_format, MEMORY_FORMATS)
     one_of("last_batch", last_batch, LAST_BATCH)
     one_of("on_error", on_error, ("raise", "substitute"))
     max_substitutes = share("max_substitutes", max_substitutes)
@@ -102,6 +105,7 @@ def make_config(
         memory_budget=byte_count(memory_budget),
         image_size=picture_size(image_size),
         image_dtype=dtype,
+        memory_format=memory_format,
         indices=IndexCache(streamed),
         max_substitutes=max_substitutes if on_error == "substitute" else None,
         gpu=process.gpu(device),

@@ -67,6 +67,12 @@ def test_substitutes_are_whole_samples_of_their_batch_and_marked(root: Path, pip
     assert marked == len(BROKEN)
 
 
+def test_they_are_the_same_in_either_memory_format(root: Path) -> None:
+    for a, b in zip(batches(root), batches(root, memory_format="contiguous"), strict=True):
+        assert torch.equal(a[ODD_CAMERA], b[ODD_CAMERA])
+        assert b[ODD_CAMERA].is_contiguous()
+
+
 def test_they_are_counted(root: Path) -> None:
     with Loader(root, on_error="substitute", **OPTIONS) as loader:
         list(loader)

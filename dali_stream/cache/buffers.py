@@ -21,13 +21,23 @@ class Buffers:
     """A pool of arrays. An array is handed out again when no view, tensor or DALI refers to it.
 
     Not safe to use from several threads; references may be dropped in any.
+
+    Args:
+        channels_first: Whether the last axis of an array comes before the two before it in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, channels_first: bool = False) -> None:
+        self._channels_first = channels_first
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-        """An array of this shape and dtype with anything in it."""
+        """Return an array of a shape and dtype with anything in it."""
+        if not self._channels_first:
+            return self._take(shape, dtype)
+        *outer, height, width, channels = shape
+        return np.moveaxis(self._take((*outer, channels, height, width), dtype), -3, -1)
+
+    def _take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         arrays = self._arrays[shape, dtype]
         for i in range(len(arrays)):
             if _references(arrays, i) == _UNUSED:

@@ -58,7 +58,8 @@ class Slots:
 
         Args:
             show: (B, T) slots; -1 for zeros.
-            out: (B, T, height, width, channels), uint8, or float32 for levels divided by 255.
+            out: (B, T, height, width, channels), uint8, or float32 for values divided by 255. In memory, the channels may come
+                before height and width.
             helpers: threads that take a share each of the copying; the calling one takes its own.
 
         Returns:
@@ -81,9 +82,15 @@ class Slots:
         return failed
 
     def _copy(self, slots: Int64, out: npt.NDArray[Any]) -> None:
-        if out.dtype == np.uint8:
+        if out.dtype == np.uint8 and out.flags.c_contiguous:
             np.take(self._frames, slots, axis=0, out=out, mode="wrap")  # "raise" goes by way of another copy
             return
-        for slot, frame in zip(slots.tolist(), out, strict=True):
-            # A division, as LeRobot does it: x * (1 / 255) rounds otherwise.
-            np.divide(self._frames[slot], np.float32(255), out=frame, dtype=np.float32)
+        planes = np.moveaxis(np.empty((self.shape[2], *self.shape[:2]), np.uint8), 0, -1)
+        for slot, to in zip(slots.tolist(), out, strict=True):
+            frame = self._frames[slot]
+            if not to.flags.c_contiguous:  # to transpose and then to divide is faster than both at once
+                planes = planes if to.dtype != np.uint8 else to
+                planes[:] = frame
+                frame = planes
+            if to.dtype != np.uint8:  # a division, as LeRobot does it: x * (1 / 255) rounds otherwise
+                np.divide(frame, np.float32(255), out=to, dtype=np.float32)

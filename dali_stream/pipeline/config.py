@@ -47,6 +47,7 @@ class Config:
     memory_budget: int
     image_size: tuple[int, int] | None
     image_dtype: str
+    memory_format: str
     indices: IndexCache
     max_substitutes: float | None
     gpu: int | None

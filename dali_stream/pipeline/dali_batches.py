@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.decoder import RouteChange
@@ -39,7 +37,7 @@ class DaliBatches:
     ) -> None:
         self._config, self._planner, self._counters, self._routes, self._user = config, planner, counters, routes, user
         self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
-        self._source = ExternalSource(config, Finisher(config, planner, counters, np.uint8), routes)
+        self._source = ExternalSource(config, Finisher(config, planner, counters), routes)
         self._iterator: Any = None
 
     def build(self) -> None:
@@ -74,7 +72,8 @@ class DaliBatches:
         self._audit(batch)
         for key, layout in iterator.layouts.items():
             if key in batch and layout.endswith("HWC"):
-                batch[key] = batch[key].movedim(-1, -3)
+                frames = batch[key].movedim(-1, -3)
+                batch[key] = frames.contiguous() if self._config.memory_format == "contiguous" else frames
         return self._source.texts.popleft() | batch
 
     def _audit(self, batch: dict[str, Any]) -> None:

@@ -25,11 +25,19 @@ class Finisher:
         planner: Planner of the batches.
         counters: Counters to add to.
         dtype: Dtype of decoded frames: uint8, or float32 for values divided by 255.
+        channels_first: Whether their channels come before height and width in memory.
     """
 
-    def __init__(self, config: Config, planner: Planner, counters: Counters, dtype: type[np.generic]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        planner: Planner,
+        counters: Counters,
+        dtype: type[np.generic] = np.uint8,
+        channels_first: bool = False,
+    ) -> None:
         self._config, self._planner, self._counters, self._dtype = config, planner, counters, dtype
-        self._buffers = Buffers()
+        self._buffers = Buffers(channels_first)
 
     def next(self) -> FinishedBatch:
         """Return the next batch, whose frames are decoded and gathered.

@@ -25,7 +25,8 @@ class TorchBatches:
 
     def __init__(self, config: Config, planner: Planner, counters: Counters) -> None:
         self._config, self._counters = config, counters
-        self._finisher = Finisher(config, planner, counters, np.float32 if config.image_dtype == "float32" else np.uint8)
+        dtype = np.float32 if config.image_dtype == "float32" else np.uint8
+        self._finisher = Finisher(config, planner, counters, dtype, channels_first=config.memory_format == "contiguous")
 
     def next(self) -> dict[str, Any]:
         """Return the next batch, with frames channels first. Errors as of `Finisher.next`."""
