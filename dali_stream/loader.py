@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from dali_stream import process
-from dali_stream.arguments import INSTEAD_OF_DATALOADER, known_arguments_or, one_of
+from dali_stream.arguments import INSTEAD_OF_DATALOADER, from_zero, known_arguments_or, one_of
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
@@ -319,6 +319,31 @@ class Loader:
         """
         self._check_not_begun("restore")
         return load_state(path, self.load_state_dict)
+
+    def resume(self, *, epoch: int, batch: int) -> None:
+        """Continue where a checkpoint was taken that has no state of the Loader, only a number of steps.
+
+        Numbers do not tell whether the run had the same dataset, order and global batch, so this is not checked. Prefer
+        `load_state_dict`. Call this method before the first iteration.
+
+        Args:
+            epoch: Epoch of the checkpoint, from 0.
+            batch: Number of batches that were delivered to each rank since the beginning of the epoch. The global batch,
+                batch_size times the world size, must have been that of this Loader for the whole epoch.
+
+        Raises:
+            ResumeError: If iteration has begun.
+            ValueError: If an epoch has fewer batches.
+        """
+        self._check_not_begun("resume")
+        self._epoch, self._position = from_zero("epoch", epoch), self._config.batches.begin(from_zero("batch", batch))
+        _log.warning(
+            "resumed at batch %d of epoch %d, position %d, without a state: the samples are those that follow in the "
+            "interrupted run if its dataset, its global batch of %d samples and its %s were those of this Loader",
+            *(batch, epoch, self._position, self._config.batches.stride, ", ".join(self._config.order_state())),
+        )
+        if not self._config.batches.count(self._position):
+            self._epoch, self._position = self._epoch + 1, 0
 
     @property
     def routes(self) -> dict[str, Route]:

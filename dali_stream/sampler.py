@@ -252,20 +252,23 @@ class FrameSampler(Sampler[int]):
         self._check_not_begun("restore")
         return load_state(path, self.load_state_dict)
 
-    def resume(self, *, epoch: int, step: int, batch_size: int, world_size: int) -> None:
-        """Resumes where a checkpoint that holds only these numbers was taken; see `load_state_dict`, which also checks.
+    def resume(self, *, epoch: int, batch: int, batch_size: int, world_size: int | None = None) -> None:
+        """Continue where a checkpoint was taken that has no state of the sampler, only a number of steps. See `Loader.resume`.
 
         Args:
-            epoch, step: the epoch, from 0, and batches delivered to each rank since its beginning.
-            batch_size, world_size: of the run that took the checkpoint, for the whole epoch; batch_size is per rank.
+            epoch: Epoch of the checkpoint, from 0.
+            batch: Number of batches that were delivered to each rank since the beginning of the epoch.
+            batch_size: Batch size per rank of the run that took the checkpoint, for the whole epoch.
+            world_size: Number of ranks of that run. Default: that of the sampler.
 
         Raises:
-            ResumeError: iteration has begun.
-            ValueError: an epoch has fewer batches, or that many ranks cannot share the order.
+            ResumeError: If iteration has begun.
+            ValueError: If an epoch has fewer batches, or that many ranks cannot share the order.
         """
         self._check_not_begun("resume")
-        epoch, step = from_zero("epoch", epoch), from_zero("step", step)
-        batch_size, world_size = positive("batch_size", batch_size), positive("world_size", world_size)
+        epoch, batch = from_zero("epoch", epoch), from_zero("batch", batch)
+        batch_size = positive("batch_size", batch_size)
+        world_size = self._world if world_size is None else positive("world_size", world_size)
         arguments = self._arguments
         if self._batch_size is not None:  # what that run chose
             consumers, pool = self._pools(batch_size, world_size)
@@ -274,22 +277,21 @@ class FrameSampler(Sampler[int]):
             arguments.checked(0, ranks)
         share = self._frames // world_size
         batches = -(-share // batch_size)
-        if step > batches:
+        if batch > batches:
             raise ValueError(
-                f"step is {step}, and with batch_size={batch_size} on {counted(world_size, 'rank')} an epoch has "
-                f"{batches} batches; step counts from the beginning of the epoch. Of a count from the start of training, "
-                "divmod(count, "
-                "len(dataloader)) with that run's DataLoader is (epoch, step)"
+                f"batch must be at most {batches}, the number of batches of an epoch with batch_size={batch_size} on "
+                f"{counted(world_size, 'rank')}, got {batch}; of a count from the start of training, divmod(count, "
+                "len(dataloader)) with that run's DataLoader is (epoch, batch)"
             )
-        position = min(step * batch_size, share) * world_size
+        position = min(batch * batch_size, share) * world_size
         self._arguments = arguments
         self._now = _Passage(epoch, position)
         _log.warning(
-            "resumed at position %d of epoch %d, from step=%d, batch_size=%d, world_size=%d alone. What holds: each frame "
+            "resumed at position %d of epoch %d, from batch=%d, batch_size=%d, world_size=%d alone. What holds: each frame "
             "still comes at most once in this epoch, and only the last ones that are no whole turn of the ranks are left out, "
             "if the episodes, %s are those of that run, which these numbers do not tell. The global batches are those of the "
             "uninterrupted run only while batch_size * world_size stays %d",
-            *(position, epoch, step, batch_size, world_size, ", ".join(self._order_state(arguments)), batch_size * world_size),
+            *(position, epoch, batch, batch_size, world_size, ", ".join(self._order_state(arguments)), batch_size * world_size),
         )
 
     def _share(self, start: int) -> int:

@@ -73,6 +73,37 @@ def test_every_state_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, s
             assert all(equal(a, b) for a, b in zip(rest, batches[taken:end], strict=True))
 
 
+@pytest.mark.parametrize("last_batch", LAST_BATCH)
+def test_every_step_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, last_batch: str) -> None:
+    """As with a checkpoint that has only the number of steps: 8 samples a step, on 1, 2 and 4 ranks."""
+    arguments: dict[str, Any] = {"last_batch": last_batch, "consumers": 8}
+    with make(rows, batch_size=8, **arguments) as loader:
+        steps, whole = len(loader), [sorted(samples([batch])) for _ in range(3) for batch in loader]
+    # With "pad", the samples that fill the last batch depend on the number of ranks.
+    for step, world in itertools.product(range(2 * steps + 1), (1,) if last_batch == "pad" else (1, 2, 4)):
+        global_batches: list[list[int]] = [[] for _ in whole[step:]]
+        for rank in range(world):
+            with make(rows, batch_size=8 // world, rank=rank, world_size=world, **arguments) as loader:
+                loader.resume(epoch=step // steps, batch=step % steps)
+                assert (loader.epoch, loader.batch_index) == divmod(step, steps)
+                for found, batch in zip(global_batches, (batch for _ in range(3) for batch in loader), strict=False):
+                    found += samples([batch])
+        assert list(map(sorted, global_batches)) == whole[step:]
+
+
+def test_a_step_that_no_epoch_has_is_refused(rows: Dataset) -> None:
+    with make(rows) as loader:
+        with pytest.raises(ValueError, match=r"batch must be at most 5, .* got 6; .*divmod\(count, len\(loader\)\)"):
+            loader.resume(epoch=0, batch=6)
+        with pytest.raises(ValueError, match="epoch is -1"):
+            loader.resume(epoch=-1, batch=0)
+        loader.resume(epoch=3, batch=5)
+        assert (loader.epoch, loader.batch_index) == (4, 0)
+        next(iter(loader))
+        with pytest.raises(ResumeError, match="resume was called after iteration began"):
+            loader.resume(epoch=0, batch=0)
+
+
 def test_resumed_epochs_roll_over(rows: Dataset) -> None:
     with make(rows, last_batch="partial") as loader:
         it = iter(loader)

@@ -302,10 +302,10 @@ def test_a_run_on_ranks_that_do_not_divide_the_consumers_of_its_state_is_refused
 def test_a_checkpoint_of_plain_numbers_has_the_order_that_was_chosen_for_them() -> None:
     order = list(FrameSampler(LENGTHS, batch_size=6, rank=0, world_size=1))
     sampler = FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=3)
-    sampler.resume(epoch=0, step=2, batch_size=6, world_size=1)
+    sampler.resume(epoch=0, batch=2, batch_size=6, world_size=1)
     assert list(sampler) == order[12::3]
     with pytest.raises(ValueError, match="world_size is 4, which does not divide consumers=6; allowed"):
-        FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=4).resume(epoch=0, step=2, batch_size=6, world_size=1)
+        FrameSampler(LENGTHS, batch_size=1, rank=0, world_size=4).resume(epoch=0, batch=2, batch_size=6, world_size=1)
 
 
 def test_consumers_that_do_not_divide_the_global_batch_get_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -399,12 +399,12 @@ def test_a_resumed_sampler_before_its_first_step_has_the_state_it_loaded() -> No
 def test_a_checkpoint_of_plain_numbers_resumes_with_a_warning(world: int, caplog: pytest.LogCaptureFixture) -> None:
     for rank in range(world):
         sampler = make(rank=rank, world=world, drop_last=1)
-        sampler.resume(epoch=2, step=3, batch_size=2, world_size=4)
+        sampler.resume(epoch=2, batch=3, batch_size=2, world_size=4)
         order = epoch_order(2, drop_last=1)[24:]
         assert list(sampler) == order[(rank - 24) % world : len(order) // world * world : world]
     warning = caplog.records[0].getMessage()
     assert caplog.records[0].levelno == logging.WARNING
-    assert "position 24 of epoch 2, from step=3, batch_size=2, world_size=4" in warning
+    assert "position 24 of epoch 2, from batch=3, batch_size=2, world_size=4" in warning
     assert "if the episodes, shuffle, seed, consumers" in warning
     assert "only while batch_size * world_size stays 8" in warning
 
@@ -456,7 +456,7 @@ def test_a_place_comes_before_the_first_index() -> None:
     with pytest.raises(ResumeError, match="load_state_dict was called after iteration began; call it on a new FrameSampler"):
         sampler.load_state_dict(sampler.state_dict(step=0, batch_size=1))
     with pytest.raises(ResumeError, match="resume was called after iteration began"):
-        sampler.resume(epoch=0, step=0, batch_size=1, world_size=1)
+        sampler.resume(epoch=0, batch=0, batch_size=1, world_size=1)
 
 
 def test_a_step_beyond_what_was_given_out_is_refused() -> None:
@@ -476,8 +476,8 @@ def test_a_step_beyond_what_was_given_out_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": 8}, r"step is 8, and with batch_size=2 on 4 ranks an epoch has 6 batches; .*divmod\(count"),
-        ({"step": -1}, "step is -1; it is an integer of 0 or more"),
+        ({"batch": 8}, r"batch must be at most 6, .* with batch_size=2 on 4 ranks, got 8; .*divmod\(count"),
+        ({"batch": -1}, "batch is -1; it is an integer of 0 or more"),
         ({"epoch": 0.5}, "epoch is 0.5; it is an integer of 0 or more"),
         ({"batch_size": 0}, "batch_size is 0; it is an integer of 1 or more"),
         ({"world_size": 5}, "world_size is 5, which does not divide consumers=12; allowed"),
@@ -485,7 +485,7 @@ def test_a_step_beyond_what_was_given_out_is_refused() -> None:
 )
 def test_numbers_that_no_run_has_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make().resume(**({"epoch": 0, "step": 3, "batch_size": 2, "world_size": 4} | change))
+        make().resume(**({"epoch": 0, "batch": 3, "batch_size": 2, "world_size": 4} | change))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,22 @@ class Batches:
             return whole
         return whole + (rest > 0)
 
+    def begin(self, batch: int) -> int:
+        """Return the position where a global batch of the epoch begins, or where the epoch ends for the number of its batches.
+
+        Args:
+            batch: Number of the batch, from 0.
+
+        Raises:
+            ValueError: If the epoch has fewer batches.
+        """
+        if batch > self.count(0):
+            raise ValueError(
+                f"batch must be at most {self.count(0)}, the number of batches of an epoch, got {batch}; of a count from the "
+                "start of training, divmod(count, len(loader)) is (epoch, batch)"
+            )
+        return self.frames if batch == self.count(0) else batch * self.stride
+
     def span(self, position: int) -> tuple[int, int]:
         """(start, stop) of the global batch that begins at `position`."""
         if self.last_batch == "partial" and self.count(position) == 1:
