@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dali_stream.pipeline.bottleneck import STAGES
+from dali_stream.bottleneck import STAGES
 
 COLUMNS = {  # of a report: their names with units, and what one of the unit is in the report's own
     "frames_per_s_node": ("frames/s", 1), "samples_per_s": ("samples/s", 1), "first_batch_latency_s": ("first batch, s", 1),

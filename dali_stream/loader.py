@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from dali_stream import process
+from dali_stream import bottleneck, process
 from dali_stream.arguments import INSTEAD_OF_DATALOADER, from_zero, known_arguments_or, one_of
+from dali_stream.bottleneck import Bottleneck
 from dali_stream.counters import Counters
 from dali_stream.dataset import Dataset
 from dali_stream.decode.choice import choose_routes
@@ -23,8 +24,6 @@ from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes
 from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
-from dali_stream.pipeline import bottleneck
-from dali_stream.pipeline.bottleneck import Bottleneck
 from dali_stream.pipeline.required_memory import check_memory
 from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.schedule.budget import divide
@@ -400,7 +399,7 @@ class Loader:
         if (since := since or self._recent.since) is None:
             return None
         growth = {key: value - (since[key] or 0) for key, value in self._counts().items() if key != "first_batch_s"}
-        setup = self._source.setup(self._config, bool(self.normalizer.modes), self._recent.warm)
+        setup = bottleneck.setup_of(self._config, self._source, bool(self.normalizer.modes), self._recent.warm)
         return bottleneck.find(growth, setup)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from dali_stream.normalize import Modes, Normalizer
 from dali_stream.order import Shuffle, check_world, default_pools, windows
 from dali_stream.order.batches import LAST_BATCH, Batches
 from dali_stream.order.state import OrderArguments
-from dali_stream.pipeline.config import Config, delivered
+from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
 
 MEMORY_FORMATS = ("channels_last", "contiguous")
 _log = logging.getLogger("dali_stream")
@@ -89,7 +89,7 @@ def make_config(
     arguments = OrderArguments(shuffle, seed, *default_pools(batch_size, ranks.world_size, *pools))
     orders = dataset.orders()
     offsets = _window_offsets(dataset, delta_timestamps or {}, ranks.rank)
-    streamed = delivered(dataset, offsets, dali_graph is not None, on_error == "substitute")
+    streamed = _delivered(dataset, offsets, dali_graph is not None, on_error == "substitute")
     if image_size is None:
         for camera in streamed.cameras:
             streamed.picture_size(camera)
@@ -121,6 +121,47 @@ def make_normalizer(config: Config, modes: Modes) -> Normalizer:
     if config.image_dtype != "float32" and frames:
         raise ValueError(f'normalize names {frames[0]}, which has to be floats for that; give image_dtype="float32"')
     return normalizer
+
+
+def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> Dataset | Mixture:
+    """The dataset without the features whose keys batches have for something else. Logs which.
+
+    Args:
+        dataset: the selected part of a dataset.
+        offsets: by the keys with a window.
+        augments: whether samples bring random numbers.
+        substitutes: whether samples that cannot be decoded are replaced, and marked.
+
+    Raises:
+        ValueError: one of the features has a window itself, or the key of the random numbers.
+    """
+    if augments and SAMPLE in dataset.features:
+        raise ValueError(
+            f"the dataset has a feature {SAMPLE!r}, the key under which dali_graph gets random numbers; leave "
+            f"the feature out with dataset.without([{SAMPLE!r}])"
+        )
+    added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
+    added["task"] = "the text of task_index"
+    added |= dict.fromkeys(dataset.constants, "what the sample's dataset has")
+    if dataset.dataset_names:
+        added[DATASET] = "the name of the sample's dataset"
+    if substitutes:
+        added[SUBSTITUTE] = "the mask of substituted samples"
+    if "subtask" in dataset.features and "subtask_index" in dataset.features and any(dataset.names()["subtask"]):
+        added["subtask"] = "the text of subtask_index"
+    taken = [key for key in dataset.features if key in added]
+    for key in taken:
+        if key in offsets:
+            raise ValueError(
+                f"delta_timestamps has {key!r}, a feature of the dataset, and {added[key]} is delivered under the same key; "
+                "leave one of the two windows out"
+            )
+    if not taken:
+        return dataset
+    _log.warning(
+        "left out of the batches: %s", "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in taken)
+    )
+    return dataset.without(taken)
 
 
 def _window_offsets(

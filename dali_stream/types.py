@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dali_stream.bottleneck import Bottleneck
     from dali_stream.decode.route import Rates, Route
     from dali_stream.lerobot.features import Feature
     from dali_stream.lerobot.frame_ranges import Frames
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from dali_stream.order import Shuffle
     from dali_stream.order.selected import Ranges
     from dali_stream.order.shares import Shares
-    from dali_stream.pipeline.bottleneck import Bottleneck
     from dali_stream.pipeline.graph import Graph
     from dali_stream.pipeline.stream import Batch
 
@@ -37,7 +37,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Batch": "pipeline.stream",
-    "Bottleneck": "pipeline.bottleneck",
+    "Bottleneck": "bottleneck",
     "EpisodeFilter": "lerobot.selection",
     "Feature": "lerobot.features",
     "Frames": "lerobot.frame_ranges",

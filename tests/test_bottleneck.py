@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dali_stream import Loader
+from dali_stream.bottleneck import STAGES, Setup, find
 from dali_stream.counters import Counters
-from dali_stream.pipeline.bottleneck import STAGES, Setup, find
 
 TOP = "observation.images.top"
 

@@ -15,7 +15,7 @@ REST_MB = 800
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 RUN = """
-import json, sys
+import json, statistics, sys
 from dali_stream import Dataset, Loader
 
 def megabytes(field):
@@ -26,11 +26,11 @@ dataset = Dataset(root, episodes=arguments.pop("episodes"))
 epochs, frames = [], 0
 with Loader(dataset, image_dtype="uint8", **arguments) as loader:
     for _ in range(5):
-        most = 0
+        taken = []
         for batch in loader:
             frames += len(batch["index"])
-            most = max(most, megabytes("VmRSS"))
-        epochs.append(most)
+            taken.append(megabytes("VmRSS"))
+        epochs.append(statistics.median(taken))
 print(json.dumps({"peak": megabytes("VmHWM"), "epochs": epochs, "frames": frames}))
 """
 
@@ -44,8 +44,9 @@ def run(root: Path, episodes: list[int] | None, **arguments: Any) -> dict[str, A
 
 
 def check(found: dict[str, Any], budget_mb: float) -> None:
-    """No growth over 5 epochs: the first may still warm up; 5 percent are noise. What is not in the budget is some 480 MB of
-    libraries, and the frames of batches under way."""
+    """The peak is below the limit, and the median of an epoch does not grow after the second one. Outside the budget are about
+    480 MB of libraries and the frames of batches in progress. The test takes medians, since the allocator returns free memory
+    only from time to time."""
     assert found["peak"] < budget_mb + REST_MB, found
     second, *later = found["epochs"][1:]
     assert max(later) < second * 1.05, found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
-from dali_stream.lerobot.source import ABSENT, S, Source
+from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
 from dali_stream.order.orders import Orders
@@ -26,7 +25,6 @@ from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.schedule.budget import Sizes, batches_in_progress
 from dali_stream.schedule.episodes import EpisodeTable
 
-_log = logging.getLogger("dali_stream")
 SUBSTITUTE = "is_substitute"  # the key of the mask of samples that could not be decoded
 DATASET = "dataset"  # the key of the name of each sample's dataset, of a mixture
 SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
@@ -146,44 +144,3 @@ class Config:
 def _count(files: npt.NDArray[np.int64]) -> int:
     """How many files there are."""
     return len(np.unique(files[files != ABSENT]))
-
-
-def delivered(dataset: S, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> S:
-    """The dataset without the features whose keys batches have for something else. Logs which.
-
-    Args:
-        dataset: the selected part of a dataset.
-        offsets: by the keys with a window.
-        augments: whether samples bring random numbers.
-        substitutes: whether samples that cannot be decoded are replaced, and marked.
-
-    Raises:
-        ValueError: one of the features has a window itself, or the key of the random numbers.
-    """
-    if augments and SAMPLE in dataset.features:
-        raise ValueError(
-            f"the dataset has a feature {SAMPLE!r}, the key under which dali_graph gets random numbers; leave "
-            f"the feature out with dataset.without([{SAMPLE!r}])"
-        )
-    added = {f"{key}_is_pad": f"the mask of the window on {key!r}" for key in offsets}
-    added["task"] = "the text of task_index"
-    added |= dict.fromkeys(dataset.constants, "what the sample's dataset has")
-    if dataset.dataset_names:
-        added[DATASET] = "the name of the sample's dataset"
-    if substitutes:
-        added[SUBSTITUTE] = "the mask of substituted samples"
-    if "subtask" in dataset.features and "subtask_index" in dataset.features and any(dataset.names()["subtask"]):
-        added["subtask"] = "the text of subtask_index"
-    taken = [key for key in dataset.features if key in added]
-    for key in taken:
-        if key in offsets:
-            raise ValueError(
-                f"delta_timestamps has {key!r}, a feature of the dataset, and {added[key]} is delivered under the same key; "
-                "leave one of the two windows out"
-            )
-    if not taken:
-        return dataset
-    _log.warning(
-        "left out of the batches: %s", "; ".join(f"the dataset's {key!r}, whose key is that of {added[key]}" for key in taken)
-    )
-    return dataset.without(taken)

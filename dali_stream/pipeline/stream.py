@@ -8,18 +8,14 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dali_stream import process
 from dali_stream.counters import Counters
 from dali_stream.decode.decoder import RouteChange
 from dali_stream.decode.route import Route
 from dali_stream.errors import DatasetError, DecodeError, StorageError
-from dali_stream.memory_limit import fits
 from dali_stream.pipeline.batches import closed
-from dali_stream.pipeline.bottleneck import Setup
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.planner import MEMORY, Planner
 from dali_stream.pipeline.torch_batches import TorchBatches
-from dali_stream.schedule.budget import divide, frames_budget, reads_budget
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.dali_batches import DaliBatches
@@ -114,12 +110,13 @@ class BatchSource:
 
     Attributes:
         routes: as they are now.
+        decode: See above.
         epochs: Number of whole epochs since `stop`, whose decoded frames may be in memory.
     """
 
     def __init__(self, routes: dict[str, Route], user: Graph | None, decode: str, counters: Counters) -> None:
         self.routes = routes
-        self._user, self._decode, self._counters = user, decode, counters
+        self._user, self.decode, self._counters = user, decode, counters
         self._stream: BatchStream | None = None
         self._closed = False
         self.epochs = 0
@@ -137,7 +134,7 @@ class BatchSource:
             try:
                 return stream.next()
             except RouteChange as change:
-                if self._decode == "dali":
+                if self.decode == "dali":
                     raise DecodeError(f'decode="dali": {change}; decode="auto" continues with torchcodec') from change
                 # The pipeline is rebuilt at this very position. Where the data is at fault, torchcodec names the sample.
                 self.stop()
@@ -155,32 +152,9 @@ class BatchSource:
         stream = self._stream
         return stream is not None and stream.planner.keeps_all
 
-    def setup(self, config: Config, normalize: bool, warm: bool) -> Setup:
-        """What `bottleneck.find` has to know of the loader, whose batches come after a whole epoch if `warm`."""
-        sizes = config.sizes(config.on_cpu(self.routes))
-        parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
-        stream = self._stream
-        advice = stream.planner.advice() if stream else None
-        frames = enough if sizes.frame_bytes > 0 and config.memory_budget < enough else None
-        return Setup(
-            num_threads=config.num_threads,
-            cores=process.cores(),
-            gpu=config.gpu is not None,
-            remote=config.dataset.data_store.remote,
-            cached=config.dataset.cache_dir is not None,
-            decode=self._decode,
-            videos={key: self.routes[key].decoder for key in config.dataset.videos},
-            image_size=config.image_size,
-            image_dtype=config.image_dtype,
-            normalize=normalize,
-            dali_graph=config.augments,
-            warm=warm,
-            keeps_all=self.keeps_all,
-            frames_budget=frames if fits(frames) else None,
-            reads_budget=reads if fits(reads := reads_budget(parts, sizes)) else None,
-            advice=advice if advice and fits(advice[0]) else None,
-            block_bytes=parts.block,
-        )
+    def advice(self) -> tuple[int, float, float] | None:
+        """See `Planner.advice`."""
+        return self._stream.planner.advice() if self._stream else None
 
     def memory(self) -> dict[str, int]:
         """Bytes of what is kept in memory, as `Planner.memory`."""

@@ -1,4 +1,4 @@
-"""Which stage limits a loader, and which change would help most: a pure function of its times and settings.
+"""Which stage limits a loader, and which change would help most, from its times and settings.
 
     thread that iterates   training_s | wait_s = starved_s + graph_s + the rest      their sum is the time that passed
     planner thread         rows_s, gather_s, plan_s                                  of that time
@@ -13,9 +13,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dali_stream import process
 from dali_stream.arguments import gibibytes
+from dali_stream.memory_limit import fits
+from dali_stream.schedule.budget import divide, frames_budget, reads_budget
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.config import Config
+    from dali_stream.pipeline.stream import BatchSource
 
 STAGES = {
     "iteration": {"training_s": "training loop", "starved_s": "waiting for frames", "graph_s": "copying frames, DALI graph"},
@@ -103,6 +110,39 @@ class Setup:
     reads_budget: int | None = None
     advice: tuple[int, float, float] | None = None
     block_bytes: int = 1 << 16
+
+
+def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -> Setup:
+    """Return the settings of a loader.
+
+    Args:
+        config: Configuration of the loader.
+        source: Its batches.
+        normalize: Whether it normalizes them.
+        warm: See `Setup`.
+    """
+    sizes = config.sizes(config.on_cpu(source.routes))
+    parts, enough, advice = divide(config.memory_budget, sizes), frames_budget(sizes), source.advice()
+    frames = enough if sizes.frame_bytes > 0 and config.memory_budget < enough else None
+    return Setup(
+        num_threads=config.num_threads,
+        cores=process.cores(),
+        gpu=config.gpu is not None,
+        remote=config.dataset.data_store.remote,
+        cached=config.dataset.cache_dir is not None,
+        decode=source.decode,
+        videos={key: source.routes[key].decoder for key in config.dataset.videos},
+        image_size=config.image_size,
+        image_dtype=config.image_dtype,
+        normalize=normalize,
+        dali_graph=config.augments,
+        warm=warm,
+        keeps_all=source.keeps_all,
+        frames_budget=frames if fits(frames) else None,
+        reads_budget=reads if fits(reads := reads_budget(parts, sizes)) else None,
+        advice=advice if advice and fits(advice[0]) else None,
+        block_bytes=parts.block,
+    )
 
 
 @dataclass(frozen=True)
