@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dali_stream.cache.locate import cut
 from dali_stream.cache.readers import FETCHERS
 from dali_stream.cache.rows import SPARE
 from dali_stream.decode.decoder import CLIP_FRAMES
+from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches

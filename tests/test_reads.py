@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.slow import examples
 
 from dali_stream import MemoryBudgetError
-from dali_stream.cache.locate import cut
+from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order

@@ -5,30 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from dali_stream.mp4.blocks import Blocks
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Integer = TypeVar("Integer", np.int32, np.int64)
 NONE = -1  # no row, no slot, no packet, no block
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The encoded video of an episode as K blocks, which are fetched whole.
-
-    Attributes:
-        start, stop: Bytes of each block in the file, shape (K,).
-        first, last: Blocks that decoding the GOP of each frame needs, shape (L,). `NONE` where a frame has no packet.
-    """
-
-    start: Int64
-    stop: Int64
-    first: Int64
-    last: Int64
 
 
 @dataclass(frozen=True)
