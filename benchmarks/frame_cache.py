@@ -18,6 +18,7 @@ from argument_types import count
 from dali_stream import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import horizon
+from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
 from dali_stream.tools import environment
@@ -83,10 +84,8 @@ def decodes(lengths: np.ndarray, gop: int, steps: int, memory: Memory, most: int
         return Order(lengths, True, 0, epoch, memory.consumers, memory.pool)
 
     kept = min(memory.bytes // (memory.size[0] * memory.size[1] * 3), frames)
-    planner = BatchPlanner(
-        lengths, samples(order, batches, 0, 0, 0), BATCH_SIZE, {"camera": -30 * np.arange(steps)[::-1]},
-        Limits(kept, IN_FLIGHT, horizon(kept, frames)),
-    )  # fmt: skip
+    windows, limits = {"camera": -30 * np.arange(steps)[::-1]}, Limits(kept, IN_FLIGHT, horizon(kept, frames))
+    planner = BatchPlanner(EpisodeTable(lengths, windows), samples(order, batches, 0, 0, 0), BATCH_SIZE, windows, limits)
     decoded = shown = 0
     for _ in itertools.repeat(None, min(batches.count(0), most or batches.count(0))):
         plan = plan_next(planner, lengths, gop).frames["camera"]

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dali_stream.cache.readers import FETCHERS
-from dali_stream.cache.rows import SPARE
 from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
-from dali_stream.schedule.budget import Sizes, batches_in_progress, divide, look_ahead, order_horizon
+from dali_stream.schedule.budget import ROW_SPARE, Sizes, batches_in_progress, divide, look_ahead, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.opening import Opening, Read, Storage
 from dali_stream.schedule.plan import BatchPlanner, Limits
@@ -297,16 +296,16 @@ class _Rank:
         key = training.consumers, training.pool
         ahead = look_ahead(training.batch_size)
         self.planner = BatchPlanner(
-            recording.lengths,
+            EpisodeTable(recording.lengths, cameras, cameras),
             samples(lambda epoch: recording.order(training.seed, epoch, *key), batches, rank, 0, 0),
             training.batch_size, windows,
             Limits(
-                shares.frames, self.depth, order_horizon(shares, sizes), 0, cameras, shares.block, ahead
+                shares.frames, self.depth, order_horizon(shares, sizes), 0, shares.block, ahead
             ),
         )  # fmt: skip
         self.opening = Opening(
             Storage(
-                dict.fromkeys(cameras, files), recording.lengths, ROW * SPARE[0] // SPARE[1], table_bytes,
+                dict.fromkeys(cameras, files), recording.lengths, ROW * ROW_SPARE[0] // ROW_SPARE[1], table_bytes,
                 dict.fromkeys(cameras, index.nbytes), shares.opened, shares.encoded - shares.opened, shares.indices, ahead,
             )
         )  # fmt: skip
@@ -335,7 +334,7 @@ class _Rank:
         network.advance(self._clock)
         for read in opening.due():
             self._clock = max(self._clock, network.wait(self._reads.pop(read.key)))
-            size = self._recording.index.nbytes if read.camera else self._recording.frames * ROW * SPARE[0] // SPARE[1]
+            size = self._recording.index.nbytes if read.camera else self._recording.frames * ROW * ROW_SPARE[0] // ROW_SPARE[1]
             opening.observe(read.key, size)
         ready = np.array(opening.ready())
         opened = [self._recording.open(e, self._block) for e in ready[~planner.table.is_open(ready)].tolist()]

@@ -18,7 +18,7 @@ from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
-from dali_stream.schedule.episodes import NONE, Located, OpenEpisode, _Rows
+from dali_stream.schedule.episodes import NONE, EpisodeTable, Located, OpenEpisode, _Rows
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
@@ -93,9 +93,14 @@ class Run:
                 self.look_ahead,
             )
         )
-        limits = Limits(self.kept, 2, 1000, 0, (CAMERA,), self.block, self.look_ahead)
+        limits = Limits(self.kept, 2, 1000, 0, self.block, self.look_ahead)
         planner = BatchPlanner(
-            self.lengths, batches, BATCH, windows if self.cached else {}, limits, {} if self.cached else windows
+            EpisodeTable(self.lengths, [CAMERA], [CAMERA]),
+            batches,
+            BATCH,
+            windows if self.cached else {},
+            limits,
+            {} if self.cached else windows,
         )
         planner.observe(video_room=self.room)
         for number in range(count):

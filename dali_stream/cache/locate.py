@@ -43,6 +43,10 @@ def locate(
             return Located(np.arange(length), np.arange(length))  # each image is a GOP of its own
         return Located(nothing, nothing)
     packet = find_packets(index, source.interval(camera, episode), source.seconds(episode, rows), *source.timing(episode))
-    keyframe, exists = nothing, packet != LACKING
-    keyframe[exists] = index.decode_starts(packet[exists])
+    exists = packet != LACKING
+    if exists.all():
+        keyframe = index.decode_starts(packet)
+    else:
+        keyframe = nothing
+        keyframe[exists] = index.decode_starts(packet[exists])
     return Located(packet, keyframe, None if block is None else cut(index, packet, keyframe, block))

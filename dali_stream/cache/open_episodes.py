@@ -1,4 +1,4 @@
-"""The open episodes: their rows in memory, and where their frames are."""
+"""Opening of episodes: their rows and the indices of their video files are read, and their frames are located."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import numpy.typing as npt
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.locate import locate
 from dali_stream.cache.readers import AtOnce, Readers
-from dali_stream.cache.rows import SPARE, RowCache, size_of
 from dali_stream.counters import Counters
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.combined import row_reader
-from dali_stream.lerobot.dataset import CLOCKS
-from dali_stream.lerobot.rows import Found, RowMemory
+from dali_stream.lerobot.rows import Columns, Found, RowMemory
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.schedule.episodes import OpenEpisode
+from dali_stream.schedule.budget import ROW_SPARE
+from dali_stream.schedule.episodes import EpisodeTable, OpenEpisode
 from dali_stream.schedule.opening import Opening, Read
 from dali_stream.schedule.room import Key
 from dali_stream.schedule.samples import Samples
@@ -32,8 +31,7 @@ Int64 = npt.NDArray[np.int64]
 class OpenEpisodes:
     """Opens and closes episodes as `Opening` decides. Only one thread may use it.
 
-    Rows lie end to end in memory, so that a window is one gather per feature and batch. Many episodes share a video file, so
-    indices are kept per file, in `IndexCache`.
+    Many episodes share a video file, so indices are kept per file, in `IndexCache`.
 
     Args:
         source: Episodes.
@@ -43,6 +41,9 @@ class OpenEpisodes:
         memory: Memory for decoded row groups. None for one of its own.
         block: Bytes of a block of encoded video. None if it is read in place.
         counters: Counters to add to.
+
+    Attributes:
+        table: Table of the open episodes, for the planner.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class OpenEpisodes:
     ) -> None:
         self._source, self._indices, self._block, self._counters = source, indices, block, counters or Counters()
         self._store, self._readers = store or source.data_store.session(), readers or AtOnce()
-        self._rows = RowCache(len(source.lengths))
+        self.table = EpisodeTable(source.lengths, source.cameras, () if block is None else source.videos)
+        self._rows: dict[int, Columns] = {}  # of episodes that are not open
         self._reader = row_reader(source, self._store, memory)
         self._coming: dict[Key, Future[Any]] = {}
         self._late: dict[Key, Future[Any]] = {}  # reads of indices that were evicted before they ended
@@ -103,15 +105,15 @@ class OpenEpisodes:
             if read.camera:
                 opening.observe(read.key, result)
             else:
-                others = {e: size * SPARE[0] // SPARE[1] for e, size in result.sizes().items() if e != read.number}
+                others = {e: size * ROW_SPARE[0] // ROW_SPARE[1] for e, size in result.sizes().items() if e != read.number}
                 if others and not soon:
                     soon = list(dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()))
                 others = {episode: others[episode] for episode in soon if episode in others}
-                kept = opening.observe(read.key, size_of(result[read.number]), others)
-                self._rows.put(read.number, result[read.number])
+                kept = opening.observe(read.key, _bytes_of(result[read.number]), others)
+                self._rows[read.number] = result[read.number]
                 for episode in kept:
                     try:
-                        self._rows.put(episode, result[episode])
+                        self._rows[episode] = {key: values.copy() for key, values in result[episode].items()}
                     except (KeyError, DaliStreamError):  # evicted meanwhile; or reported when a batch needs it
                         opening.observe(("", episode), None)
             closed += self._evict(opening.room.take_evicted())
@@ -120,22 +122,12 @@ class OpenEpisodes:
 
     def load(self, episodes: Iterable[int]) -> dict[int, OpenEpisode]:
         """Open episodes for a program without a schedule. Errors as of `finish`."""
+        opened = {}
         for episode in episodes:
-            self._rows.put(episode, self._reader.read(episode)[episode])
-        return {episode: self._opened(episode) for episode in episodes}
-
-    def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
-        """Return values of a feature.
-
-        Args:
-            key: Key of the feature.
-            episode: Open episodes, shape (B,).
-            frame: Frames within them, shape (B,) or (B, T).
-
-        Returns:
-            Values, whose shape begins with that of `frame`.
-        """
-        return self._rows.gather(key, episode, frame)
+            self._rows[episode] = self._reader.read(episode)[episode]
+            self.table.open(one := self._opened(episode))
+            opened[episode] = one
+        return opened
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of the file that holds an episode. Raises DecodeError if it has none."""
@@ -143,12 +135,9 @@ class OpenEpisodes:
 
     def _opened(self, episode: int) -> OpenEpisode:
         self._open.add(episode)
-        rows = {key: self._rows.rows(key, episode) for key in CLOCKS}
-        source = self._source
-        return OpenEpisode(
-            episode,
-            {c: locate(source, c, episode, rows, self._index_or_none(c, episode), self._block) for c in source.cameras},
-        )
+        source, rows = self._source, self._rows.pop(episode)
+        cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), self._block) for c in source.cameras}
+        return OpenEpisode(episode, cameras, rows)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:
@@ -158,18 +147,18 @@ class OpenEpisodes:
 
     def _evict(self, keys: Iterable[Key]) -> list[int]:
         """Drop rows and indices. Return the episodes that were open."""
-        dropped: list[int] = []
+        closed: list[int] = []
         for camera, number in keys:
             coming = self._coming.pop((camera, number), None)
             if camera and coming is not None:
                 self._late[camera, number] = coming
             elif camera:
                 self._indices.drop(camera, number)
-            elif coming is None:
-                dropped.append(number)
-        self._rows.drop(dropped)
-        closed = [episode for episode in dropped if episode in self._open]
-        self._open.difference_update(closed)
+            elif number in self._open:
+                self._open.remove(number)
+                closed.append(number)
+            else:
+                self._rows.pop(number, None)
         return closed
 
     def _read_rows(self, read: Read) -> Found:
@@ -184,3 +173,10 @@ class OpenEpisodes:
             return self._indices.read(read.camera, read.number, self._store).nbytes
         except DecodeError:  # reported when a frame of it is asked for
             return 0
+
+
+def _bytes_of(columns: Columns) -> int:
+    """Return the memory that an episode's rows may take in the table, in bytes."""
+    arrays = sum(values.nbytes for values in columns.values())
+    objects = sum(len(value) for values in columns.values() if values.dtype == object for value in values.flat)
+    return arrays * ROW_SPARE[0] // ROW_SPARE[1] + objects

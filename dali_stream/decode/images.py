@@ -38,7 +38,7 @@ class ImageDecoder:
         """See `Decoder`."""
         planned, tasks = plan.frames[self.key], []
         if len(planned.slot):
-            encoded = episodes.gather(self.key, planned.episode, planned.frame)
+            encoded = episodes.table.gather(self.key, planned.episode, planned.frame)
             task = even_tasks(np.arange(1, len(planned.slot) + 1))
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()

@@ -42,7 +42,7 @@ class VideoFiles:
     def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:
         """The error for a frame that the video lacks."""
         row = np.array([episode]), np.array([frame])
-        [seconds] = self._source.seconds(episode, {key: episodes.gather(key, *row) for key in CLOCKS})
+        [seconds] = self._source.seconds(episode, {key: episodes.table.gather(key, *row) for key in CLOCKS})
         why = explain(index, self._source.interval(self.key, episode), seconds, *self._source.timing(episode))
         return DecodeError(f"{self._source.data_store.where(index.path)}: {why}")
 

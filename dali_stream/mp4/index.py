@@ -99,13 +99,13 @@ class VideoIndex:
 
     def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
         """The packets displayed nearest to these times, and how many seconds away each is."""
-        low, high = np.fmin.reduce(seconds, initial=np.inf), np.fmax.reduce(seconds, initial=-np.inf)
+        ends = float(np.fmin.reduce(seconds, initial=np.inf)), float(np.fmax.reduce(seconds, initial=-np.inf))
         # Ticks are rounded, so times are compared in seconds, among the frames from the first time to the last one.
-        ends = np.clip(np.array([low, high]) * self.timescale, -_MOST_TICKS, _MOST_TICKS).astype(np.int64)
-        begin, end = self.shown_at.searchsorted(ends).tolist()
+        ticks = [int(min(max(end * self.timescale, -_MOST_TICKS), _MOST_TICKS)) for end in ends]
+        begin, end = self.shown_at.searchsorted(np.array(ticks)).tolist()
         begin, end = max(min(begin, end) - 2, 0), min(end + 2, len(self))
         shown = self.shown_at[begin:end] / self.timescale
-        right = np.clip(np.searchsorted(shown, seconds), min(1, len(shown) - 1), len(shown) - 1)
+        right = np.minimum(np.maximum(shown.searchsorted(seconds), min(1, len(shown) - 1)), len(shown) - 1)
         left = np.maximum(right - 1, 0)
         before, after = np.abs(shown[left] - seconds), np.abs(shown[right] - seconds)
         is_after = after < before

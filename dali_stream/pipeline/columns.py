@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.errors import DatasetError
 from dali_stream.order import windows
 from dali_stream.order.uniforms import uniforms
 from dali_stream.pipeline.batches import Texts
 from dali_stream.pipeline.config import DATASET, SAMPLE, SUBSTITUTE, Config
+from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
 
 Array = npt.NDArray[Any]
@@ -31,11 +31,11 @@ def shown_frames(config: Config, samples: Samples) -> tuple[dict[str, Array], di
     return shown, pads
 
 
-def gather(config: Config, episodes: OpenEpisodes, samples: Samples, shown: Mapping[str, Array]) -> dict[str, Array]:
+def gather(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping[str, Array]) -> dict[str, Array]:
     """Return {key: values of shape (B, ...)} of all that is not a frame or a mask of padding, text included."""
     dataset = config.dataset
     keys = [key for key in dataset.features if key not in dataset.cameras]
-    columns = {key: episodes.gather(key, samples.episode, shown.get(key, samples.frame)) for key in keys}
+    columns = {key: table.gather(key, samples.episode, shown.get(key, samples.frame)) for key in keys}
     columns |= {key: values[dataset.dataset_of[samples.episode]] for key, values in dataset.constants.items()}
     if config.augments:
         columns[SAMPLE] = uniforms(config.arguments.seed, samples.epoch, samples.position)
@@ -44,7 +44,7 @@ def gather(config: Config, episodes: OpenEpisodes, samples: Samples, shown: Mapp
     return columns
 
 
-def take_texts(config: Config, episodes: OpenEpisodes, samples: Samples, columns: dict[str, Array], names: Names) -> Texts:
+def take_texts(config: Config, table: EpisodeTable, samples: Samples, columns: dict[str, Array], names: Names) -> Texts:
     """Take what is text out of `columns`. Add the name of the current frame's task.
 
     Raises:
@@ -56,7 +56,7 @@ def take_texts(config: Config, episodes: OpenEpisodes, samples: Samples, columns
     for key, tables in names.items():
         index = f"{key}_index"
         if index in columns and (any(tables) or key == "task"):
-            numbers = episodes.gather(index, samples.episode, samples.frame).tolist()
+            numbers = table.gather(index, samples.episode, samples.frame).tolist()
             try:
                 texts[key] = [tables[d][n] for d, n in zip(which, numbers, strict=True)]
             except KeyError as error:

@@ -54,7 +54,7 @@ class Planner:
         parts = divide(config.memory_budget, sizes)
         self._reading = Reading(config, sizes, parts, counters)
         self._planner = BatchPlanner(
-            dataset.lengths,
+            self._reading.episodes.table,
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
             {key: config.windows.of(key) for key in on_cpu},
@@ -150,8 +150,8 @@ class Planner:
         batch, stores = plan.samples, reading.fetch(plan)
         shown, pads = columns.shown_frames(config, batch)
         with timed("gather_s"):
-            values = columns.gather(config, reading.episodes, batch, shown)
-            texts = columns.take_texts(config, reading.episodes, batch, values, reading.names.result())
+            values = columns.gather(config, self._planner.table, batch, shown)
+            texts = columns.take_texts(config, self._planner.table, batch, values, reading.names.result())
         if self._planner.advice and not self._advised:
             self._advised = True
             self._tell_advice(self._planner.advice)
@@ -179,5 +179,5 @@ def _limits(config: Config, parts: Parts, sizes: Sizes) -> Limits:
     """Return how far the planner looks, and how much it keeps."""
     frames, remote = int(config.dataset.lengths.sum()), config.dataset.data_store.remote
     larger = min(max(2 * parts.frames, _LEAST_ADVISED), frames) if parts.frames < frames and parts.frame_bytes else 0
-    fetched, ahead = config.dataset.videos if remote else (), look_ahead(config.batches.batch_size)
-    return Limits(parts.frames, config.depth, order_horizon(parts, sizes), larger, fetched, parts.block, ahead)
+    ahead = look_ahead(config.batches.batch_size) if remote else 0
+    return Limits(parts.frames, config.depth, order_horizon(parts, sizes), larger, parts.block, ahead)

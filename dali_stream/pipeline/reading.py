@@ -8,13 +8,12 @@ from concurrent.futures import Future, wait
 
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.readers import readers
-from dali_stream.cache.rows import SPARE
 from dali_stream.cache.video import BlockCache, InPlace, Video
 from dali_stream.counters import Counters
 from dali_stream.lerobot.rows import RowMemory
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.advice import reread_remedies
-from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
+from dali_stream.schedule.budget import ROW_SPARE, Parts, Sizes, look_ahead, reads_budget
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner
 from dali_stream.storage import Store
@@ -112,7 +111,7 @@ def storage(config: Config, sizes: Sizes, parts: Parts) -> Storage:
     return Storage(
         files={camera: dataset.files(camera) for camera in dataset.videos},
         lengths=dataset.lengths,
-        row_bytes=(dataset.row_bytes_of * SPARE[0] // SPARE[1])[dataset.dataset_of],
+        row_bytes=(dataset.row_bytes_of * ROW_SPARE[0] // ROW_SPARE[1])[dataset.dataset_of],
         table_bytes=config.table_bytes,
         index_bytes={camera: index.nbytes for camera, index in sizes.indices.items()},
         room=parts.opened,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
 _INDEX_SPARE = 3, 2  # memory of indices in use, as a fraction of theirs: those of some files compress less
-_ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs
+ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs: the table of open episodes has free rows
 
 
 class Parts(NamedTuple):
@@ -214,7 +214,7 @@ def _least_video(sizes: Sizes, budget: int) -> int:
 
 
 def _rows(frames: int, row_bytes: int) -> int:
-    return frames * row_bytes * _ROW_SPARE[0] // _ROW_SPARE[1]
+    return frames * row_bytes * ROW_SPARE[0] // ROW_SPARE[1]
 
 
 def _block(sizes: Sizes, budget: int) -> int:

@@ -1,11 +1,11 @@
-"""Open episodes, and the tables that say where their frames are."""
+"""Open episodes, and the table of their rows and of where their frames are."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-Integer = TypeVar("Integer", np.int32, np.int64)
+Scalar = TypeVar("Scalar", bound=np.generic)
 NONE = -1  # no row, no slot, no packet, no block
 
 
@@ -41,10 +41,12 @@ class OpenEpisode:
     Attributes:
         number: Number of the episode.
         cameras: {camera: where its frames are}.
+        columns: {key: values of its L rows, shape (L, ...)}.
     """
 
     number: int
     cameras: Mapping[str, Located]
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -137,7 +139,7 @@ class _Rows:
 
 
 class EpisodeTable:
-    """The frames of open episodes. A frame has a row while its episode is open, so the table grows with what is open.
+    """The open episodes, end to end. A frame has a row while its episode is open, so the table grows with what is open.
 
     Frames are numbered over all episodes, end to end. The row of a frame is `first_row[episode] + frame`.
 
@@ -152,6 +154,7 @@ class EpisodeTable:
         first_row: First row of each open episode, shape (E,). `NONE` for others.
         episode: Episode of each row.
         cameras: {camera: its frames}.
+        columns: {key: values of each row, shape (capacity, ...)}, so that a window is one gather per feature and batch.
     """
 
     def __init__(self, lengths: Int64, cameras: Collection[str], fetched: Collection[str] = ()) -> None:
@@ -159,11 +162,12 @@ class EpisodeTable:
         self.first_row = np.full(len(lengths), NONE, np.int64)
         self.episode = np.empty(0, np.int32)
         self.cameras = {camera: CameraTable(blocks=BlockTable() if camera in fetched else None) for camera in cameras}
+        self.columns: dict[str, npt.NDArray[Any]] = {}
         self._rows, self._blocks = _Rows(), {camera: _Rows() for camera in fetched}
 
     @staticmethod
     def row_bytes(cameras: int, fetched: int) -> int:
-        """Return the memory of a row with so many cameras, of which so many are fetched."""
+        """Return the memory of a row without `columns`, for a number of cameras and how many of them are fetched."""
         return 4 * (1 + 2 * cameras + 2 * fetched)
 
     def is_open(self, episodes: Int64) -> npt.NDArray[np.bool_]:
@@ -181,17 +185,39 @@ class EpisodeTable:
         episode = self.episode[rows]
         return rows - self.first_row[episode] + self.first_frame[episode]
 
+    def gather(self, key: str, episode: Int64, frame: Int64) -> npt.NDArray[Any]:
+        """Return values of a column.
+
+        Args:
+            key: Key of the column.
+            episode: Open episodes, shape (B,).
+            frame: Frames within them, shape (B,) or (B, T).
+
+        Returns:
+            Values, whose shape begins with that of `frame`.
+        """
+        first = self.first_row[episode]
+        return self.columns[key][(first if frame.ndim == 1 else first[:, None]) + frame]
+
     def open(self, opened: OpenEpisode) -> None:
-        """Give rows to an episode."""
+        """Give rows to an episode, and fill them in."""
         length = int(self.lengths[opened.number])
         first = self._rows.take(length)
         rows = slice(first, first + length)
-        self.episode = _grown(self.episode, self._rows.capacity)
+        capacity = len(self.episode)
+        if capacity < self._rows.capacity:  # twice as much: rows that were never written take no memory
+            capacity = max(self._rows.capacity, 2 * capacity)
+        self.episode = _grown(self.episode, capacity)
         self.episode[rows], self.first_row[opened.number] = opened.number, first
+        for key, values in opened.columns.items():
+            column = self.columns.get(key, np.empty((0, *values.shape[1:]), values.dtype))
+            self.columns[key] = column = _grown(column, capacity)
+            column[rows] = values
         for camera, table in self.cameras.items():
             located = opened.cameras[camera]
             for column in ("packet", "gop", *(("first_block", "last_block") if table.blocks else ())):
-                setattr(table, column, _grown(getattr(table, column), self._rows.capacity))
+                fill = NONE if column == "first_block" else None  # it is searched for open episodes
+                setattr(table, column, _grown(getattr(table, column), capacity, fill))
             starts = np.flatnonzero(np.append(True, located.keyframe[1:] != located.keyframe[:-1]))
             frames = np.diff(np.append(starts, length))
             table.packet[rows] = located.packet
@@ -205,6 +231,9 @@ class EpisodeTable:
         first, length = int(self.first_row[episode]), int(self.lengths[episode])
         self._rows.give_back(first, length)
         self.first_row[episode] = NONE
+        for values in self.columns.values():
+            if values.dtype == object:
+                values[first : first + length] = None
         for camera, rows in self._blocks.items():
             blocks = self.cameras[camera].blocks
             assert blocks is not None
@@ -227,10 +256,12 @@ class EpisodeTable:
             table.last_block[rows] = np.where(cut.last >= 0, first + cut.last, NONE)
 
 
-def _grown(values: npt.NDArray[Integer], capacity: int) -> npt.NDArray[Integer]:
-    """Return an array with room for `capacity` entries, those that are new being `NONE`."""
+def _grown(values: npt.NDArray[Scalar], capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
+    """Return an array with room for `capacity` entries. New ones are uninitialized, or `fill`."""
     if len(values) >= capacity:
         return values
-    grown = np.full(capacity, NONE, values.dtype)
+    grown = np.empty((capacity, *values.shape[1:]), values.dtype)
     grown[: len(values)] = values
+    if fill is not None:
+        grown[len(values) :] = fill
     return grown

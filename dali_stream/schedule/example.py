@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from dali_stream.schedule.episodes import Located, OpenEpisode
+from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.look_ahead import NEVER
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import Samples
@@ -61,7 +61,9 @@ class Walk:
         ]
         size, ahead = max(map(len, self._batches)), len(samples) * max(map(len, self._batches))
         window = {_CAMERA: np.zeros(1, np.int64)}
-        planner = BatchPlanner(self._lengths, iter([*samples, *samples]), size, window, Limits(kept, in_flight, ahead))
+        planner = BatchPlanner(
+            EpisodeTable(self._lengths, window), iter([*samples, *samples]), size, window, Limits(kept, in_flight, ahead)
+        )
         planner.ahead(len(samples))
         lines: list[str] = []
         for batch in samples[:-1]:

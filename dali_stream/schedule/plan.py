@@ -31,7 +31,6 @@ class Limits:
         horizon: Number of samples that the order is read ahead.
         advise: Number of frames that a larger cache would keep, which is tried on the first camera to see whether it would
             help. 0 for none.
-        fetched: Cameras whose encoded video is fetched into memory. That of others is read in place.
         block: Bytes of a block of encoded video.
         look_ahead: Maximum number of batches whose encoded video is fetched ahead.
     """
@@ -40,7 +39,6 @@ class Limits:
     in_flight: int
     horizon: int
     advise: int = 0
-    fetched: tuple[str, ...] = ()
     block: int = BLOCK
     look_ahead: int = 0
 
@@ -66,7 +64,7 @@ class BatchPlanner:
     """Plans batch after batch. Pure: the same arguments and the same observations give the same plans.
 
     Args:
-        lengths: Number of frames of each selected episode, shape (E,).
+        table: Table of the open episodes, with the cameras of `windows` and `uncached`.
         batches: What the batches show, from where the run begins.
         batch_size: Maximum number of samples of a batch.
         windows: {camera whose frames are cached: its frame offsets}, of shape (T,), or (M, T) for M datasets.
@@ -75,7 +73,7 @@ class BatchPlanner:
         dataset_of: Dataset of each episode, shape (E,). None if there is one.
 
     Attributes:
-        table: The open episodes.
+        table: See above.
         frames: {camera: its decoded frames}.
         video: The encoded video.
         advice: The effect of more memory, once that is known and worth it.
@@ -83,7 +81,7 @@ class BatchPlanner:
 
     def __init__(
         self,
-        lengths: Int64,
+        table: EpisodeTable,
         batches: Iterator[Samples],
         batch_size: int,
         windows: Mapping[str, Int64],
@@ -91,14 +89,13 @@ class BatchPlanner:
         uncached: Mapping[str, Int64] | None = None,
         dataset_of: Int64 | None = None,
     ) -> None:
-        offsets = {**windows, **(uncached or {})}
-        self.table = EpisodeTable(lengths, list(offsets), limits.fetched)
+        self.table = table
         self._batches, self._horizon = batches, max(limits.horizon // batch_size, 1)
         self._ahead: deque[Samples] = deque()  # batches that have been read and not planned
         equal: dict[bytes, Window] = {}  # cameras with equal windows share one, so that uses are searched in few places
         self._windows = {
             camera: equal.setdefault(values.tobytes(), Window(self.table, values, dataset_of))
-            for camera, values in offsets.items()
+            for camera, values in {**windows, **(uncached or {})}.items()
         }
 
         def cache(camera: str, kept: int) -> FrameCache:
@@ -108,7 +105,7 @@ class BatchPlanner:
         self.frames = {camera: cache(camera, limits.kept) for camera in windows}
         self._advised, self.advice = next(iter(windows), ""), None
         self._advisor = Advisor(cache(self._advised, limits.advise), limits.advise) if self._advised and limits.advise else None
-        fetched = {camera: self._windows[camera] for camera in limits.fetched}
+        fetched = {camera: window for camera, window in self._windows.items() if table.cameras[camera].blocks is not None}
         self.video = VideoPlanner(self.table, fetched, self.frames, limits.block, limits.look_ahead)
 
     advice: Advice | None

@@ -14,7 +14,7 @@ from dali_stream.mp4.format import describe
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
 from dali_stream.schedule.budget import divide, order_horizon
-from dali_stream.schedule.episodes import Located, OpenEpisode
+from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
 
@@ -112,7 +112,7 @@ def decodes(
     # epoch after it: only that one finds frames of the first epoch in the cache.
     count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
     read = samples(order, batches, rank, 0, 0)
-    planner = BatchPlanner(lengths, read, batches.largest, {camera: offsets}, limits)
+    planner = BatchPlanner(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
     decoded, shown = np.zeros(2), np.zeros(2)  # in the first epoch, and later
     for number in range(count):
         plan = plan_next(planner, lengths, gop).frames[camera]
