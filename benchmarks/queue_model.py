@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dali_stream.cache.readers import FETCHERS
 from dali_stream.decode.decoder import CLIP_FRAMES
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
+from dali_stream.pipeline.reading import FETCHERS
 from dali_stream.schedule.budget import ROW_SPARE, Sizes, batches_in_progress, divide, look_ahead, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.opening import Opening, Read, Storage

@@ -24,8 +24,8 @@ from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes
 from dali_stream.order import Shuffle
 from dali_stream.order.state import STATE_VERSION, check_state, check_version, noted
-from dali_stream.pipeline.required_memory import check_memory
 from dali_stream.pipeline.stream import Batch, BatchSource
+from dali_stream.required_memory import check_memory
 from dali_stream.schedule.budget import divide
 from dali_stream.state_file import load_state, write_state
 

@@ -21,8 +21,8 @@ class Workers:
     Daemon threads: an interpreter that ends does not wait for a server that hangs, as it does with the standard library's pool.
 
     Args:
-        name: of the threads.
-        threads: how many.
+        name: Name of the threads.
+        threads: Number of threads. With 0, `submit` runs the job itself.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -38,15 +38,16 @@ class Workers:
         return len(self._threads)
 
     def submit(self, call: Callable[..., Any], /, *args: Any, priority: Priority = ()) -> Future[Any]:
-        """Has `call(*args)` done. After `stop` the future comes back cancelled."""
+        """Schedule `call(*args)`. After `stop`, the returned future is cancelled."""
         future: Future[Any] = Future()
         with self._changed:
             if self._stopping:
                 future.cancel()
-                future.set_running_or_notify_cancel()  # wakes those who wait for it
-            else:
+            elif self._threads:
                 heapq.heappush(self._jobs, (priority, next(self._number), future, call, args))
                 self._changed.notify()
+                return future
+        _run(future, call, args)
         return future
 
     def stop(self) -> None:
@@ -67,17 +68,22 @@ class Workers:
     def _work(self) -> None:
         while (taken := self._take()) is not None:
             _, _, future, call, args = taken
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call(*args))
-                except BaseException as error:
-                    future.set_exception(error)
+            _run(future, call, args)
             del taken, future, call, args  # an idle thread must not keep a job's result alive
 
     def _take(self) -> _Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._stopping)
             return None if self._stopping else heapq.heappop(self._jobs)
+
+
+def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Run a job, unless its future is cancelled, of which those who wait for it are told."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class Once:

@@ -11,7 +11,9 @@ from dali_stream.schedule import example
 
 
 def test_the_example_returns_what_it_says() -> None:
-    assert doctest.testmod(example) == (0, 3)
+    failed, tried = doctest.testmod(example)
+    assert not failed
+    assert tried > 10
 
 
 def test_planning_imports_neither_storage_nor_what_reads_from_it() -> None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.locate import locate
-from dali_stream.cache.readers import AtOnce, Readers
 from dali_stream.counters import Counters
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.combined import row_reader
@@ -24,6 +23,7 @@ from dali_stream.schedule.opening import Opening, Read
 from dali_stream.schedule.room import Key
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
+from dali_stream.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class OpenEpisodes:
         source: Episodes.
         indices: Indices of video files, which outlive this.
         store: Session of the source's store.
-        readers: Threads that read, or the caller itself.
+        readers: Threads that read. None if the caller reads.
         memory: Memory for decoded row groups. None for one of its own.
         block: Bytes of a block of encoded video. None if it is read in place.
         counters: Counters to add to.
@@ -51,13 +51,13 @@ class OpenEpisodes:
         source: Source,
         indices: IndexCache,
         store: Store | None = None,
-        readers: Readers | None = None,
+        readers: Workers | None = None,
         memory: RowMemory | None = None,
         block: int | None = None,
         counters: Counters | None = None,
     ) -> None:
         self._source, self._indices, self._block, self._counters = source, indices, block, counters or Counters()
-        self._store, self._readers = store or source.data_store.session(), readers or AtOnce()
+        self._store, self._readers = store or source.data_store.session(), readers or Workers("", 0)
         self.table = EpisodeTable(source.lengths, source.cameras, () if block is None else source.videos)
         self._rows: dict[int, Columns] = {}  # of episodes that are not open
         self._reader = row_reader(source, self._store, memory)

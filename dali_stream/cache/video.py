@@ -1,55 +1,16 @@
-"""Encoded video for decode tasks: files that are read in place, or blocks of remote ones that are fetched ahead of time."""
+"""Blocks of encoded video that were fetched ahead of time, for decode tasks."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Protocol
 
-from dali_stream.cache.readers import Readers
 from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
+from dali_stream.workers import Workers
 
 Name = tuple[str, int, int]  # camera, episode, number of the block in it
-
-
-class Video(Protocol):
-    """Where decode tasks read."""
-
-    def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """Begins to fetch ranges."""
-        ...
-
-    def drop(self, blocks: Iterable[Name]) -> None:
-        """Evicts blocks. Views of them stay valid."""
-        ...
-
-    def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
-        """Per camera, what to read from for a batch that needs these blocks, each (episode, number)."""
-        ...
-
-
-class InPlace:
-    """Files that are read where they are.
-
-    Args:
-        store: that has them.
-    """
-
-    def __init__(self, store: Store, cameras: Iterable[str]) -> None:
-        self._stores = dict.fromkeys(cameras, store)
-
-    def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """See `Video`: there is nothing to fetch."""
-        return []
-
-    def drop(self, blocks: Iterable[Name]) -> None:
-        """See `Video`."""
-
-    def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
-        """See `Video`."""
-        return self._stores
 
 
 class _Block:
@@ -62,29 +23,32 @@ class _Block:
 
 
 class BlockCache:
-    """Blocks of remote files. Used by the planner; views of it are for any thread.
+    """Blocks of remote files. Only the planner's thread may use it. Its views may be used by any thread.
 
     Args:
-        store: where the files are.
-        pool: the threads that fetch.
-        path: of the file that holds an episode of a camera.
+        store: Where the files are.
+        pool: Threads that fetch.
+        path: Function from a camera and an episode to the path of the file that holds it.
     """
 
-    def __init__(self, store: Store, pool: Readers, path: Callable[[str, int], str]) -> None:
+    def __init__(self, store: Store, pool: Workers, path: Callable[[str, int], str]) -> None:
         self._store, self._pool, self._path = store, pool, path
         self._blocks: dict[Name, _Block] = {}
 
     def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """See `Video`."""
+        """Begin to fetch ranges."""
         return [self._fetch(fetch) for fetch in ranges]
 
     def drop(self, blocks: Iterable[Name]) -> None:
-        """See `Video`."""
+        """Evict blocks. Views of them stay valid."""
         for name in blocks:
             del self._blocks[name]
 
     def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
-        """See `Video`. Fetches blocks again that could not be fetched ahead of time."""
+        """Return per camera what to read from for a batch that needs these blocks, each (episode, number).
+
+        Blocks that could not be fetched ahead of time are fetched again.
+        """
         views = {}
         for camera, names in needed.items():
             found = [self._block(batch, (camera, *name)) for name in names]

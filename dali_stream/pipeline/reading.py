@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.cache.readers import readers
-from dali_stream.cache.video import BlockCache, InPlace, Video
+from dali_stream.cache.video import BlockCache
 from dali_stream.counters import Counters
 from dali_stream.lerobot.rows import RowMemory
 from dali_stream.pipeline.config import Config
@@ -17,8 +16,13 @@ from dali_stream.schedule.budget import ROW_SPARE, Parts, Sizes, look_ahead, rea
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner
 from dali_stream.storage import Store
+from dali_stream.storage.retry import PER_HOST
+from dali_stream.workers import Workers
 
 _log = logging.getLogger("dali_stream")
+# Threads for remote data. While the pools fill, a batch misses blocks in many places, and waits for as many round trips as
+# these do not make at once: at 50 ms, 16 threads read 21 MB/s, however fast the network is.
+FETCHERS = PER_HOST
 _SOON = 256  # batches whose episodes are kept if their rows come along with others
 
 
@@ -40,16 +44,15 @@ class Reading:
     def __init__(self, config: Config, sizes: Sizes, parts: Parts, counters: Counters) -> None:
         dataset, remote = config.dataset, config.dataset.data_store.remote
         self.parts, self._counters = parts, counters
-        self._store, self._readers = dataset.data_store.session(), readers(remote)
+        self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
         self._opening = Opening(storage(config, sizes, parts))
         for (key, file), index_bytes in config.indices.held().items():
             self._opening.observe((key, file), index_bytes)
         block = parts.block if remote else None
         memory = RowMemory(at_once=parts.opened)
         self.episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, memory, block, counters)
-        self._video: Video = InPlace(self._store, dataset.videos)
-        if remote:
-            self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
+        self._in_place = dict.fromkeys(dataset.videos, self._store)
+        self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
         self.names = self._readers.submit(dataset.names)
         self._first: list[Future[None]] = []  # what is fetched for the first batch
         self._remedies = reread_remedies(
@@ -82,7 +85,7 @@ class Reading:
             self._first = fetched
         self._counters.add(needed_bytes=plan.video.needed_bytes)
         self._count_again("evicted_early", plan.video.evicted_early, "bytes are fetched")
-        return self._video.view(plan.samples.number, plan.video.needed)
+        return {**self._in_place, **self._video.view(plan.samples.number, plan.video.needed)}
 
     def stop(self) -> None:
         """Cancel all reads. Threads that wait for one get an error. Returns at once."""

@@ -47,6 +47,17 @@ class FramePlan:
     decodes: int
     evicted: int
 
+    def __str__(self) -> str:
+        def listed(values: Int64) -> str:
+            return ", ".join(map(str, values.reshape(-1).tolist()))
+
+        gops = [self.gop == gop for gop in np.unique(self.gop)]
+        lines = [
+            f"decode episode {self.episode[own][0]} frames {listed(self.frame[own])} into slots {listed(self.slot[own])}"
+            for own in gops
+        ]
+        return "\n".join([*lines, f"show slots {listed(self.show)}"])
+
 
 class FrameCache:
     """The decoded frames of one camera.

@@ -59,6 +59,12 @@ class BatchPlan:
     packets: dict[str, Int64]
     video: VideoPlan = field(default_factory=VideoPlan)
 
+    def __str__(self) -> str:
+        shown = zip(self.samples.episode.tolist(), self.samples.frame.tolist(), strict=True)
+        lines = [f"batch {self.samples.number} shows {', '.join(f'episode {e} frame {f}' for e, f in shown)}"]
+        lines += [f"  {camera}: {line}" for camera, plan in self.frames.items() for line in str(plan).splitlines()]
+        return "\n".join(lines)
+
 
 class BatchPlanner:
     """Plans batch after batch. Pure: the same arguments and the same observations give the same plans.
