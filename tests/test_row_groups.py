@@ -17,7 +17,7 @@ from support.datasets import Column, build
 from dali_stream import Dataset
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
-from dali_stream.lerobot.row_groups import RowGroups, as_file
+from dali_stream.lerobot.row_groups import RowGroups
 from dali_stream.lerobot.rows import RowMemory, RowReader
 from dali_stream.order.order import Order
 from dali_stream.schedule.opening import Opening, Storage
@@ -83,7 +83,7 @@ def test_rows_are_those_that_pyarrow_reads(
     table = pa.table({name: COLUMNS[name](n) for name in names} | {f"number {i}": np.arange(n) for i in range(more)})
     file, footer = file_of(table.replace_schema_metadata(pairs), **written)
     whole = pq.ParquetFile(pa.BufferReader(file))
-    groups = RowGroups(whole.metadata, footer)
+    groups = RowGroups(footer)
     assert groups.rows.tolist() == [ROWS] * (count - 1) + [ROWS - 2]
     assert groups.nbytes < len(footer)  # it was cut
     wanted = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
@@ -101,7 +101,7 @@ def test_what_looks_like_the_beginning_of_a_group_in_its_statistics_does_no_harm
     table = pa.table({"index": np.arange(20 * ROWS), "value": pa.array([beginning + bytes([i]) for i in range(20 * ROWS)])})
     file, footer = file_of(table)
     assert footer.count(beginning) > 20
-    groups = RowGroups(pq.ParquetFile(pa.BufferReader(file)).metadata, footer)
+    groups = RowGroups(footer)
     for group in range(20):
         assert rows(file, groups, [group]).equals(table.slice(group * ROWS, ROWS))
 
@@ -118,15 +118,16 @@ def test_a_footer_of_another_form_is_left_to_pyarrow(change: Any) -> None:
     table = numbers(20)
     file, footer = file_of(table)
     changed = change(footer)
-    metadata = pq.read_metadata(as_file(changed)) if changed else pq.read_metadata(pa.BufferReader(file))
-    groups = RowGroups(metadata, changed)
-    assert groups.metadata([3])[0] is metadata
+    metadata = None if changed else pq.read_metadata(pa.BufferReader(file))
+    groups = RowGroups(changed, metadata)
+    assert groups.metadata([3]) == (groups.sample, [3])
+    assert groups.sample.num_row_groups == 20
     assert rows(file, groups, [3, 7]).equals(pa.concat_tables([table.slice(3 * ROWS, ROWS), table.slice(7 * ROWS, ROWS)]))
 
 
 def test_row_groups_take_little_memory() -> None:
     file, footer = file_of(numbers(5000))
-    groups = RowGroups(pq.ParquetFile(pa.BufferReader(file)).metadata, footer)
+    groups = RowGroups(footer)
     assert groups.nbytes < len(footer) / 2
     assert rows(file, groups, [4321])["index"].to_pylist() == list(range(4321 * ROWS, 4322 * ROWS))
 

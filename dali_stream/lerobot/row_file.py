@@ -43,7 +43,9 @@ class RowFile:
     def __init__(self, dataset: DatasetFiles, store: Store, number: int, keys: Sequence[str]) -> None:
         table = dataset.table
         self._store, self._path = store, table.data.paths[number]
-        parquet, footer, self._whole = _open(dataset, store, number)
+        metadata, footer, self._whole = _open(dataset, store, number)
+        self.groups = RowGroups(footer, metadata)
+        parquet = pq.ParquetFile(pa.BufferReader(b""), metadata=self.groups.sample)
         self._size = store.size(self._path)
         self._gap = 0 if dataset.skips_images else _GAP
         self._names = parquet.schema_arrow.names
@@ -54,7 +56,6 @@ class RowFile:
                 f"{store.where(self._path)}: lacks the column {missing[0]}, which meta/info.json has as a feature"
             )
         self._leaves = _leaves(parquet, self._columns)
-        self.groups = RowGroups(parquet.metadata, footer)
         promised = int(table.length.sum())
         most = max(promised, _FEW_ROWS)  # files keep the rows of episodes that were taken out of the metadata
         rows = self.groups.rows
@@ -133,13 +134,14 @@ class RowFile:
         return runs
 
 
-def open_parquet(dataset: DatasetFiles, store: Store, number: int) -> pq.ParquetFile:
-    """Open a data file by its number among the dataset's, and read its footer as `RowFile` does."""
-    return _open(dataset, store, number)[0]
+def read_schema(dataset: DatasetFiles, store: Store, number: int) -> pa.Schema:
+    """Read the schema of a data file, by its number among the dataset's, with the reads that `RowFile` makes."""
+    metadata, footer, _ = _open(dataset, store, number)
+    return (metadata or pq.read_metadata(as_file(footer))).schema.to_arrow_schema()
 
 
-def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.ParquetFile, bytes, bytes]:
-    """Return a data file with its footer, the bytes of that if they are known, and those of the file if it was read whole.
+def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.FileMetaData | None, bytes, bytes]:
+    """Return the metadata of a data file or its footer, and the bytes of the file if it was read whole.
 
     A remote file of one short episode, as v2.x has them, is read whole: one request instead of three.
     """
@@ -149,11 +151,11 @@ def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.ParquetF
     whole = store.read(path, 0, SMALL) if small and store.remote else b""
     size = store.size(path)  # after the read above, which brings that of a remote file
     if whole and len(whole) == size:
-        return pq.ParquetFile(pa.BufferReader(whole)), b"", whole
+        return pq.read_metadata(pa.BufferReader(whole)), b"", whole
     footer = _footer(store, path, size, 8 if dataset.skips_images else _TAIL)
     if footer is None:
-        return pq.ParquetFile(store.open(path, size)), b"", b""  # for pyarrow to say what is wrong
-    return pq.ParquetFile(as_file(footer)), footer, b""
+        return pq.read_metadata(store.open(path, size)), b"", b""  # for pyarrow to say what is wrong
+    return None, footer, b""
 
 
 def _footer(store: Store, path: str, size: int, tail: int) -> bytes | None:

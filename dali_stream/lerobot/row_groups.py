@@ -33,40 +33,45 @@ class RowGroups:
     """The row groups of one file.
 
     Args:
-        metadata: of the file.
-        footer: the bytes that it was read from, without length and magic; empty if they are unknown.
+        footer: Footer of the file, without length and magic. Empty if only `metadata` is known.
+        metadata: Metadata of the file, if it was read already.
 
     Attributes:
-        rows: (G,) rows of each group.
-        sizes: (G,) bytes of each, uncompressed.
+        sample: Metadata of the file with its schema, and with at least one row group if it has any.
+        rows: Number of rows of each group, shape (G,).
+        sizes: Bytes of each group, uncompressed, shape (G,).
         nbytes: Memory of what grows with the number of row groups, in bytes.
+
+    Raises:
+        pyarrow.ArrowInvalid: If the footer is broken.
     """
 
-    def __init__(self, metadata: pq.FileMetaData, footer: bytes = b"") -> None:
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        self.rows = np.array([group.num_rows for group in groups], np.int64)
-        self.sizes = np.array([group.total_byte_size for group in groups], np.int64)
-        self._whole: pq.FileMetaData | None = metadata
-        self.nbytes = 8 * metadata.serialized_size  # about what pyarrow takes
-        layout = _split(footer, metadata, self.rows, self.sizes) if len(groups) > _SMALL else None
+    def __init__(self, footer: bytes, metadata: pq.FileMetaData | None = None) -> None:
+        layout = _split(footer) if metadata is None else None
         if layout is None:
+            self.sample = pq.read_metadata(as_file(footer)) if metadata is None else metadata
+            groups = [self.sample.row_group(i) for i in range(self.sample.num_row_groups)]
+            self.rows = np.array([group.num_rows for group in groups], np.int64)
+            self.sizes = np.array([group.total_byte_size for group in groups], np.int64)
+            self._is_whole = True
+            self.nbytes = 8 * self.sample.serialized_size  # about what pyarrow takes
             return
         starts = layout.starts
-        self._whole = None
+        self.rows, self.sizes, self._is_whole = layout.rows, layout.sizes, False
         self._before, self._between = footer[: layout.num_rows[0]], footer[layout.num_rows[1] : layout.groups]
         self._after = footer[int(starts[-1]) :]
         edges = np.append(starts[:-1:_BLOCK], starts[-1]).tolist()
         self._blocks = [pa.compress(footer[a:b], _CODEC, asbytes=True) for a, b in itertools.pairwise(edges)]
         self._starts = (starts - starts[0]).astype(np.int32)
-        # Metadata is pickled as these bytes, and what unpickles it is four times as fast as to open a file.
-        self._parse = pq.read_metadata(as_file(self._footer([0]))).__reduce__()[0]
+        self.sample = pq.read_metadata(as_file(self._footer([0])))
         self.nbytes = sum(map(len, self._blocks)) + self.rows.nbytes + self.sizes.nbytes + self._starts.nbytes
 
     def metadata(self, groups: Sequence[int]) -> tuple[pq.FileMetaData, Sequence[int]]:
         """Return metadata that has these row groups, and their numbers in it."""
-        if self._whole is not None:
-            return self._whole, groups
-        return self._parse(pa.py_buffer(self._footer(groups))), range(len(groups))
+        if self._is_whole:
+            return self.sample, groups
+        # To unpickle the footer would be faster, but pyarrow ends the process if it is broken.
+        return pq.read_metadata(as_file(self._footer(groups))), range(len(groups))
 
     def _footer(self, groups: Sequence[int]) -> bytes:
         number, entries = _varint(2 * int(self.rows[list(groups)].sum())), b"".join(map(self._entry, groups))
@@ -89,51 +94,69 @@ class _Layout(NamedTuple):
     num_rows: tuple[int, int]  # where the value of `num_rows` begins and ends
     groups: int  # where the list of row groups begins
     starts: Int64  # where each entry begins, and where the last one ends
+    rows: Int64  # of each row group
+    sizes: Int64  # bytes of each, uncompressed
 
 
-def _split(footer: bytes, metadata: pq.FileMetaData, rows: Int64, sizes: Int64) -> _Layout | None:
-    """Return where the parts of a footer are; None if it is not of the usual form."""
-    if not footer or not metadata.num_columns or min(rows.min(), sizes.min()) < 0:
-        return None
+def _split(footer: bytes) -> _Layout | None:
+    """Return where the parts of a footer are. None if it is not of the usual form, or has few row groups."""
     at = field = 0
     values: dict[int, tuple[int, int]] = {}
-    starts: Int64 | None = None
+    entries: tuple[Int64, Int64, Int64] | None = None
     try:
         while footer[at]:
             kind, field, at = _field(footer, at, field)
             begin = at
             if field == _ROW_GROUPS:
-                starts = _entries(footer, at, _beginning(metadata), rows, sizes)
-                if starts is None:
+                entries = _entries(footer, at, values[_NUM_ROWS])
+                if entries is None:
                     return None
-                at = int(starts[-1])
+                at = int(entries[0][-1])
             else:
                 at = _skip(footer, at, kind)
             values[field] = begin, at
-    except IndexError:
+    except (IndexError, KeyError):  # it ends too soon, or its fields are in another order
         return None
-    usual = starts is not None and _NUM_ROWS in values and max(values) <= _LAST_FIELD and at == len(footer) - 1
-    if starts is None or not usual or values[_NUM_ROWS] > values[_ROW_GROUPS]:
+    if entries is None or max(values) > _LAST_FIELD or at != len(footer) - 1:
         return None
-    return _Layout(values[_NUM_ROWS], values[_ROW_GROUPS][0], starts)
+    return _Layout(values[_NUM_ROWS], values[_ROW_GROUPS][0], *entries)
 
 
-def _entries(footer: bytes, at: int, beginning: re.Pattern[bytes], rows: Int64, sizes: Int64) -> Int64 | None:
-    """Return where the entries of the list of row groups at `at` begin, and where the last one ends.
+def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, Int64, Int64] | None:
+    """Return where the entries of the list of row groups at `at` begin and the last one ends, and their rows and bytes.
 
-    To parse an entry in Python takes 0.1 ms. Instead, the beginnings are searched for, and the numbers of bytes and rows, which
-    are known, at the end of each.
+    To parse an entry in Python takes 0.1 ms, and pyarrow takes as long for the whole footer as all else that is done to open a
+    file. Instead, the beginnings of the entries are searched for, and the numbers at their ends are read.
+
+    Args:
+        footer: Footer of the file.
+        at: Where the list begins.
+        num_rows: Where the number of rows of the file begins and ends.
     """
-    count, _, first = _list(footer, at)
-    starts = [match.start() for match in beginning.finditer(footer, first)]
-    if len(starts) != count or starts[0] != first or starts[1] != _skip(footer, first, _STRUCT):
+    count, kind, first = _list(footer, at)
+    if count <= _SMALL or kind != _STRUCT:
+        return None
+    second = _skip(footer, first, _STRUCT)
+    alone = footer[: num_rows[0]] + _varint(0) + footer[num_rows[1] : at] + _list_header(1) + footer[first:second] + b"\0"
+    starts = [match.start() for match in _beginning(pq.read_metadata(as_file(alone))).finditer(footer, first)]
+    if len(starts) != count or starts[:2] != [first, second]:
         return None
     starts.append(_skip(footer, starts[-1], _STRUCT))
-    for start, stop, size, number in zip(starts, starts[1:], sizes.tolist(), rows.tolist(), strict=False):
-        ending = b"\x16" + _varint(2 * size) + b"\x16" + _varint(2 * number)  # total_byte_size, num_rows
-        if footer[stop - 1] or footer.rfind(ending, start, stop) < 0:
+    rows, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
+    for group, (start, stop) in enumerate(itertools.pairwise(starts)):
+        ending = _ENDING.search(footer, max(start, stop - _LONGEST_ENDING), stop)
+        if ending is None:
             return None
-    return np.array(starts, np.int64)
+        sizes[group], rows[group] = (_read_varint(ending[i], 0)[0] >> 1 for i in (1, 2))
+    if int(rows.sum()) != _read_varint(footer, num_rows[0])[0] >> 1:
+        return None
+    return np.array(starts, np.int64), rows, sizes
+
+
+_VALUE = rb"[\x80-\xff]{0,9}[\x00-\x7f]"
+# total_byte_size (field 2, i64), num_rows (3, i64), file_offset (5, i64), total_compressed_size (6, i64), ordinal (7, i16)
+_ENDING = re.compile(rb"\x16(%b)\x16(%b)(?:\x26%b(?:\x16%b(?:\x14%b)?)?)?\x00\Z" % ((_VALUE,) * 5))
+_LONGEST_ENDING = 5 * 11 + 1
 
 
 def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
@@ -143,7 +166,7 @@ def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
     (1, i32), the encodings (2, a list) and path_in_schema (3, a list of names, which pyarrow joins with dots).
     """
     names = metadata.row_group(0).column(0).path_in_schema.encode().split(b".")  # `schema` would make a reference cycle
-    number, encodings, any_byte = rb"[\x80-\xff]*[\x00-\x7f]", rb"[\s\S]{1,9}?", rb"[\s\S]"
+    number, encodings, any_byte = _VALUE, rb"[\s\S]{1,9}?", rb"[\s\S]"
     columns = rb"\x19" + re.escape(_list_header(metadata.num_columns))
     path = rb"\x19[\x18-\xe8][\x00-\x7f]" + any_byte.join(map(re.escape, names))
     return re.compile(columns + rb"\x26" + number + rb"\x1c\x15[\x00-\x0e]\x19" + encodings + path)

@@ -11,7 +11,7 @@ from typing import Any
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError, DecodeError
 from dali_stream.lerobot.metadata import parquet_errors
-from dali_stream.lerobot.row_file import open_parquet
+from dali_stream.lerobot.row_file import read_schema
 from dali_stream.mp4.index import read_index
 from dali_stream.tools.description import used
 from dali_stream.tools.output.work import Work
@@ -88,7 +88,7 @@ def _read_footer(dataset: Dataset, number: int) -> None:
     """Reads the footer of a data file as the loader does. Raises DatasetError if it is missing or broken."""
     store, path = dataset.data_store, dataset.table.data.paths[number]
     with parquet_errors(store, path):
-        _ = open_parquet(dataset, store, number).schema_arrow  # made on access, from what the footer says
+        read_schema(dataset, store, number)
 
 
 def _error(read: Callable[[], object]) -> str | None:
