@@ -47,12 +47,15 @@ from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
 PARTS = {  # modules, and the test files
-    "order": (["order"], ["order", "mixture_order", "batches", "windows", "resume"]),
+    "order": (["order"], ["order", "mixture_order", "batches", "windows", "resume", "selection", "augment"]),
     "schedule": (["schedule"], ["reads", "schedule", "plan", "bottleneck", "required_memory", "options"]),
     "cache": (["cache"], ["reads", "frame_cache", "cache", "windows", "open_files", "loader"]),
-    "decode": (["decode"], ["clips", "images", "codecs", "decode_speed", "torchcodec_cuda", "bad_video", "routes"]),
-    "mp4": (["mp4"], ["index", "clips", "timestamps", "codecs"]),
-    "rows": (["lerobot/rows.py"], ["row_groups", "reread", "features", "bad_metadata", "windows"]),
+    "decode": (
+        ["decode"],
+        ["clips", "images", "codecs", "turns", "capability", "decode_speed", "torchcodec_cuda", "bad_video", "routes"],
+    ),
+    "mp4": (["mp4"], ["index", "parameter_sets", "clips", "timestamps", "codecs", "index_memory", "bad_video"]),
+    "rows": (["lerobot/rows.py"], ["row_groups", "reread", "features", "bad_metadata", "windows", "timestamps"]),
 }
 # What takes longest to import. No import starts a thread that a fork would need.
 LIBRARIES = ("pyarrow.dataset", "torch", "torchcodec.decoders", "nvidia.dali.plugin.pytorch", "hypothesis", "accelerate")

@@ -157,8 +157,16 @@ def test_a_row_group_is_decoded_once_for_all_of_its_episodes(shared_group: Path)
     rows = [reader.read(episode)[episode] for episode in range(4)]
     assert store.rows_read == once
     assert [*first] == [0, 1, 2, 3]  # the others come along with the first read
+    assert [*reader.read(1)] == [1]
     assert np.concatenate([each["index"] for each in rows]).tolist() == list(range(24))
     assert np.concatenate([each["action"] for each in rows]).ravel().tolist() == list(range(48))
+
+
+def test_the_bytes_of_a_row_group_are_counted_once(shared_group: Path) -> None:
+    store = CountingStore(str(shared_group))
+    reader = RowReader(Dataset(shared_group), store)
+    assert 0 < reader.read(0).release(0).take_bytes() <= store.rows_read
+    assert reader.read(1).release(1).take_bytes() == 0
 
 
 def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None:
