@@ -9,7 +9,7 @@ as failed. Type annotations, error messages and docstrings are not changed. The 
 
 Each run of the tests is a fork of this process, which has imported PyTorch, DALI and pytest, but nothing of the package. The
 runs share the datasets that the first one has written. The first run also records which functions each test calls. On a
-mutant, the tests that call the changed function run first, the quickest before the others.
+mutant, the tests run that call the changed function in their own process, the quickest first.
 
 `--report` is the JSON object of an earlier run: its other parts become parts of this one's. With `--survivors` the mutants that
 it lists as not noticed are tried again, and the others of these parts count as before. The seed, the number of mutants and the
@@ -113,7 +113,7 @@ def measure(name: str, chosen: list[MutationSpec], noticed: int) -> dict[str, An
     calls = Path("..", f"calls-{name}.json")
     passed = tests_pass(files, CallRecorder(calls))
     tests, began = json.loads(calls.read_text()), time.monotonic()
-    if not (passed and tests_pass(files, CallersFirst(tests, []))):  # in another order too
+    if not (passed and tests_pass(files, Callers(tests, None))):  # in another order too
         raise SystemExit(f"The tests of {name} fail without a mutant:\n{OUTPUT.read_text()}")
     taken = time.monotonic() - began
     survivors, tried = [], noticed
@@ -124,9 +124,9 @@ def measure(name: str, chosen: list[MutationSpec], noticed: int) -> dict[str, An
             if after is None:  # nothing to change in this place
                 continue
             tried += 1
-            function = first_line(before, mutant.start_pos[0])
-            first = CallersFirst(tests, [str(mutant.module_path.resolve()), function])
-            if not tests_pass(files, first):
+            line = first_line(before, mutant.start_pos[0])
+            callers = Callers(tests, [str(mutant.module_path.resolve()), line] if line else None)
+            if not tests_pass(files, callers):
                 continue
         lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
         changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
@@ -173,10 +173,10 @@ class CallRecorder:
         self.path.write_text(json.dumps(self.tests))
 
 
-class CallersFirst:
-    """Plugin of pytest: the tests that call a function run first, the quickest before the others. What hangs is killed."""
+class Callers:
+    """Plugin of pytest: only the tests that call a function, the quickest first; None: all tests. What hangs is killed."""
 
-    def __init__(self, tests: dict[str, Any], function: list[Any]) -> None:
+    def __init__(self, tests: dict[str, Any], function: list[Any] | None) -> None:
         self.tests, self.function = tests, function
 
     def pytest_sessionstart(self) -> None:
@@ -187,15 +187,13 @@ class CallersFirst:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        def place(item: pytest.Item) -> tuple[bool, float]:
-            taken, functions = self.tests[item.nodeid]
-            return self.function not in functions, taken
-
-        items.sort(key=place)
+        known = [item for item in items if item.nodeid in self.tests]
+        known.sort(key=lambda item: self.tests[item.nodeid][0])
+        items[:] = [item for item in known if self.function is None or self.function in self.tests[item.nodeid][1]]
 
 
 def tests_pass(files: list[str], plugin: object) -> bool:
-    """Run the fast tests in a fork of this process, until one fails."""
+    """Run fast tests in a fork of this process, until one fails."""
     if not (child := os.fork()):
         os.setsid()
         with OUTPUT.open("w") as output:
@@ -207,7 +205,7 @@ def tests_pass(files: list[str], plugin: object) -> bool:
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(ProcessLookupError):  # what the tests have left running
         os.killpg(child, signal.SIGKILL)
-    return status == 0
+    return status == 0 or os.waitstatus_to_exitcode(status) == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def identity(mutant: MutationSpec) -> dict[str, Any]:
