@@ -208,6 +208,19 @@ def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
     assert 1000 < max(sizes) <= 5000
 
 
+def test_kept_row_groups_make_room_for_those_that_are_read(tmp_path: Path) -> None:
+    root = build(tmp_path / "set", [5] * 40, {"action": Column("float32", [2], np.zeros((200, 2)))}, rows_per_group=20)
+    reader = RowReader(Dataset(root), memory=(memory := RowMemory(at_once=8000, kept=5000)))
+    for episode in range(40):
+        reader.read(episode)
+    assert memory.nbytes > 2000
+    for size, left in (3000, 5000), (6000, 2000), (9000, 0):
+        with memory.turn(size):
+            assert memory.nbytes <= left
+    reader.read(0)
+    assert memory.nbytes > 0
+
+
 def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path) -> None:
     """A batch of 40 episodes, each in another row group of about 1 MB, which has 10 episodes."""
     wide = Column("float32", [2500], np.zeros((4000, 2500)))
