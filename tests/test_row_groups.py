@@ -138,6 +138,12 @@ def shared_group(tmp_path: Path) -> Path:
     return build(tmp_path / "set", [5, 7, 3, 9], {"action": action}, rows_per_group=24)
 
 
+@pytest.fixture
+def many_groups(tmp_path: Path) -> Path:
+    """A dataset of 40 episodes of 5 rows, four to a row group."""
+    return build(tmp_path / "set", [5] * 40, {"action": Column("float32", [2], np.zeros((200, 2)))}, rows_per_group=20)
+
+
 class CountingStore(LocalStore):
     """A store that counts the bytes that are read of data files."""
 
@@ -197,10 +203,8 @@ def test_the_row_group_that_was_read_last_is_kept(shared_group: Path) -> None:
     assert store.rows_read == once
 
 
-def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
-    action = Column("float32", [2], np.zeros((200, 2)))
-    root = build(tmp_path / "set", [5] * 40, {"action": action}, rows_per_group=20)  # four episodes each
-    reader = RowReader(Dataset(root), memory=(memory := RowMemory(kept=5000)))
+def test_kept_row_groups_stay_within_their_bytes(many_groups: Path) -> None:
+    reader = RowReader(Dataset(many_groups), memory=(memory := RowMemory(kept=5000)))
     sizes = []
     for episode in range(40):
         assert reader.read(episode)[episode]["index"][0] == 5 * episode
@@ -208,9 +212,26 @@ def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
     assert 1000 < max(sizes) <= 5000
 
 
-def test_kept_row_groups_make_room_for_those_that_are_read(tmp_path: Path) -> None:
-    root = build(tmp_path / "set", [5] * 40, {"action": Column("float32", [2], np.zeros((200, 2)))}, rows_per_group=20)
-    reader = RowReader(Dataset(root), memory=(memory := RowMemory(at_once=8000, kept=5000)))
+def test_the_row_groups_that_were_used_last_are_kept(many_groups: Path) -> None:
+    store = CountingStore(str(many_groups))
+    reader = RowReader(Dataset(many_groups), store, memory := RowMemory(kept=100))
+
+    def is_read(episode: int) -> bool:
+        before = store.rows_read
+        reader.read(episode)
+        return store.rows_read > before
+
+    assert is_read(0)
+    one = memory.nbytes
+    assert is_read(4)
+    assert memory.nbytes == one  # the last one, although it is larger than what may be kept
+    reader = RowReader(Dataset(many_groups), store, RowMemory(kept=2 * one))
+    assert [is_read(episode) for episode in (0, 4, 1, 8)] == [True, True, False, True]
+    assert [is_read(episode) for episode in (2, 9, 4)] == [False, False, True]
+
+
+def test_kept_row_groups_make_room_for_those_that_are_read(many_groups: Path) -> None:
+    reader = RowReader(Dataset(many_groups), memory=(memory := RowMemory(at_once=8000, kept=5000)))
     for episode in range(40):
         reader.read(episode)
     assert memory.nbytes > 2000
