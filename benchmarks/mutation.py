@@ -54,7 +54,7 @@ PARTS = {  # modules, and the test files
         ["decode"],
         ["clips", "images", "codecs", "turns", "capability", "decode_speed", "torchcodec_cuda", "bad_video", "routes"],
     ),
-    "mp4": (["mp4"], ["index", "parameter_sets", "clips", "timestamps", "codecs", "index_memory", "bad_video"]),
+    "mp4": (["mp4"], ["damage", "index", "parameter_sets", "clips", "timestamps", "codecs", "index_memory", "bad_video"]),
     "rows": (["lerobot/rows.py"], ["row_groups", "reread", "features", "bad_metadata", "windows", "timestamps"]),
 }
 # What takes longest to import. No import starts a thread that a fork would need.
