@@ -9,7 +9,7 @@ as failed. Type annotations, error messages and docstrings are not changed. The 
 
 Each run of the tests is a fork of this process, which has imported PyTorch, DALI and pytest, but nothing of the package. The
 runs share the datasets that the first one has written. The first run also records which functions each test calls. On a
-mutant, the tests run that call the changed function in their own process, the quickest first.
+mutant, the tests run that call the changed function, the quickest first.
 
 `--report` is the JSON object of an earlier run: its other parts become parts of this one's. With `--survivors` the mutants that
 it lists as not noticed are tried again, and the others of these parts count as before. The seed, the number of mutants and the
@@ -23,6 +23,7 @@ import ast
 import contextlib
 import difflib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -35,7 +36,6 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import cosmic_ray.plugins
@@ -82,7 +82,11 @@ def main() -> None:
         Path("..", "tests").mkdir()
         os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
         os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # what one run has written is there for the next, see tests/conftest.py
+        os.environ["CALLS_IN"] = str(copy / "dali_stream")
         sys.path.insert(0, str(copy))
+        # Python imports this module as it starts. So programs that a test starts record their calls too.
+        recorder = f"{inspect.getsource(record_calls)}\nimport os\nif 'CALLS_OF_TEST' in os.environ:\n    record_calls()\n"
+        Path("sitecustomize.py").write_text(recorder)
         for library in LIBRARIES:
             importlib.import_module(library)
         for name in arguments.only:
@@ -148,27 +152,43 @@ class CallRecorder:
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.tests: dict[str, Any] = {}
-        self.package = str(Path("dali_stream").resolve())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        functions, began = set(), time.monotonic()
-
-        def trace(frame: FrameType, event: str, argument: object) -> None:
-            if frame.f_code.co_filename.startswith(self.package):
-                functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
-
-        threading.settrace(trace)
-        sys.settrace(trace)
+        calls = self.path.with_suffix(".test")
+        calls.write_text("")
+        os.environ["CALLS_OF_TEST"] = str(calls)
+        record_calls()
+        began = time.monotonic()
         try:
             return (yield)
         finally:
             sys.settrace(None)
             threading.settrace(None)
-            self.tests[item.nodeid] = [time.monotonic() - began, sorted(functions)]
+            functions = {tuple(line.split("\t")) for line in calls.read_text().splitlines()}
+            self.tests[item.nodeid] = [time.monotonic() - began, [[path, int(line)] for path, line in functions]]
 
     def pytest_sessionfinish(self) -> None:
         self.path.write_text(json.dumps(self.tests))
+
+
+def record_calls() -> None:
+    """Write the functions that this process calls from now on to the file that the environment names."""
+    import os
+    import sys
+    import threading
+
+    path, package, seen = os.environ["CALLS_OF_TEST"], os.environ["CALLS_IN"], set()
+
+    def trace(frame, event, argument):  # type: ignore[no-untyped-def]
+        code = frame.f_code
+        if code.co_filename.startswith(package) and code not in seen:
+            seen.add(code)
+            with open(path, "a") as file:
+                file.write(f"{code.co_filename}\t{code.co_firstlineno}\n")
+
+    threading.settrace(trace)
+    sys.settrace(trace)
 
 
 class Callers:
