@@ -52,7 +52,19 @@ PARTS = {  # modules, and the test files
     "cache": (["cache"], ["reads", "frame_cache", "cache", "windows", "open_files", "loader"]),
     "decode": (
         ["decode"],
-        ["clips", "images", "codecs", "turns", "capability", "decode_speed", "torchcodec_cuda", "bad_video", "routes"],
+        [
+            "clips",
+            "codecs",
+            "turns",
+            "work",
+            "capability",
+            "decode_speed",
+            "torchcodec_cuda",
+            "bad_video",
+            "routes",
+            "images",
+            "normalize",
+        ],
     ),
     "mp4": (["mp4"], ["damage", "index", "parameter_sets", "clips", "timestamps", "codecs", "index_memory", "bad_video"]),
     "rows": (["lerobot/rows.py"], ["row_groups", "reread", "features", "bad_metadata", "windows", "timestamps"]),
@@ -215,6 +227,7 @@ def tests_pass(files: list[str], plugin: object) -> bool:
         with OUTPUT.open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in a shell's background ignores
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of programs that the tests start
         os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", "--basetemp=../tests/run", "-m", "not slow", *files], [plugin]))
