@@ -50,7 +50,10 @@ PARTS = {  # modules, and the test files
     "order": (["order"], "order mixture_order batches windows resume selection augment"),
     "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
     "cache": (["cache"], "reads frame_cache cache windows open_files loader"),
-    "decode": (["decode"], "clips codecs turns work capability decode_speed torchcodec_cuda bad_video routes images"),
+    "decode": (
+        ["decode"],
+        "clips codecs turns work capability decode_speed torchcodec_cuda bad_video routes images timestamps",
+    ),
     "mp4": (["mp4"], "damage index parameter_sets clips timestamps codecs index_memory bad_video"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
