@@ -40,6 +40,15 @@ def test_spans_follow_each_other_and_are_as_many_as_counted(batches: Batches, po
         assert batches.count(start) == len(found) - number
 
 
+@given(cuts)
+@examples(100)
+def test_each_batch_begins_where_its_span_does(batches: Batches) -> None:
+    begins = [start for start, _ in spans(batches, 0)]
+    assert [batches.begin(number) for number in range(len(begins) + 1)] == [*begins, batches.frames]
+    with pytest.raises(ValueError, match=f"batch must be at most {len(begins)}, the number of batches of an epoch, got"):
+        batches.begin(len(begins) + 1)
+
+
 @given(cuts, st.integers(0, 320))
 @examples(300)
 def test_ranks_get_equal_shares(batches: Batches, position: int) -> None:
