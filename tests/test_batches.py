@@ -90,3 +90,11 @@ def test_examples() -> None:
 def test_an_epoch_that_fits_is_cut_alike(last_batch: str) -> None:
     assert spans(Batches(24, 4, 2, last_batch)) == [(0, 8), (8, 16), (16, 24)]
     assert spans(Batches(24, 4, 2, last_batch), 24) == []
+
+
+def test_an_epoch_has_one_batch_or_more() -> None:
+    for last_batch in LAST_BATCH:
+        assert len(spans(Batches(8, 4, 2, last_batch).checked())) == 1
+    with pytest.raises(ValueError, match="batch_size=4 on 2 ranks needs 8 frames, and the selection has 7"):
+        Batches(7, 4, 2, "drop").checked()
+    assert len(spans(Batches(7, 4, 2, "pad").checked())) == 1
