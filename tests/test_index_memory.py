@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples
 
 from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.column import Lines, packed
@@ -28,6 +29,7 @@ VALUES = st.one_of(
 
 
 @given(VALUES, st.integers(0, 5000), st.data())
+@examples(200)
 def test_a_column_is_the_values_it_was_made_from(values: list[int], step: int, data: st.DataObject) -> None:
     expected = np.array(values, np.int64)
     column, n = packed(expected, step), len(expected)
@@ -47,6 +49,7 @@ def test_a_column_is_the_values_it_was_made_from(values: list[int], step: int, d
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=80), st.booleans(), st.data())
+@examples(200)
 def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, data: st.DataObject) -> None:
     values = np.cumsum([7] * 60 + [9] + [7] * 60 if even else steps)
     column = packed(values)
@@ -96,6 +99,7 @@ def test_a_file_of_many_gigabytes_takes_no_more() -> None:
     st.booleans(),
     st.lists(st.floats(-10, 100) | st.sampled_from([float("nan"), float("inf"), -1e30]), max_size=50),
 )
+@examples(100)
 def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, steady: bool, seconds: list[float]) -> None:
     index = index_of(2400, b_frames=b_frames, steady=steady, gap=False)
     times = np.array([*seconds, *(index.pts[:5] / 15360), *((index.pts[7:9] + 0.5) / 15360)])

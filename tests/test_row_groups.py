@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.datasets import Column, build
+from support.slow import examples
 
 from dali_stream import Dataset
 from dali_stream.cache.indices import IndexCache
@@ -75,7 +76,7 @@ def rows(data: bytes, groups: RowGroups, wanted: list[int]) -> pa.Table:
     WRITTEN,
     st.data(),
 )
-@settings(deadline=None)
+@examples(100)
 def test_rows_are_those_that_pyarrow_reads(
     names: list[str], more: int, count: int, pairs: dict[str, str], written: dict[str, Any], data: st.DataObject
 ) -> None:
