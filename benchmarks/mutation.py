@@ -1,47 +1,65 @@
 """How many small changes of the core the tests notice. Each change, a mutant, is of one operator, number or decision.
 
     python -m pip install cosmic-ray
-    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--json]
+    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--report FILE] [--survivors] [--json]
 
 Takes a random sample of the mutants of each part of the package, out of a copy of it, and runs the fast tests of that part on
-each, one after the other, until one fails. A mutant whose tests take 3 times as long as without it counts as noticed. Type
-annotations, error messages and docstrings are not changed. The tests of a part are those of `PARTS`.
+each, one after the other, until one fails. A test that takes 5 times as long as without the mutant, and 20 seconds more, counts
+as failed. Type annotations, error messages and docstrings are not changed. The tests of a part are those of `PARTS`.
+
+Each run of the tests is a fork of this process, which has imported PyTorch, DALI and pytest, but nothing of the package. The
+runs share the datasets that the first one has written. The first run also records which functions each test calls. On a
+mutant, the tests run that call the changed function, the quickest first.
+
+`--report` is the JSON object of an earlier run: its other parts become parts of this one's. With `--survivors` the mutants that
+it lists as not noticed are tried again, and the others of these parts count as before. The seed, the number of mutants and the
+package must be the same, the tests may have changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import difflib
+import importlib
+import inspect
+import json
 import math
 import os
 import random
-import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import cosmic_ray.plugins
+import pytest
 from argument_types import count
 from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_and_test
-from cosmic_ray.testing import run_tests
-from cosmic_ray.work_item import MutationSpec, TestOutcome
-
-from dali_stream.tools import environment
+from cosmic_ray.mutating import use_mutation
+from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
-PARTS = {  # modules, and the test files that are run in this order
-    "order": (["order"], ["order", "mixture_order", "batches", "windows", "resume"]),
-    "schedule": (["schedule"], ["reads", "schedule", "plan", "bottleneck", "required_memory", "options"]),
-    "cache": (["cache"], ["reads", "frame_cache", "cache", "windows", "open_files", "loader"]),
-    "decode": (["decode"], ["clips", "images", "codecs", "decode_speed", "torchcodec_cuda", "bad_video", "routes"]),
-    "mp4": (["mp4"], ["index", "clips", "timestamps", "codecs"]),
-    "rows": (["lerobot/rows.py"], ["row_groups", "reread", "features", "bad_metadata", "windows"]),
+PARTS = {  # modules, and the test files
+    "order": (["order"], "order mixture_order batches windows resume selection augment"),
+    "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
+    "cache": (["cache"], "reads frame_cache cache windows open_files loader"),
+    "decode": (
+        ["decode"],
+        "clips codecs turns work capability decode_speed torchcodec_cuda bad_video routes images timestamps",
+    ),
+    "mp4": (["mp4"], "damage index parameter_sets clips timestamps codecs index_memory bad_video"),
+    "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
+# What takes longest to import. No import starts a thread that a fork would need.
+LIBRARIES = ("pyarrow.dataset", "torch", "torchcodec.decoders", "nvidia.dali.plugin.pytorch", "hypothesis", "accelerate")
+OUTPUT = Path("..", "output")  # what the tests print
 Place = tuple[int, int]  # line from 1, column from 0
 
 
@@ -50,48 +68,72 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--mutants", type=count, default=100, help="mutants of each part")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
+    parser.add_argument("--report", type=Path, help="JSON report of an earlier run, for the parts that are not measured now")
+    parser.add_argument("--survivors", action="store_true", help="try again only the mutants that --report lists")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"mutants": arguments.mutants, "seed": arguments.seed, "parts": {}}
+    if arguments.survivors and not arguments.report:
+        parser.error("--survivors needs --report")
+    parts: dict[str, Any] = json.loads(arguments.report.read_text())["parts"] if arguments.report else {}
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
+        copy = Path(folder, "copy")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         os.chdir(copy)
+        Path("..", "tests").mkdir()
         os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
+        os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # what one run has written is there for the next, see tests/conftest.py
+        os.environ["CALLS_IN"] = str(copy / "dali_stream")
+        sys.path.insert(0, str(copy))
+        # Python imports this module as it starts. So programs that a test starts record their calls too.
+        recorder = f"{inspect.getsource(record_calls)}\nimport os\nif 'CALLS_OF_TEST' in os.environ:\n    record_calls()\n"
+        Path("sitecustomize.py").write_text(recorder)
+        for library in LIBRARIES:
+            importlib.import_module(library)
         for name in arguments.only:
-            part = result["parts"][name] = measure(name, arguments.mutants, arguments.seed)
+            chosen, noticed = sample(PARTS[name][0], arguments.mutants, random.Random(arguments.seed)), 0
+            if arguments.survivors:
+                survivors = [{key: each[key] for key in identity(chosen[0])} for each in parts[name]["survivors"]]
+                chosen = [mutant for mutant in chosen if identity(mutant) in survivors]
+                if len(chosen) != len(survivors):
+                    raise SystemExit(f"The survivors of {name} are of another sample. Run without --survivors.")
+                noticed = parts[name]["noticed"]
+            part = parts[name] = {"seed": arguments.seed} | measure(name, chosen, noticed)
             low, high = part["noticed_95"]
             print(
                 f"{name}: {part['noticed']} of {part['tried']} noticed, {part['share']:.0%} (95 % interval {low:.0%} to "
                 f"{high:.0%})",
                 flush=True,
             )
-    if arguments.json:
-        print(environment.report_json(result | environment.ran_on("cpu")))
+        if arguments.json:
+            from dali_stream.tools import environment
+
+            report = {"parts": {name: parts[name] for name in PARTS if name in parts}} | environment.ran_on("cpu")
+            print(environment.report_json(report))
 
 
-def measure(name: str, size: int, seed: int) -> dict[str, Any]:
-    """Run the tests of a part on a sample of its mutants. The working directory is the copy."""
-    modules, tests = PARTS[name]
-    files = [f"tests/test_{test}.py" for test in tests]
-    command = shlex.join([sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", "not slow", *files])
-    began = time.monotonic()
-    outcome, output = run_tests(command, 3600)
-    if outcome is not TestOutcome.SURVIVED:
-        raise SystemExit(f"The tests of {name} fail without a mutant:\n{output}")
-    taken = time.monotonic() - began
-    survivors, tried = [], 0
-    for mutant in sample(modules, size, random.Random(seed)):
-        work = mutate_and_test([mutant], command, 3 * taken + 30)
-        if work.test_outcome is None:  # nothing to change in this place
-            continue
-        tried += 1
-        if work.test_outcome is TestOutcome.SURVIVED:
-            changed = [line for line in (work.diff or "").splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-            survivors.append({"module": str(mutant.module_path), "line": mutant.start_pos[0], "change": changed})
-            print(
-                f"{mutant.module_path}:{mutant.start_pos[0]} is not noticed: {' '.join(changed)}", file=sys.stderr, flush=True
-            )
+def measure(name: str, chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
+    """Run the tests of a part on mutants, and count these beside the `noticed` ones. The working directory is the copy."""
+    files = [f"tests/test_{test}.py" for test in PARTS[name][1].split()]
+    calls, began = Path("..", f"calls-{name}.json"), time.monotonic()
+    if not tests_pass(files, CallRecorder(calls)):
+        raise SystemExit(f"The tests of {name} fail without a mutant:\n{OUTPUT.read_text()}")
+    taken, tests = time.monotonic() - began, json.loads(calls.read_text())
+    survivors, tried = [], noticed
+    for number, mutant in enumerate(chosen):
+        print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
+        operator = cosmic_ray.plugins.get_operator(mutant.operator_name)()
+        with use_mutation(mutant.module_path, operator, mutant.occurrence) as (before, after):
+            if after is None:  # nothing to change in this place
+                continue
+            tried += 1
+            function = [str(mutant.module_path.resolve()), first_line(before, mutant.start_pos[0])]
+            callers = {test: s for test, (s, functions) in tests.items() if function in functions or not function[1]}
+            if callers and not tests_pass(sorted({test.partition("::")[0] for test in callers}), Callers(callers)):
+                continue
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
+        changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+        survivors.append(identity(mutant) | {"change": changed})
+        print(f"{mutant.module_path}:{mutant.start_pos[0]} is not noticed: {' '.join(changed)}", file=sys.stderr, flush=True)
     noticed = tried - len(survivors)
     return {
         "tests": files,
@@ -102,6 +144,106 @@ def measure(name: str, size: int, seed: int) -> dict[str, Any]:
         "noticed_95": interval(noticed, tried),
         "survivors": survivors,
     }
+
+
+class CallRecorder:
+    """Plugin of pytest: writes for each test how long it takes and which functions of the package it calls."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.tests: dict[str, Any] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        calls = self.path.with_suffix(".test")
+        calls.write_text("")
+        os.environ["CALLS_OF_TEST"] = str(calls)
+        record_calls()
+        began = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+            functions = {tuple(line.split("\t")) for line in calls.read_text().splitlines()}
+            self.tests[item.nodeid] = [time.monotonic() - began, [[path, int(line)] for path, line in functions]]
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text(json.dumps(self.tests))
+
+
+def record_calls() -> None:
+    """Write the functions that this process calls from now on to the file that the environment names."""
+    import os
+    import sys
+    import threading
+
+    path, package, seen = os.environ["CALLS_OF_TEST"], os.environ["CALLS_IN"], set()
+
+    def trace(frame, event, argument):  # type: ignore[no-untyped-def]
+        code = frame.f_code
+        if code.co_filename.startswith(package) and code not in seen:
+            seen.add(code)
+            with open(path, "a") as file:
+                file.write(f"{code.co_filename}\t{code.co_firstlineno}\n")
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+
+
+class Callers:
+    """Plugin of pytest: only these tests of {test: its seconds}, the quickest first. What hangs is killed."""
+
+    def __init__(self, tests: dict[str, float]) -> None:
+        self.tests = tests
+
+    def pytest_sessionstart(self) -> None:
+        signal.alarm(60)  # until the first test
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        signal.alarm(20 + math.ceil(5 * self.tests[nodeid]))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((item for item in items if item.nodeid in self.tests), key=lambda item: self.tests[item.nodeid])
+
+
+def tests_pass(files: list[str], plugin: object) -> bool:
+    """Run fast tests in a fork of this process, until one fails."""
+    if not (child := os.fork()):
+        os.setsid()
+        with OUTPUT.open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in a shell's background ignores
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of programs that the tests start
+        os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", "--basetemp=../tests/run", "-m", "not slow", *files], [plugin]))
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):  # what the tests have left running
+        os.killpg(child, signal.SIGKILL)
+    return status == 0
+
+
+def identity(mutant: MutationSpec) -> dict[str, Any]:
+    """Return what tells mutants of the same source apart."""
+    return {
+        "module": str(mutant.module_path),
+        "line": mutant.start_pos[0],
+        "operator": mutant.operator_name,
+        "occurrence": mutant.occurrence,
+    }
+
+
+def first_line(source: str, line: int) -> int:
+    """Return the first line of the innermost function around a line, with its decorators; 0 outside of all functions."""
+    first = 0
+    for node in ast.walk(ast.parse(source)):  # outer functions come before inner ones
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if begin <= line <= (node.end_lineno or 0):
+                first = begin
+    return first
 
 
 def sample(modules: list[str], size: int, random_numbers: random.Random) -> list[MutationSpec]:

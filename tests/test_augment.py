@@ -95,21 +95,20 @@ PINNED = [
 
 def test_a_position_gets_the_same_pixels_in_every_run(dataset: Dataset) -> None:
     arguments: dict[str, Any] = {"delta_timestamps": {TOP: [-0.05, 0.0]}}
-    whole = batches(dataset, **arguments)
-    plain = batches(dataset, None, **arguments)
-    assert all(a.keys() == b.keys() for a, b in zip(whole, plain, strict=True))  # the numbers themselves are not delivered
+    whole = batches(dataset, count=6, **arguments)
+    [plain] = batches(dataset, None, count=1, **arguments)
+    assert whole[0].keys() == plain.keys()  # the numbers themselves are not delivered
     assert not torch.equal(whole[0][SIDE], batches(dataset, count=1, seed=1, **arguments)[0][SIDE])
-    for again in (batches(dataset, num_threads=1, prefetch=1, **arguments), batches(dataset, batch_size=8, **arguments)):
-        assert all(equal(a, b) for a, b in zip(whole, again, strict=True))
+    again = batches(dataset, count=6, num_threads=1, prefetch=1, **arguments)
+    assert all(equal(a, b) for a, b in zip(whole, again, strict=True))
 
     with Loader(dataset, dali_graph=everything, batch_size=8, consumers=4, last_batch="partial", **arguments) as loader:
-        stream = iter(loader)
-        for _ in range(3):
-            next(stream)
+        for _ in itertools.islice(loader, 3):
+            pass
         state = loader.state_dict()
     with Loader(dataset, dali_graph=everything, batch_size=8, consumers=4, last_batch="partial", **arguments) as loader:
         loader.load_state_dict(state)
-        assert all(equal(a, b) for a, b in zip(whole[3:], loader, strict=True))
+        assert all(equal(a, b) for a, b in zip(whole[3:], itertools.islice(loader, 3), strict=True))
 
 
 def test_another_number_of_ranks_changes_no_pixel(dataset: Dataset) -> None:

@@ -40,6 +40,15 @@ def test_spans_follow_each_other_and_are_as_many_as_counted(batches: Batches, po
         assert batches.count(start) == len(found) - number
 
 
+@given(cuts)
+@examples(100)
+def test_each_batch_begins_where_its_span_does(batches: Batches) -> None:
+    begins = [start for start, _ in spans(batches, 0)]
+    assert [batches.begin(number) for number in range(len(begins) + 1)] == [*begins, batches.frames]
+    with pytest.raises(ValueError, match=f"batch must be at most {len(begins)}, the number of batches of an epoch, got"):
+        batches.begin(len(begins) + 1)
+
+
 @given(cuts, st.integers(0, 320))
 @examples(300)
 def test_ranks_get_equal_shares(batches: Batches, position: int) -> None:
@@ -81,3 +90,11 @@ def test_examples() -> None:
 def test_an_epoch_that_fits_is_cut_alike(last_batch: str) -> None:
     assert spans(Batches(24, 4, 2, last_batch)) == [(0, 8), (8, 16), (16, 24)]
     assert spans(Batches(24, 4, 2, last_batch), 24) == []
+
+
+def test_an_epoch_has_one_batch_or_more() -> None:
+    for last_batch in LAST_BATCH:
+        assert len(spans(Batches(8, 4, 2, last_batch).checked())) == 1
+    with pytest.raises(ValueError, match="batch_size=4 on 2 ranks needs 8 frames, and the selection has 7"):
+        Batches(7, 4, 2, "drop").checked()
+    assert len(spans(Batches(7, 4, 2, "pad").checked())) == 1

@@ -184,3 +184,12 @@ def test_the_drivers_version_is_that_of_the_kernel_module(line: str, tmp_path: P
 def test_without_a_kernel_module_the_drivers_cuda_version_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(capability, "cuda_version", lambda: (13, 0))
     assert capability.driver_version(tmp_path / "none") == "with CUDA 13.0"
+
+
+def test_frames_that_nvdec_is_too_small_for_are_refused() -> None:
+    caps = capability.Capability(True, "", 1, (80, 144), (2048, 4096), 8160)
+    assert [caps.refusal(*size) for size in ((80, 144), (1080, 1920), (1920, 1088), (2048, 1000))] == [""] * 4
+    for size in ((79, 144), (80, 143), (2049, 144), (80, 4097)):
+        assert caps.refusal(*size) == f"{size[0]}×{size[1]} is outside what NVDEC takes, 80×144 to 2048×4096"
+    assert caps.refusal(1081, 1921) == "1081×1921 has 8228 macroblocks and NVDEC takes up to 8160"
+    assert "has 8192 macroblocks" in caps.refusal(1024, 2048)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.slow import examples
 
 from dali_stream import Dataset, DecodeError
 from dali_stream.mp4.column import Lines, packed
@@ -28,6 +29,7 @@ VALUES = st.one_of(
 
 
 @given(VALUES, st.integers(0, 5000), st.data())
+@examples(200)
 def test_a_column_is_the_values_it_was_made_from(values: list[int], step: int, data: st.DataObject) -> None:
     expected = np.array(values, np.int64)
     column, n = packed(expected, step), len(expected)
@@ -47,6 +49,7 @@ def test_a_column_is_the_values_it_was_made_from(values: list[int], step: int, d
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=80), st.booleans(), st.data())
+@examples(200)
 def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, data: st.DataObject) -> None:
     values = np.cumsum([7] * 60 + [9] + [7] * 60 if even else steps)
     column = packed(values)
@@ -56,10 +59,13 @@ def test_a_rising_column_is_searched_as_an_array(steps: list[int], even: bool, d
         np.testing.assert_array_equal(np.searchsorted(column, wanted, side), np.searchsorted(values, wanted, side))
 
 
-def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool) -> VideoIndex:
-    """An index of a file: with or without B-frames, at a constant frame rate or not, with sound between its chunks or not."""
+def index_of(frames: int, *, b_frames: bool, steady: bool, gap: bool, most: int = 60_000) -> VideoIndex:
+    """An index of a file with packets of up to `most` bytes.
+
+    With or without B-frames, at a constant frame rate or not, with sound between its chunks or not.
+    """
     random, every = np.random.default_rng(0), np.arange(frames)
-    size = random.integers(500, 60_000, frames)
+    size = random.integers(500, most, frames)
     pts = every * 512 if steady else np.cumsum(random.integers(300, 700, frames))
     if b_frames:
         order = every.reshape(-1, 4)[:, [0, 3, 1, 2]].ravel()
@@ -82,11 +88,18 @@ def test_an_index_takes_a_few_bytes_a_frame(b_frames: bool, steady: bool, gap: b
     assert index.is_contiguous(20, 40) != gap
 
 
+def test_a_file_of_many_gigabytes_takes_no_more() -> None:
+    index = index_of(48_000, b_frames=False, steady=True, gap=False, most=6_000_000)
+    assert index.offset[len(index) - 1] > 1 << 36
+    assert index.nbytes / len(index) < 4.1
+
+
 @given(
     st.booleans(),
     st.booleans(),
     st.lists(st.floats(-10, 100) | st.sampled_from([float("nan"), float("inf"), -1e30]), max_size=50),
 )
+@examples(100)
 def test_the_nearest_frame_is_that_of_a_search_through_all(b_frames: bool, steady: bool, seconds: list[float]) -> None:
     index = index_of(2400, b_frames=b_frames, steady=steady, gap=False)
     times = np.array([*seconds, *(index.pts[:5] / 15360), *((index.pts[7:9] + 0.5) / 15360)])
@@ -130,3 +143,12 @@ def test_two_frames_at_the_same_time_are_refused(demo: Path, tmp_path: Path, pts
     (tmp_path / "video.mp4").write_bytes(head(track) + bytes(10 * n))
     with pytest.raises(DecodeError, match="two frames at the same time"):
         read_index(LocalStore(str(tmp_path)), "video.mp4")
+
+
+@pytest.mark.parametrize("pts", [[0, 1 << 33], [3 << 30, 0]])  # more than a duration holds, and than a shift
+def test_times_that_the_tables_of_an_mp4_cannot_hold_are_refused(pts: list[int]) -> None:
+    track = Track(
+        15360, bytes(44), (bytes(86),), np.full(2, 10), np.array(pts), np.ones(2, np.bool_), np.zeros(2, np.int64), 512
+    )
+    with pytest.raises(DecodeError, match="its times cannot be written"):
+        head(track)

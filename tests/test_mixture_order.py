@@ -228,6 +228,7 @@ def test_a_temperature_gives_powers_of_the_frames() -> None:
         ({"repeats": [0, 1]}, "repeats of dataset 'pick' is 0"),
         ({"repeats": [1, -1]}, "repeats of dataset 'fold' is -1"),
         ({"repeats": [1e14, 1]}, "An epoch of the mixture has .* samples; at most"),
+        ({"frames": [1 << 30, (1 << 30) + 1]}, "has 2147483649 samples; at most 2147483648 are possible"),
         ({"temperature": 0}, "temperature is 0; it is a finite number above 0"),
         ({"temperature": -2}, "temperature is -2"),
         ({"temperature": float("nan")}, "temperature is nan"),

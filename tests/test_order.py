@@ -23,7 +23,8 @@ from support.slow import examples, slow
 import dali_stream
 from dali_stream import Order
 from dali_stream.order import default_pools
-from dali_stream.order.pool import EpisodePool
+from dali_stream.order.pool import EpisodePool, Run
+from dali_stream.order.state import OrderArguments
 
 ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
@@ -137,6 +138,16 @@ def test_long_runs_are_drawn_in_parts() -> None:
             assert sum(drawn) <= 2048 + consumers * 1.5 * 8 * pool * 7  # it is of whole blocks of 2048 samples
     for start in range(20_900, 0, -311):  # one object, backwards
         assert read(order, start, 5, 1, 3) == whole[start + (1 - start) % 3 :: 3][:5]
+
+
+def test_a_run_is_read_from_any_draw() -> None:
+    ends = np.arange(7, 7 * 301, 7)
+    whole = Run(ends, 100, 2000, (1,), pool=2, consumer=1, consumers=2).draw(0, 1900)
+    assert sorted(whole) == list(range(100, 2000))
+    run, random = Run(ends, 100, 2000, (1,), pool=2, consumer=1, consumers=2), np.random.default_rng(0)
+    for first in random.integers(0, 1900, 300).tolist():  # also back within a part, which has about 112 draws
+        for begin in (first, max(first - 20, 0)):
+            assert run.draw(begin, min(10, 1900 - begin)) == whole[begin : begin + 10]
 
 
 def test_arrays_and_numpy_integers_are_taken() -> None:
@@ -385,7 +396,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
     ("arguments", "message"),
     [
         ({"start": -1}, "start is -1"),
-        ({"count": -2}, "count is -2"),
+        ({"count": -1}, "count is -1"),
         ({"rank": -1}, "rank is -1"),
         ({"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2; a rank is at least 0 and below world_size"),
         ({"world_size": 0}, "world_size is 0"),
@@ -400,8 +411,11 @@ def test_bad_reads_are_refused(arguments: dict[str, int], message: str) -> None:
 def test_a_world_size_that_does_not_divide_the_consumers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"world_size is 5.*consumers=12; allowed .* are 1, 2, 3, 4, 6, 12\."):
         Order([30], consumers=12).read(0, 1, rank=0, world_size=5)
+    with pytest.raises(ValueError, match=r"world_size is 5.*consumers=12"):
+        OrderArguments(True, 0, 12, 4).checked(0, 5)
     for shuffle in ("global", False):  # these have no consumers, so any number of ranks will do
         assert len(read(Order([30], shuffle, consumers=12), rank=1, world_size=5)) == 6
+        assert OrderArguments(shuffle, np.int64(3), 12, 4).checked(0, 5) == (shuffle, 3, 12, 4)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------- scale

@@ -18,7 +18,7 @@ from support.tools import table_of
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box
-from dali_stream.mp4.format import VideoFormat, describe
+from dali_stream.mp4.format import VideoFormat, codec_of, describe
 from dali_stream.mp4.parameter_sets import h264_sequences, hevc_sequences
 from dali_stream.mp4.sequence_header import av1_sequences
 
@@ -162,6 +162,14 @@ def test_av1_that_declares_other_lines_than_it_codes(tmp_path: Path) -> None:
     assert video.header_error == "its bitstream has frames of 120×160, and its sample description says 128×160"
 
 
+def test_the_level_of_av1_has_no_tier_up_to_number_7(tmp_path: Path) -> None:
+    _, body = parts(data.encode(data.draw((2,)), tmp_path / "a.mp4", data.av1(2)))
+    at = 4 + 2 + 3  # after av1C's own bytes and the header of the OBU: 24 bits in front of the level
+    highest = body[:at] + bytes([7 << 3 | body[at] & 7]) + body[at + 1 :]
+    assert highest != body
+    assert av1_sequences(highest) == av1_sequences(body)
+
+
 def entry(codec: bytes, *boxes: bytes) -> bytes:
     """A sample description of 160×128."""
     return box(codec, bytes(24), struct.pack(">HH", 160, 128), bytes(50), *boxes)
@@ -172,6 +180,13 @@ def parts(path: Path) -> tuple[bytes, bytes]:
     stsd = data.box(data.boxes(path.read_bytes()), *data.STBL, b"stsd")[1]
     kind, body = data.boxes(stsd[8 + 86 :])[0]
     return kind, body
+
+
+@pytest.mark.parametrize(
+    ("number", "codec"), [(0x20, "mpeg4"), (0x6C, "mjpeg"), (0x6D, "png"), (0xB1, "vp9"), (0x61, "mp4v-61")]
+)
+def test_an_entry_of_mpeg_4_names_its_codec_by_a_number(number: int, codec: str) -> None:
+    assert codec_of(entry(b"mp4v", box(b"esds", bytes(4), b"\x04\x0d", bytes([number]), b"\x11"))) == codec
 
 
 @pytest.mark.parametrize(

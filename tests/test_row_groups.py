@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.datasets import Column, build
+from support.slow import examples
 
 from dali_stream import Dataset
 from dali_stream.cache.indices import IndexCache
@@ -75,7 +76,7 @@ def rows(data: bytes, groups: RowGroups, wanted: list[int]) -> pa.Table:
     WRITTEN,
     st.data(),
 )
-@settings(deadline=None)
+@examples(100)
 def test_rows_are_those_that_pyarrow_reads(
     names: list[str], more: int, count: int, pairs: dict[str, str], written: dict[str, Any], data: st.DataObject
 ) -> None:
@@ -139,31 +140,51 @@ def shared_group(tmp_path: Path) -> Path:
     return build(tmp_path / "set", [5, 7, 3, 9], {"action": action}, rows_per_group=24)
 
 
+@pytest.fixture
+def many_groups(tmp_path: Path) -> Path:
+    """A dataset of 40 episodes of 5 rows, four to a row group."""
+    return build(tmp_path / "set", [5] * 40, {"action": Column("float32", [2], np.zeros((200, 2)))}, rows_per_group=20)
+
+
 class CountingStore(LocalStore):
-    """A store that counts the bytes that are read of data files."""
+    """A store that counts the bytes that are read of data files, and lists the files whose footers are read."""
 
     rows_read = 0
 
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self.footers: list[str] = []
+
     def read(self, path: str, start: int, stop: int) -> bytes:
         data = super().read(path, start, stop)
-        self.rows_read += len(data) * path.startswith("data/")
+        if path.startswith("data/"):
+            self.rows_read += len(data)
+            self.footers += [path] if data.endswith(b"PAR1") else []
         return data
 
 
 def test_a_row_group_is_decoded_once_for_all_of_its_episodes(shared_group: Path) -> None:
-    dataset, store = Dataset(shared_group), CountingStore(str(shared_group))
+    dataset, store = Dataset(shared_group), CountingStore(shared_group)
     reader = RowReader(dataset, store)
     first = reader.read(2)
     once = store.rows_read
     rows = [reader.read(episode)[episode] for episode in range(4)]
     assert store.rows_read == once
     assert [*first] == [0, 1, 2, 3]  # the others come along with the first read
+    assert [*reader.read(1)] == [1]
     assert np.concatenate([each["index"] for each in rows]).tolist() == list(range(24))
     assert np.concatenate([each["action"] for each in rows]).ravel().tolist() == list(range(48))
 
 
+def test_the_bytes_of_a_row_group_are_counted_once(shared_group: Path) -> None:
+    store = CountingStore(shared_group)
+    reader = RowReader(Dataset(shared_group), store)
+    assert 0 < reader.read(0).release(0).take_bytes() <= store.rows_read
+    assert reader.read(1).release(1).take_bytes() == 0
+
+
 def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None:
-    dataset, store = Dataset(shared_group), CountingStore(str(shared_group))
+    dataset, store = Dataset(shared_group), CountingStore(shared_group)
     memory = RowMemory(at_once=100, kept=100)
     reader = RowReader(dataset, store, memory)
     reader.read(0)
@@ -182,7 +203,7 @@ def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None
 
 
 def test_the_row_group_that_was_read_last_is_kept(shared_group: Path) -> None:
-    store = CountingStore(str(shared_group))
+    store = CountingStore(shared_group)
     reader = RowReader(Dataset(shared_group), store, RowMemory(kept=100))
     reader.read(0)
     once = store.rows_read
@@ -190,15 +211,69 @@ def test_the_row_group_that_was_read_last_is_kept(shared_group: Path) -> None:
     assert store.rows_read == once
 
 
-def test_kept_row_groups_stay_within_their_bytes(tmp_path: Path) -> None:
-    action = Column("float32", [2], np.zeros((200, 2)))
-    root = build(tmp_path / "set", [5] * 40, {"action": action}, rows_per_group=20)  # four episodes each
-    reader = RowReader(Dataset(root), memory=(memory := RowMemory(kept=5000)))
+def test_kept_row_groups_stay_within_their_bytes(many_groups: Path) -> None:
+    reader = RowReader(Dataset(many_groups), memory=(memory := RowMemory(kept=5000)))
     sizes = []
     for episode in range(40):
         assert reader.read(episode)[episode]["index"][0] == 5 * episode
         sizes.append(memory.nbytes)
     assert 1000 < max(sizes) <= 5000
+
+
+def test_the_row_groups_that_were_used_last_are_kept(many_groups: Path) -> None:
+    store = CountingStore(many_groups)
+    reader = RowReader(Dataset(many_groups), store, memory := RowMemory(kept=100))
+
+    def is_read(episode: int) -> bool:
+        before = store.rows_read
+        reader.read(episode)
+        return store.rows_read > before
+
+    assert is_read(0)
+    one = memory.nbytes
+    assert is_read(4)
+    assert memory.nbytes == one  # the last one, although it is larger than what may be kept
+    reader = RowReader(Dataset(many_groups), store, RowMemory(kept=2 * one))
+    assert [is_read(episode) for episode in (0, 4, 1, 8)] == [True, True, False, True]
+    assert [is_read(episode) for episode in (2, 9, 4)] == [False, False, True]
+
+
+class Sized:
+    """Stands for decoded row groups of this many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.lengths, self.nbytes = {0: 1, 1: 1}, nbytes
+
+
+def test_by_default_128_mb_of_decoded_row_groups_are_kept() -> None:
+    memory, sizes = RowMemory(), []
+    for number in range(4):
+        memory.put((number,), Sized(32 << 20 if number else 64 << 20))  # type: ignore[arg-type]
+        sizes.append(memory.nbytes >> 20)
+    assert sizes == [64, 96, 128, 96]
+
+
+def test_footers_of_the_files_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dataset with a file for each episode."""
+    monkeypatch.setattr(RowReader, "FILES", 2)
+    root = build(tmp_path / "set", [3] * 4, {"action": Column("float32", [2], np.zeros((12, 2)))}, version="v2.1")
+    store = CountingStore(root)
+    reader = RowReader(Dataset(root), store)
+    for episode in (0, 1, 0, 2, 0, 1):
+        assert reader.read(episode)[episode]["index"].tolist() == list(range(3 * episode, 3 * episode + 3))
+    assert [int(path[-9:-8]) for path in store.footers] == [0, 1, 2, 1]
+
+
+def test_kept_row_groups_make_room_for_those_that_are_read(many_groups: Path) -> None:
+    reader = RowReader(Dataset(many_groups), memory=(memory := RowMemory(at_once=8000, kept=5000)))
+    for episode in range(40):
+        reader.read(episode)
+    assert memory.nbytes > 2000
+    for size, left in (3000, 5000), (6000, 2000), (9000, 0):
+        with memory.turn(size):
+            assert memory.nbytes <= left
+    reader.read(0)
+    assert memory.nbytes > 0
 
 
 def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path) -> None:
