@@ -44,7 +44,7 @@ def recorded(arguments):
     ChunkPolicy.forward = forward
     whole(arguments)
 
-# A node whose raylet is gone is known to be dead after 1.5 s, and not after 20.
+# A node whose raylet is gone is known to be dead after 1.5 s, and not after 20. Until then Ray tries to have two workers.
 settings = {{"health_check_initial_delay_ms": 0, "health_check_period_ms": 300}}
 cluster = Cluster(True, head_node_args={{"num_cpus": 1, "include_dashboard": False, "_system_config": settings}})
 cluster.add_node(num_cpus=1)
@@ -67,8 +67,8 @@ def test_a_run_continues_when_a_node_dies(demo: Path, tmp_path: Path) -> None:
     options = ["--workers", 1, 2, "--batch-size", BATCH, "--max-steps", steps, "--save-every", SAVE_EVERY]
     options += ["--max-failures", 1, "--image-size", 32, 32, "--chunk", 8, "--device", "cpu"]
     command = [sys.executable, program, notes, demo, "--out", tmp_path / "run", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
-    environment["PYTHONPATH"] = str(PIPELINES)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PIPELINES)}
+    environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3"}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second, alone = (json.loads((notes / name).read_text()) for name in ("2-0.json", "2-1.json", "1-0.json"))
