@@ -28,7 +28,7 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 def train(arguments: dict[str, Any]) -> None:
-    """What each worker does, from the start or from the last checkpoint on. Ray has initialized torch.distributed."""
+    """Train in a worker, from the start or from the last checkpoint. Ray has initialized torch.distributed."""
     rank, ranks = ray_train.get_context().get_world_rank(), ray_train.get_context().get_world_size()
     if arguments["batch_size"] % ranks:
         raise ValueError(f"--batch-size must be a multiple of the {ranks} workers, got {arguments['batch_size']}")
@@ -64,7 +64,7 @@ def train(arguments: dict[str, Any]) -> None:
 
 
 def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
-    """Reports the step, with a checkpoint of the parts of rank 0. Ray waits for all workers here."""
+    """Report the step, with a checkpoint of the parts on rank 0. Ray waits for all workers in it."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if parts is not None:
@@ -75,12 +75,12 @@ def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains. Where the program itself is killed, Ray finds its last checkpoint in --out when it is started with --resume."""
+    """Train. If the program itself is killed, start it with --resume, and Ray finds the last checkpoint in --out."""
     parser = argparse.ArgumentParser(description="Behaviour cloning under Ray Train")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, the same for all nodes")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
-    workers = "least and most workers; the run has as many as the cluster has room for, and each has a GPU if there is one"
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if it has one")
+    workers = "least and most workers; the run takes as many as the cluster has room for, with a GPU each if it has any"
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 8), metavar=("LEAST", "MOST"), help=workers)
     parser.add_argument("--max-failures", type=int, default=3, help="failures of workers after which the run ends")
     parser.add_argument("--max-steps", type=int, default=1000)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     arguments = parser.parse_args(join_sizes(argv))
     if arguments.out.exists() and not arguments.resume:
-        parser.error(f"{arguments.out} is there already; continue from it with --resume, or name another --out")
+        parser.error(f"{arguments.out} exists already; continue from it with --resume, or name another --out")
     if not ray.is_initialized():
         ray.init()
     gpu = arguments.device == "auto" and "GPU" in ray.cluster_resources()

@@ -25,7 +25,7 @@ LOADER = "loader.json"  # in each checkpoint
 
 
 class Cloning(Trainer):
-    """The Trainer, whose batches come from a Loader."""
+    """A Trainer that takes its batches from a Loader."""
 
     loader: dali_stream.Loader
 
@@ -37,18 +37,18 @@ class Cloning(Trainer):
 
 
 class SaveLoader(TrainerCallback):
-    """Saves the state of the Loader in every checkpoint."""
+    """Save the state of the Loader in every checkpoint."""
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **others: Any) -> None:
         others["train_dataloader"].save(Path(args.output_dir, f"checkpoint-{state.global_step}", LOADER))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains."""
+    """Train."""
     parser = argparse.ArgumentParser(description="Behaviour cloning under the Trainer of transformers")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if it has one")
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(join_sizes(argv))
     checkpoint = get_last_checkpoint(arguments.out) if arguments.out.exists() else None
     if checkpoint and not arguments.resume:
-        parser.error(f"{checkpoint} is there already; continue from it with --resume, or name another --out")
+        parser.error(f"{checkpoint} exists already; continue from it with --resume, or name another --out")
     settings = TrainingArguments(
         str(arguments.out),
         max_steps=arguments.max_steps,

@@ -52,7 +52,7 @@ accelerator.end_training()
 
 
 def launch(processes: int, root: Path, out: Path, last_batch: str = "drop", steps: int | str = "all") -> list[dict[str, Any]]:
-    """What each rank has seen. Fails where a rank did not start, failed, or hung."""
+    """Return the batches of each rank. Fail if a rank did not start, failed, or hung."""
     out.mkdir(exist_ok=True)
     program = out / "program.py"
     program.write_text(PROGRAM)
@@ -73,7 +73,7 @@ def launch(processes: int, root: Path, out: Path, last_batch: str = "drop", step
 
 @pytest.fixture(scope="module")
 def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What each rank has seen in a run that two processes begin, one continues and four end, with checkpoints in between."""
+    """The batches of each rank in a run that two processes begin, one continues and four end, with checkpoints in between."""
     out = tmp_path_factory.mktemp("run")
     return [launch(2, demo, out, steps=5), launch(1, demo, out, steps=5), launch(4, demo, out, last_batch="partial")]
 

@@ -37,7 +37,7 @@ def recorded(arguments):
         trained.append(batch["index"].tolist())
         (notes / f"{{ranks}}-{{rank}}.json").write_text(json.dumps(trained))
         if len(trained) == {DIES_AT} and ray.get_runtime_context().get_node_id() != node:
-            os.kill(os.getppid(), signal.SIGKILL)  # raylet, the program that stands for the node
+            os.kill(os.getppid(), signal.SIGKILL)  # raylet, the process of the node
             os.kill(os.getpid(), signal.SIGKILL)
         return loss(self, batch)
 

@@ -21,7 +21,7 @@ from dali_stream import Dataset
 pytestmark = pytest.mark.slow
 BATCH, STEPS = 16, 5  # samples of a global batch, and batches before the checkpoint
 
-# Without a launcher, it is each of as many ranks as it is told, after it has imported everything once.
+# Without a launcher, it forks the ranks itself, so that everything is imported once.
 PROGRAM = f"""
 import json, multiprocessing, os, sys
 from pathlib import Path
@@ -86,7 +86,7 @@ def run(*commands: list[object]) -> None:
 
 
 def found(out: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank has written."""
+    """Read the results of all ranks."""
     results = [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert all(each["stateful"] and each["ranks"] == ranks for each in results)
     return results
