@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lr_scheduler_type="constant",
         use_cpu=arguments.device == "cpu",
         ignore_data_skip=True,  # the Loader continues by itself
+        ddp_find_unused_parameters=False,
         report_to="none",
     )
     if arguments.batch_size % settings.world_size:

@@ -67,7 +67,13 @@ def test_a_run_continues_when_a_node_dies(demo: Path, tmp_path: Path) -> None:
     options = ["--workers", 1, 2, "--batch-size", BATCH, "--max-steps", steps, "--save-every", SAVE_EVERY]
     options += ["--max-failures", 1, "--image-size", 32, 32, "--chunk", 8, "--device", "cpu"]
     command = [sys.executable, program, notes, demo, "--out", tmp_path / "run", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PIPELINES)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(PIPELINES),
+        "RAY_AUTH_MODE": "disabled",
+    }
     environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3"}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
