@@ -67,19 +67,14 @@ def test_a_run_continues_when_a_node_dies(demo: Path, tmp_path: Path) -> None:
     options = ["--workers", 1, 2, "--batch-size", BATCH, "--max-steps", steps, "--save-every", SAVE_EVERY]
     options += ["--max-failures", 1, "--image-size", 32, 32, "--chunk", 8, "--device", "cpu"]
     command = [sys.executable, program, notes, demo, "--out", tmp_path / "run", *options]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(PIPELINES),
-        "RAY_AUTH_MODE": "disabled",
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PIPELINES)}
     environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3"}
+    environment |= {"RAY_AUTH_MODE": "disabled"}  # else it writes a token to the home folder
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second, alone = (json.loads((notes / name).read_text()) for name in ("2-0.json", "2-1.json", "1-0.json"))
     assert max(len(first), len(second)) == DIES_AT
-    saved = DIES_AT // SAVE_EVERY * SAVE_EVERY  # what came after the checkpoint is trained on again
+    saved = steps - len(alone)  # steps before the checkpoint; those after it are repeated
+    assert saved in (SAVE_EVERY, 2 * SAVE_EVERY)  # Ray may not have seen the last checkpoint when the worker died
     trained = [index for batches in (first[:saved], second[:saved], alone) for batch in batches for index in batch]
     assert len(set(trained)) == len(trained) == steps * BATCH
-    assert len(alone) == steps - saved
