@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, the same for all nodes")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if it has one")
-    workers = "least and most workers; the run takes as many as the cluster has room for, with a GPU each if it has any"
+    workers = "least and most workers; the run takes as many as the cluster has room for"
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 8), metavar=("LEAST", "MOST"), help=workers)
     parser.add_argument("--max-failures", type=int, default=3, help="failures of workers after which the run ends")
     parser.add_argument("--max-steps", type=int, default=1000)
@@ -88,13 +88,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=48, help="samples of a step, of all workers together")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
     parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if the cluster has GPUs")
     arguments = parser.parse_args(join_sizes(argv))
     if arguments.out.exists() and not arguments.resume:
         parser.error(f"{arguments.out} exists already; continue from it with --resume, or name another --out")
     if not ray.is_initialized():
         ray.init()
-    gpu = arguments.device == "auto" and "GPU" in ray.cluster_resources()
+    gpu = arguments.device == "cuda" or (arguments.device == "auto" and "GPU" in ray.cluster_resources())
     if Path(arguments.uri).exists():
         arguments.uri = str(Path(arguments.uri).resolve())  # workers have a working directory of their own
     names = ("uri", "max_steps", "save_every", "batch_size", "chunk", "image_size")

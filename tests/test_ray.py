@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -57,6 +58,15 @@ finally:
     ray.shutdown()
     cluster.shutdown()
 """
+
+
+def test_a_run_that_exists_is_continued_only_with_resume(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(PIPELINES))
+    with pytest.raises(SystemExit):
+        importlib.import_module("ray_train").main([str(demo), "--out", str(tmp_path)])
+    assert "continue from it with --resume" in capsys.readouterr().err
 
 
 def test_a_run_continues_when_a_node_dies(demo: Path, tmp_path: Path) -> None:
