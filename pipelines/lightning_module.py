@@ -22,7 +22,7 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 class Epochs(dali_stream.Loader):
-    """The Loader. A Trainer that resumes at the end of its epoch first asks for the rest of that epoch, which is empty."""
+    """The Loader. With max_steps, a Trainer that resumes from the end of an epoch first asks for its rest, which is empty."""
 
     trainer: Any
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Behaviour cloning under PyTorch Lightning")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of last.ckpt and of logs")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, if it has one")
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", default="auto", help="how many GPUs; with --device cpu, how many processes")
     arguments = parser.parse_args(join_sizes(argv))
     if (file := arguments.out / "last.ckpt").exists() and not arguments.resume:
-        parser.error(f"{file} is there already; continue from it with --resume, or name another --out")
+        parser.error(f"{file} exists already; continue from it with --resume, or name another --out")
     saves = [ModelCheckpoint(arguments.out, "last", every_n_train_steps=n, enable_version_counter=False) for n in (500, None)]
     where: dict[str, Any] = {"default_root_dir": arguments.out, "accelerator": arguments.device, "devices": arguments.devices}
     trainer = Trainer(max_steps=arguments.max_steps, callbacks=[*saves], **where)

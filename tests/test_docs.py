@@ -128,7 +128,7 @@ def test_arguments_of_public_classes_exist() -> None:
 def with_python() -> list[Any]:
     """The pages with blocks of Python. That of the functions calls the doctor, who starts processes that import everything."""
     names = [str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text()]
-    return [slow(name) if name == "docs/api/tools.md" else name for name in names]
+    return [slow(name) if name in ("docs/api/tools.md", "docs/trainers/lightning.md") else name for name in names]
 
 
 @pytest.mark.parametrize("page", with_python())
@@ -141,6 +141,12 @@ def test_python_code_runs(page: str, demo: Path, tmp_path: Path, monkeypatch: py
     with Server(demo) as server:
         for _, text in code("python", [ROOT / page]):
             exec(compile(text.replace("s3://bucket/dataset", server.url), page, "exec"), namespace)
+
+
+def test_a_page_of_a_trainer_is_short() -> None:
+    pages = [path for path in PAGES if path.parent.name == "trainers"]
+    assert pages
+    assert [path.name for path in pages if len(path.read_text().split()) > 300] == []
 
 
 def test_every_public_name_has_a_page() -> None:

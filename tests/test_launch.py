@@ -25,40 +25,41 @@ import dali_stream
 
 accelerator = Accelerator(cpu=True)
 root, out, last_batch, steps = sys.argv[1:]
-with dali_stream.Loader(dali_stream.Dataset(root, cameras=[]), batch_size=8, consumers=8, device="cpu", num_threads=1,
-                        last_batch=last_batch) as loader:
-    loader = accelerator.prepare(loader)
-    state = Path(out, "state.json")
-    if state.exists():
-        loader.load_state_dict(json.loads(state.read_text()))
+with dali_stream.Loader(dali_stream.Dataset(root, cameras=[]), batch_size=16 // accelerator.num_processes, consumers=8,
+                        device="cpu", num_threads=1, last_batch=last_batch) as loader:
+    assert accelerator.prepare(loader) is loader
+    accelerator.register_for_checkpointing(loader)
+    checkpoint = Path(out, "checkpoint")
+    if checkpoint.exists():
+        accelerator.load_state(checkpoint)
     epochs = []
     for epoch in range(2):
         epochs.append([])
         for batch in loader:
             accelerator.wait_for_everyone()  # as the gradients of a step do: a rank with another number of batches hangs
             epochs[-1].append(batch["index"].tolist())
-            if steps != "all" and epoch == 0 and len(epochs[0]) == int(steps):
+            if steps != "all" and len(epochs[0]) == int(steps):
                 break
         if steps != "all":
             break
-    saved = loader.state_dict()
-    if accelerator.is_main_process and steps != "all":
-        state.write_text(json.dumps(saved))
+    if steps != "all":
+        accelerator.save_state(checkpoint)
     result = {"rank": accelerator.process_index, "ranks": accelerator.num_processes, "length": len(loader), "epochs": epochs}
-    Path(out, f"{accelerator.process_index}.json").write_text(json.dumps(result | {"state": saved}))
+    Path(out, f"{accelerator.process_index}.json").write_text(json.dumps(result | {"state": loader.state_dict()}))
 accelerator.wait_for_everyone()
 accelerator.end_training()
 """
 
 
 def launch(processes: int, root: Path, out: Path, last_batch: str = "drop", steps: int | str = "all") -> list[dict[str, Any]]:
-    """What each rank has seen. Fails where a rank did not start, failed, or hung."""
+    """Return the batches of each rank. Fail if a rank did not start, failed, or hung."""
     out.mkdir(exist_ok=True)
     program = out / "program.py"
     program.write_text(PROGRAM)
     # --multi_gpu is Accelerate's name for processes under torch.distributed; the program asks for the CPU, and so for gloo.
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", processes]
-    command += ["--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]
+    several = ["--multi_gpu", "--main_process_port", 0] if processes > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_processes", processes]
+    command += ["--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*map(str, command), str(program), str(root), str(out), last_batch, str(steps)],
@@ -70,28 +71,29 @@ def launch(processes: int, root: Path, out: Path, last_batch: str = "drop", step
     return found
 
 
+@pytest.fixture(scope="module")
+def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """The batches of each rank in a run that two processes begin, one continues and four end, with checkpoints in between."""
+    out = tmp_path_factory.mktemp("run")
+    return [launch(2, demo, out, steps=5), launch(1, demo, out, steps=5), launch(4, demo, out, last_batch="partial")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_ranks_share_every_epoch_and_end_it_together(processes: int, demo: Path, tmp_path: Path) -> None:
-    frames = Dataset(demo).num_frames
-    found = launch(processes, demo, tmp_path, last_batch="partial")
-    for epoch in range(2):
-        seen = [index for each in found for batch in each["epochs"][epoch] for index in batch]
-        assert sorted(seen) == list(range(frames))  # disjoint, and all of it
-        assert {len(each["epochs"][epoch]) for each in found} == {found[0]["length"]}
-    assert found[0]["epochs"][0] != found[0]["epochs"][1]
+def test_ranks_share_every_epoch_and_end_it_together(runs: list[list[dict[str, Any]]], demo: Path) -> None:
+    found, frames = runs[-1], Dataset(demo).num_frames
+    seen = [index for each in found for batch in each["epochs"][1] for index in batch]
+    assert sorted(seen) == list(range(frames))  # disjoint, and all of it
+    assert {len(each["epochs"][1]) for each in found} == {found[0]["length"]}
+    assert {len(each["epochs"][0]) for each in found} == {found[0]["length"] - 10}
     assert all(each["state"] == found[0]["state"] for each in found)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(demo: Path, tmp_path: Path) -> None:
-    """Two processes, cut short; then four: together one epoch, and the global batches of an uninterrupted run."""
-    cut = launch(2, demo, tmp_path / "run", steps=5)
-    after = launch(4, demo, tmp_path / "run", last_batch="partial")
-    seen = [index for each in cut for batch in each["epochs"][0] for index in batch]
-    rest = [index for each in after for batch in each["epochs"][0] for index in batch]
-    assert len(seen) == 5 * 8 * 2
-    assert sorted(seen + rest) == list(range(Dataset(demo).num_frames))
+def test_a_run_goes_on_with_another_number_of_processes(runs: list[list[dict[str, Any]]], demo: Path) -> None:
+    """Through Accelerate's own checkpoints. Together the three parts are one epoch, and each frame comes exactly once."""
+    parts = [[index for each in found for batch in each["epochs"][0] for index in batch] for found in runs]
+    assert [len(part) for part in parts[:2]] == [5 * 16, 5 * 16]
+    assert sorted(index for part in parts for index in part) == list(range(Dataset(demo).num_frames))
 
 
 @pytest.fixture

@@ -595,25 +595,39 @@ def test_a_dataset_or_a_loader_in_a_dataloader_is_an_error_with_advice(
 # ------------------------------------------------------------------------------------------- torchdata's StatefulDataLoader
 
 
+def stateful(sampler: FrameSampler, workers: int = 0) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    return module.StatefulDataLoader(Frames(), batch_size=4, sampler=sampler, num_workers=workers)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("done", [0, 3, 12])
 def test_a_stateful_data_loader_resumes_after_what_it_delivered(done: int, workers: int) -> None:
     """Its workers take indices ahead; its state is that of the batch it delivered, also on other ranks."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader(sampler: FrameSampler) -> Any:
-        return stateful.StatefulDataLoader(Frames(), batch_size=4, sampler=sampler, num_workers=workers)
-
     expected = epoch_order()
-    running = loader(make())
+    running = stateful(make(), workers)
     batches = iter(running)
     first = [i for batch in islice(batches, done) for i in batch.tolist()]
     state = json.loads(json.dumps(running.state_dict()))
     assert first == expected[: 4 * done]
-    resumed = loader(make())
+    resumed = stateful(make(), workers)
     resumed.load_state_dict(state)
     assert [i for batch in resumed for i in batch.tolist()] == expected[4 * done :]
     assert [i for batch in resumed for i in batch.tolist()] == epoch_order(1)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_stateful_data_loader_of_two_ranks_resumes_on_others(world: int) -> None:
+    """Each frame comes exactly once, but for the last ones, which are fewer than the ranks."""
+    running = [stateful(make(rank=rank, world=2)) for rank in range(2)]
+    batches = [iter(loader) for loader in running]
+    seen = [i for each in batches for batch in islice(each, 3) for i in batch.tolist()]
+    resumed = [stateful(make(rank=rank, world=world)) for rank in range(world)]
+    for loader in resumed:
+        loader.load_state_dict(running[0].state_dict())
+        seen += [i for batch in loader for i in batch.tolist()]
+    expected, left = epoch_order(), sum(LENGTHS) - 2 * 3 * 4
+    assert sorted(seen) == sorted(expected[: len(expected) - left % world])
 
 
 def test_state_without_arguments_is_behind_the_last_index() -> None:

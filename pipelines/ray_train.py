@@ -1,0 +1,115 @@
+"""Behaviour cloning under Ray Train (pip install 'ray[train]'): when a worker dies, the run continues on those that are left.
+
+python pipelines/ray_train.py URI --out DIR [--resume] [--workers 1 8] [--max-steps 1000] [--batch-size 48] ...
+
+Run it on a machine of the Ray cluster, which RAY_ADDRESS may name. Without a cluster, it starts one on this machine. All nodes
+need this folder, the dataset and DIR at the same paths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from action_chunks import augmented
+from ray import train as ray_train
+from ray.train.torch import TorchTrainer, get_device, prepare_model
+from training.policy import ACTION, STATE, ChunkPolicy
+
+import dali_stream
+from dali_stream.frame_size import frame_size, join_sizes
+
+
+def train(arguments: dict[str, Any]) -> None:
+    """Train in a worker, from the start or from the last checkpoint. Ray has initialized torch.distributed."""
+    rank, ranks = ray_train.get_context().get_world_rank(), ray_train.get_context().get_world_size()
+    if arguments["batch_size"] % ranks:
+        raise ValueError(f"--batch-size must be a multiple of the {ranks} workers, got {arguments['batch_size']}")
+    dataset, device = dali_stream.Dataset(arguments["uri"]), get_device()
+    state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
+    torch.manual_seed(0)
+    policy = ChunkPolicy(dataset.cameras, state, action, arguments["chunk"], max(dataset.tasks, default=0) + 1).to(device)
+    model, optimizer, step = prepare_model(policy), torch.optim.AdamW(policy.parameters(), 3e-4), 0
+    with dali_stream.Loader(  # its rank is torch.distributed's
+        dataset,
+        batch_size=arguments["batch_size"] // ranks,
+        delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments["chunk"])]},
+        dali_graph=augmented(dataset.cameras, arguments["image_size"]),
+        normalize={key: "mean_std" for key in (ACTION, STATE) if key in dataset.features},
+        device=str(device),
+    ) as loader:
+        parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "loader": loader}
+        if checkpoint := ray_train.get_checkpoint():
+            with checkpoint.as_directory() as folder:
+                saved = torch.load(Path(folder, "checkpoint.pt"), map_location="cpu", weights_only=True)
+            step = saved["step"]
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+        while step < arguments["max_steps"]:
+            for batch in islice(loader, arguments["max_steps"] - step):
+                loss = model(batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                step += 1
+                if step % arguments["save_every"] == 0 or step == arguments["max_steps"]:
+                    save(step, loss.item(), parts if rank == 0 else None)  # the loader's state is the same on each rank
+
+
+def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
+    """Report the step, with a checkpoint of the parts on rank 0. Ray waits for all workers in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if parts is not None:
+            saved = {name: part.state_dict() for name, part in parts.items()} | {"step": step}
+            torch.save(saved, Path(folder, "checkpoint.pt"))
+            checkpoint = ray_train.Checkpoint.from_directory(folder)
+        ray_train.report({"step": step, "loss": loss}, checkpoint=checkpoint)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train. If the program itself is killed, start it with --resume, and Ray finds the last checkpoint in --out."""
+    parser = argparse.ArgumentParser(description="Behaviour cloning under Ray Train")
+    parser.add_argument("uri", help="a LeRobot v3 dataset")
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, the same for all nodes")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out, if it has one")
+    workers = "least and most workers; the run takes as many as the cluster has room for"
+    parser.add_argument("--workers", type=int, nargs=2, default=(1, 8), metavar=("LEAST", "MOST"), help=workers)
+    parser.add_argument("--max-failures", type=int, default=3, help="failures of workers after which the run ends")
+    parser.add_argument("--max-steps", type=int, default=1000)
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--batch-size", type=int, default=48, help="samples of a step, of all workers together")
+    parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
+    parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if the cluster has GPUs")
+    arguments = parser.parse_args(join_sizes(argv))
+    if arguments.out.exists() and not arguments.resume:
+        parser.error(f"{arguments.out} exists already; continue from it with --resume, or name another --out")
+    if not ray.is_initialized():
+        ray.init()
+    gpu = arguments.device == "cuda" or (arguments.device == "auto" and "GPU" in ray.cluster_resources())
+    if Path(arguments.uri).exists():
+        arguments.uri = str(Path(arguments.uri).resolve())  # workers have a working directory of their own
+    names = ("uri", "max_steps", "save_every", "batch_size", "chunk", "image_size")
+    TorchTrainer(
+        train,
+        train_loop_config={name: getattr(arguments, name) for name in names},
+        scaling_config=ray_train.ScalingConfig(num_workers=tuple(arguments.workers), use_gpu=gpu),
+        run_config=ray_train.RunConfig(
+            name=arguments.out.name,
+            storage_path=str(arguments.out.resolve().parent),
+            checkpoint_config=ray_train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray_train.FailureConfig(max_failures=arguments.max_failures),
+        ),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()
