@@ -6,6 +6,7 @@ delivered frame is compared with the requested time.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -113,8 +114,10 @@ class TorchcodecDecoder(VideoFiles):
     def _usable(self, plan: FramePlan, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
         """The indices of the files to decode. Where a file is not what the metadata promise, its frames fail."""
         indices = {}
-        for episode in np.unique(plan.episode).tolist():
-            own, index = plan.episode == episode, episodes.index(self.key, episode)
+        starts = np.flatnonzero(np.diff(plan.episode, prepend=LACKING)).tolist()  # GOPs of one episode are neighbours
+        for start, stop in itertools.pairwise([*starts, len(plan.episode)]):
+            own, episode = slice(start, stop), int(plan.episode[start])
+            index = episodes.index(self.key, episode)
             try:
                 self.checked(index, plan.packet[own], episode)
             except DecodeError as error:

@@ -34,9 +34,11 @@ class VideoFiles:
         return index, self.format(index, 0)
 
     def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
-        """Checks the sample descriptions of an episode's packets against the metadata. Raises DecodeError."""
-        _, first = np.unique(index.config[packets], return_index=True)
-        for packet in packets[first].tolist():
+        """Check the sample descriptions of an episode's packets against the metadata. Raises DecodeError."""
+        if len(index.configs) > 1:
+            _, first = np.unique(index.config[packets], return_index=True)
+            packets = packets[first]
+        for packet in packets[: len(index.configs)].tolist():
             self._check_size(index, self.format(index, packet), episode)
 
     def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:

@@ -71,13 +71,14 @@ class EpisodePool:
     """
 
     BLOCK = 65536
+    AHEAD = 64
 
     def __init__(self, ends: Int64, run: tuple[int, int], random: np.random.Philox, pool: int) -> None:
         self.drawn = 0
         self._ends, self._random, self._pool = ends, random, pool
         self._next, self._stop = run
         self._episode = int(np.searchsorted(ends, self._next, side="right"))
-        self._frames = array("q")
+        self._frames, self._ahead = array("q"), list[float]()
         self._left = [0] * pool
         for slot in range(pool):
             self._refill(slot)
@@ -110,8 +111,11 @@ class EpisodePool:
             count -= block
 
     def _uniforms(self, count: int) -> list[float]:
-        # The upper 53 bits as a double in [0, 1), as numpy's own generators do it, but out of the guaranteed raw stream.
-        uniforms: list[float] = ((self._random.random_raw(count) >> np.uint64(11)) * 2.0**-53).tolist()
+        if (missing := count - len(self._ahead)) > 0:  # some at a time: a mixture draws few frames of each pool
+            # The upper 53 bits as a double in [0, 1), as numpy's own generators do it, but out of the guaranteed raw stream.
+            raw = self._random.random_raw(max(missing, self.AHEAD))
+            self._ahead += ((raw >> np.uint64(11)) * 2.0**-53).tolist()
+        uniforms, self._ahead = self._ahead[:count], self._ahead[count:]
         return uniforms
 
     def _refill(self, slot: int) -> None:
