@@ -232,6 +232,9 @@ def test_the_row_groups_that_were_used_last_are_kept(many_groups: Path) -> None:
     one = memory.nbytes
     assert is_read(4)
     assert memory.nbytes == one  # the last one, although it is larger than what may be kept
+    reader = RowReader(Dataset(many_groups), store, memory := RowMemory(kept=3 * one // 2))
+    assert [is_read(episode) for episode in (0, 4, 1)] == [True] * 3
+    assert memory.nbytes == one
     reader = RowReader(Dataset(many_groups), store, RowMemory(kept=2 * one))
     assert [is_read(episode) for episode in (0, 4, 1, 8)] == [True, True, False, True]
     assert [is_read(episode) for episode in (2, 9, 4)] == [False, False, True]
