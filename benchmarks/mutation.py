@@ -57,7 +57,7 @@ PARTS = {  # modules, and the test files
     "mp4": (["mp4"], "damage index parameter_sets clips timestamps codecs index_memory bad_video"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
-# What takes longest to import. No import starts a thread that a fork would need.
+# The libraries that take longest to import. No import starts a thread that a fork would need.
 LIBRARIES = ("pyarrow.dataset", "torch", "torchcodec.decoders", "nvidia.dali.plugin.pytorch", "hypothesis", "accelerate")
 OUTPUT = Path("..", "output")  # what the tests print
 Place = tuple[int, int]  # line from 1, column from 0
@@ -81,10 +81,10 @@ def main() -> None:
         os.chdir(copy)
         Path("..", "tests").mkdir()
         os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
-        os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # what one run has written is there for the next, see tests/conftest.py
+        os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # runs share what they write, see tests/conftest.py
         os.environ["CALLS_IN"] = str(copy / "dali_stream")
         sys.path.insert(0, str(copy))
-        # Python imports this module as it starts. So programs that a test starts record their calls too.
+        # Python imports this module when it starts, so that programs of the tests record their calls too.
         recorder = f"{inspect.getsource(record_calls)}\nimport os\nif 'CALLS_OF_TEST' in os.environ:\n    record_calls()\n"
         Path("sitecustomize.py").write_text(recorder)
         for library in LIBRARIES:
@@ -192,7 +192,7 @@ def record_calls() -> None:
 
 
 class Callers:
-    """Plugin of pytest: only these tests of {test: its seconds}, the quickest first. What hangs is killed."""
+    """Plugin of pytest: only these tests of {test: its seconds}, the quickest first. Kills a test that hangs."""
 
     def __init__(self, tests: dict[str, float]) -> None:
         self.tests = tests

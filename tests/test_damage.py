@@ -16,7 +16,7 @@ def entry(codec: bytes, *boxes: bytes) -> bytes:
 
 
 def avc(width: int) -> bytes:
-    """A sample description of H.264 with lengths of so many bytes in front of NAL units."""
+    """A sample description of H.264 where the length of a NAL unit takes `width` bytes."""
     return entry(b"avc1", box(b"avcC", bytes([1, 66, 0, 30, 0xFC | width - 1, 0xE0, 0])))
 
 
@@ -25,7 +25,7 @@ def units(width: int, *nal_units: bytes) -> bytes:
 
 
 def wrong(config: bytes, data: bytes, key: bool = True) -> str:
-    """What the check says of a frame, with other bytes before and after it."""
+    """Return what the check finds wrong with a frame. The buffer has other bytes before and after it."""
     check = checker(config)
     assert check is not None
     return check(b"\xaa" * 5 + data + b"\xaa" * 5, 5, 5 + len(data), key)

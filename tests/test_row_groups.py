@@ -256,7 +256,7 @@ def test_by_default_128_mb_of_decoded_row_groups_are_kept() -> None:
 
 
 def test_footers_of_the_files_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a dataset with a file for each episode."""
+    """The dataset has a file for each episode."""
     monkeypatch.setattr(RowReader, "FILES", 2)
     root = build(tmp_path / "set", [3] * 4, {"action": Column("float32", [2], np.zeros((12, 2)))}, version="v2.1")
     store = CountingStore(root)
