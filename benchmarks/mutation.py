@@ -52,9 +52,9 @@ PARTS = {  # modules, and the test files
     "cache": (["cache"], "reads frame_cache cache windows open_files loader"),
     "decode": (
         ["decode"],
-        "clips codecs turns work capability decode_speed torchcodec_cuda bad_video routes images timestamps",
+        "turns work images decode_speed torchcodec_cuda clips routes capability",
     ),
-    "mp4": (["mp4"], "damage index parameter_sets clips timestamps codecs index_memory bad_video"),
+    "mp4": (["mp4"], "damage index_memory parameter_sets clips index timestamps codecs"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
 # The libraries that take longest to import. No import starts a thread that a fork would need.
