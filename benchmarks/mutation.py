@@ -50,10 +50,7 @@ PARTS = {  # modules, and the test files
     "order": (["order"], "order mixture_order batches windows resume selection augment"),
     "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
     "cache": (["cache"], "reads frame_cache cache windows open_files loader"),
-    "decode": (
-        ["decode"],
-        "turns work images decode_speed torchcodec_cuda clips routes capability",
-    ),
+    "decode": (["decode"], "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability"),
     "mp4": (["mp4"], "damage index_memory parameter_sets clips index timestamps codecs"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
