@@ -1,7 +1,7 @@
 """How many small changes of the core the tests notice. Each change, a mutant, is of one operator, number or decision.
 
     python -m pip install cosmic-ray
-    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--report FILE] [--survivors] [--json]
+    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--report FILE] [--survivors] [--tests NAME ...] [--json]
 
 Takes a random sample of the mutants of each part of the package, out of a copy of it, and runs the fast tests of that part on
 each, one after the other, until one fails. A test that takes 5 times as long as without the mutant, and 20 seconds more, counts
@@ -67,10 +67,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--report", type=Path, help="JSON report of an earlier run, for the parts that are not measured now")
     parser.add_argument("--survivors", action="store_true", help="try again only the mutants that --report lists")
+    parser.add_argument("--tests", nargs="+", metavar="NAME", help="try the survivors only with these of the part's test files")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     if arguments.survivors and not arguments.report:
         parser.error("--survivors needs --report")
+    if arguments.tests and not arguments.survivors:
+        parser.error("--tests needs --survivors")
     parts: dict[str, Any] = json.loads(arguments.report.read_text())["parts"] if arguments.report else {}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
@@ -94,7 +97,8 @@ def main() -> None:
                 if len(chosen) != len(survivors):
                     raise SystemExit(f"The survivors of {name} are of another sample. Run without --survivors.")
                 noticed = parts[name]["noticed"]
-            part = parts[name] = {"seed": arguments.seed} | measure(name, chosen, noticed)
+            tests = arguments.tests or PARTS[name][1].split()
+            part = parts[name] = {"seed": arguments.seed} | measure(name, tests, chosen, noticed)
             low, high = part["noticed_95"]
             print(
                 f"{name}: {part['noticed']} of {part['tried']} noticed, {part['share']:.0%} (95 % interval {low:.0%} to "
@@ -108,13 +112,13 @@ def main() -> None:
             print(environment.report_json(report))
 
 
-def measure(name: str, chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
-    """Run the tests of a part on mutants, and count these beside the `noticed` ones. The working directory is the copy."""
-    files = [f"tests/test_{test}.py" for test in PARTS[name][1].split()]
-    calls, began = Path("..", f"calls-{name}.json"), time.monotonic()
+def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
+    """Run tests of a part on mutants, and count these beside the `noticed` ones. The working directory is the copy."""
+    files = [f"tests/test_{test}.py" for test in names]
+    calls = Path("..", f"calls-{name}.json")
     if not tests_pass(files, CallRecorder(calls)):
         raise SystemExit(f"The tests of {name} fail without a mutant:\n{OUTPUT.read_text()}")
-    taken, tests = time.monotonic() - began, json.loads(calls.read_text())
+    tests = json.loads(calls.read_text())
     survivors, tried = [], noticed
     for number, mutant in enumerate(chosen):
         print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
@@ -133,8 +137,7 @@ def measure(name: str, chosen: list[MutationSpec], noticed: int) -> dict[str, An
         print(f"{mutant.module_path}:{mutant.start_pos[0]} is not noticed: {' '.join(changed)}", file=sys.stderr, flush=True)
     noticed = tried - len(survivors)
     return {
-        "tests": files,
-        "tests_s": round(taken, 1),
+        "tests": PARTS[name][1].split(),
         "tried": tried,
         "noticed": noticed,
         "share": round(noticed / tried, 4),
