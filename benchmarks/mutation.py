@@ -1,7 +1,8 @@
 """How many small changes of the core the tests notice. Each change, a mutant, is of one operator, number or decision.
 
     python -m pip install cosmic-ray
-    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--report FILE] [--survivors] [--tests NAME ...] [--json]
+    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--json]
+    python benchmarks/mutation.py [--only NAME ...] --report FILE [--survivors [--tests NAME ...]] [--json]
 
 Takes a random sample of the mutants of each part of the package, out of a copy of it, and runs the fast tests of that part on
 each, one after the other, until one fails. A test that takes 5 times as long as without the mutant, and 20 seconds more, counts
@@ -13,7 +14,7 @@ mutant, the tests run that call the changed function, the quickest first.
 
 `--report` is the JSON object of an earlier run: its other parts become parts of this one's. With `--survivors` the mutants that
 it lists as not noticed are tried again, and the others of these parts count as before. The seed, the number of mutants and the
-package must be the same, the tests may have changed.
+package must be the same, the tests may have changed. `--tests` chooses some of the part's test files for them.
 """
 
 from __future__ import annotations
