@@ -1,7 +1,8 @@
 """How many small changes of the core the tests notice. Each change, a mutant, is of one operator, number or decision.
 
     python -m pip install cosmic-ray
-    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--report FILE] [--survivors] [--json]
+    python benchmarks/mutation.py [--only NAME ...] [--mutants 100] [--seed 0] [--json]
+    python benchmarks/mutation.py [--only NAME ...] --report FILE [--survivors [--tests NAME ...]] [--json]
 
 Takes a random sample of the mutants of each part of the package, out of a copy of it, and runs the fast tests of that part on
 each, one after the other, until one fails. A test that takes 5 times as long as without the mutant, and 20 seconds more, counts
@@ -13,7 +14,7 @@ mutant, the tests run that call the changed function, the quickest first.
 
 `--report` is the JSON object of an earlier run: its other parts become parts of this one's. With `--survivors` the mutants that
 it lists as not noticed are tried again, and the others of these parts count as before. The seed, the number of mutants and the
-package must be the same, the tests may have changed.
+package must be the same, the tests may have changed. `--tests` chooses some of the part's test files for them.
 """
 
 from __future__ import annotations
@@ -50,14 +51,11 @@ PARTS = {  # modules, and the test files
     "order": (["order"], "order mixture_order batches windows resume selection augment"),
     "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
     "cache": (["cache"], "reads frame_cache cache windows open_files loader"),
-    "decode": (
-        ["decode"],
-        "clips codecs turns work capability decode_speed torchcodec_cuda bad_video routes images timestamps",
-    ),
-    "mp4": (["mp4"], "damage index parameter_sets clips timestamps codecs index_memory bad_video"),
+    "decode": (["decode"], "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability"),
+    "mp4": (["mp4"], "damage index_memory parameter_sets clips index timestamps codecs"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
-# What takes longest to import. No import starts a thread that a fork would need.
+# The libraries that take longest to import. No import starts a thread that a fork would need.
 LIBRARIES = ("pyarrow.dataset", "torch", "torchcodec.decoders", "nvidia.dali.plugin.pytorch", "hypothesis", "accelerate")
 OUTPUT = Path("..", "output")  # what the tests print
 Place = tuple[int, int]  # line from 1, column from 0
@@ -70,10 +68,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--report", type=Path, help="JSON report of an earlier run, for the parts that are not measured now")
     parser.add_argument("--survivors", action="store_true", help="try again only the mutants that --report lists")
+    parser.add_argument("--tests", nargs="+", metavar="NAME", help="try the survivors only with these of the part's test files")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     if arguments.survivors and not arguments.report:
         parser.error("--survivors needs --report")
+    if arguments.tests and not arguments.survivors:
+        parser.error("--tests needs --survivors")
     parts: dict[str, Any] = json.loads(arguments.report.read_text())["parts"] if arguments.report else {}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
@@ -81,10 +82,10 @@ def main() -> None:
         os.chdir(copy)
         Path("..", "tests").mkdir()
         os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
-        os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # what one run has written is there for the next, see tests/conftest.py
+        os.environ["PYTEST_XDIST_WORKER"] = "mutant"  # runs share what they write, see tests/conftest.py
         os.environ["CALLS_IN"] = str(copy / "dali_stream")
         sys.path.insert(0, str(copy))
-        # Python imports this module as it starts. So programs that a test starts record their calls too.
+        # Python imports this module when it starts, so that programs of the tests record their calls too.
         recorder = f"{inspect.getsource(record_calls)}\nimport os\nif 'CALLS_OF_TEST' in os.environ:\n    record_calls()\n"
         Path("sitecustomize.py").write_text(recorder)
         for library in LIBRARIES:
@@ -97,7 +98,8 @@ def main() -> None:
                 if len(chosen) != len(survivors):
                     raise SystemExit(f"The survivors of {name} are of another sample. Run without --survivors.")
                 noticed = parts[name]["noticed"]
-            part = parts[name] = {"seed": arguments.seed} | measure(name, chosen, noticed)
+            tests = arguments.tests or PARTS[name][1].split()
+            part = parts[name] = {"seed": arguments.seed} | measure(name, tests, chosen, noticed)
             low, high = part["noticed_95"]
             print(
                 f"{name}: {part['noticed']} of {part['tried']} noticed, {part['share']:.0%} (95 % interval {low:.0%} to "
@@ -111,13 +113,13 @@ def main() -> None:
             print(environment.report_json(report))
 
 
-def measure(name: str, chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
-    """Run the tests of a part on mutants, and count these beside the `noticed` ones. The working directory is the copy."""
-    files = [f"tests/test_{test}.py" for test in PARTS[name][1].split()]
-    calls, began = Path("..", f"calls-{name}.json"), time.monotonic()
+def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: int) -> dict[str, Any]:
+    """Run tests of a part on mutants, and count these beside the `noticed` ones. The working directory is the copy."""
+    files = [f"tests/test_{test}.py" for test in names]
+    calls = Path("..", f"calls-{name}.json")
     if not tests_pass(files, CallRecorder(calls)):
         raise SystemExit(f"The tests of {name} fail without a mutant:\n{OUTPUT.read_text()}")
-    taken, tests = time.monotonic() - began, json.loads(calls.read_text())
+    tests = json.loads(calls.read_text())
     survivors, tried = [], noticed
     for number, mutant in enumerate(chosen):
         print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
@@ -136,8 +138,7 @@ def measure(name: str, chosen: list[MutationSpec], noticed: int) -> dict[str, An
         print(f"{mutant.module_path}:{mutant.start_pos[0]} is not noticed: {' '.join(changed)}", file=sys.stderr, flush=True)
     noticed = tried - len(survivors)
     return {
-        "tests": files,
-        "tests_s": round(taken, 1),
+        "tests": PARTS[name][1].split(),
         "tried": tried,
         "noticed": noticed,
         "share": round(noticed / tried, 4),
@@ -192,7 +193,7 @@ def record_calls() -> None:
 
 
 class Callers:
-    """Plugin of pytest: only these tests of {test: its seconds}, the quickest first. What hangs is killed."""
+    """Plugin of pytest: only these tests of {test: its seconds}, the quickest first. Kills a test that hangs."""
 
     def __init__(self, tests: dict[str, float]) -> None:
         self.tests = tests

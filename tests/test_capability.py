@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,3 +194,18 @@ def test_frames_that_nvdec_is_too_small_for_are_refused() -> None:
         assert caps.refusal(*size) == f"{size[0]}×{size[1]} is outside what NVDEC takes, 80×144 to 2048×4096"
     assert caps.refusal(1081, 1921) == "1081×1921 has 8228 macroblocks and NVDEC takes up to 8160"
     assert "has 8192 macroblocks" in caps.refusal(1024, 2048)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "supported"), [(1, [True, False]), (2, [False, True]), (3, [True, True]), (4, [False, False])]
+)
+def test_dali_takes_nv12_of_8_bits_and_p016_of_more(outputs: int, supported: list[bool]) -> None:
+    """By the mask of output formats of the driver's answer."""
+
+    def answer(caps: Any) -> int:
+        caps._obj.supported, caps._obj.engines, caps._obj.outputs = 1, 2, outputs
+        return 0
+
+    nvcuvid: Any = SimpleNamespace(cuvidGetDecoderCaps=answer)
+    found = [capability._ask(nvcuvid, "hevc", "420", depth) for depth in (8, 10)]
+    assert [caps.supported for caps in found] == supported

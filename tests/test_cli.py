@@ -424,7 +424,8 @@ def test_what_is_not_installed_is_said_before_anything_is_written(tmp_path: Path
 
 
 def test_the_demo_needs_no_dali_on_a_cpu(tmp_path: Path) -> None:
-    run = without("nvidia.dali", "demo", "--root", tmp_path / "new", "--episodes", "2", "--device", "cpu", "--json")
+    options = ["--episodes", "2", "--size", "120x128", "--codec", "h264", "--device", "cpu", "--json"]
+    run = without("nvidia.dali", "demo", "--root", tmp_path / "new", *options)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["versions"]["dali"] is None
 

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,18 @@ def test_a_decoder_that_fails_while_it_is_measured_is_not_used(
             "torchcodec",
             "DALI's video decoder failed: no surface, when its speed was measured",
         )
+
+
+def test_dali_that_fails_while_it_is_measured_is_a_decode_error(vp9_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("Error in operator, encountered: no surface C++ context: frames")
+
+    store = dali_stream.Dataset(vp9_demo).data_store
+    table = read_index(store, FIRST)
+    broken = SimpleNamespace(build=lambda: None, run=fail)
+    monkeypatch.setattr("dali_stream.decode.dali.pipeline", lambda *_, **__: broken)
+    with pytest.raises(dali_stream.DecodeError, match=r"^DALI's video decoder failed: no surface$"):
+        speed.measure(speed.request_clips(store, table, None), describe(table.configs[0]), None, 1, 1, 0)
 
 
 def test_cameras_of_one_kind_are_measured_once_and_later_loaders_measure_nothing(h264_demo: Path, machine: Machine) -> None:

@@ -281,6 +281,14 @@ def test_images_are_normalized_per_channel(tmp_path: Path, channels: int) -> Non
     torch.testing.assert_close(frames.std((0, 2, 3)), torch.ones(channels), atol=1e-3, rtol=0)
 
 
+def test_statistics_of_few_images_are_of_all_of_them(tmp_path: Path) -> None:
+    root = written(tmp_path, structs(PNGS))
+    found = Dataset(root).compute_stats([ODD_CAMERA])[ODD_CAMERA]
+    levels = np.stack([with_pillow(file, "RGB") for file in PNGS]) / 255
+    assert found["count"].tolist() == [len(PNGS)]
+    np.testing.assert_allclose(found["mean"], levels.mean((0, 2, 3), keepdims=True)[0], rtol=1e-6)
+
+
 def test_each_image_of_overlapping_windows_is_decoded_once(odd: Path) -> None:
     windows = {ODD_CAMERA: [-0.2, -0.1, 0.0, 0.1]}
     with Loader(odd, batch_size=7, delta_timestamps=windows, image_dtype="uint8", device="cpu") as loader:

@@ -182,6 +182,54 @@ def parts(path: Path) -> tuple[bytes, bytes]:
     return kind, body
 
 
+def golomb(*numbers: int) -> str:
+    """Numbers in exponential Golomb code."""
+    return "".join(f"{number + 1:b}".zfill(2 * (number + 1).bit_length() - 1) for number in numbers)
+
+
+def avcc_of(macroblocks: tuple[int, int]) -> bytes:
+    """An avcC with an SPS of this (height, width) in macroblocks."""
+    height, width = macroblocks
+    bits = f"{66:08b}{30:016b}" + golomb(0, 0, 2, 1) + "0" + golomb(width - 1, height - 1) + "1" + "0" + "0" + "0" + "1"
+    sps = b"\x67" + int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big")
+    return bytes([1, 66, 0, 30, 0xFF, 0xE1]) + struct.pack(">H", len(sps)) + sps + b"\0"
+
+
+def test_frames_may_have_the_largest_size_of_a_sample_description() -> None:
+    for size in (8, 10), (4096, 10), (10, 4096):
+        [sequence] = h264_sequences(avcc_of(size))
+        assert sequence.coded == sequence.size == (16 * size[0], 16 * size[1])
+        assert (sequence.chroma, sequence.depth, sequence.matrix, sequence.full_range) == ("420", 8, None, False)
+    for size in (4097, 10), (10, 4097):
+        assert "must be at most 4095, got 4096" in failure(h264_sequences, avcc_of(size))
+
+
+PPS = b"\0\3\x68\xce\x3c"
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "body", "profile", "chroma", "depth"),
+    [
+        (b"av01", b"av1C", bytes([0x81, 0x00, 0x0C, 0]), 0, "420", 8),
+        (b"av01", b"av1C", bytes([0x81, 0x20, 0x40, 0]), 1, "444", 10),
+        (b"av01", b"av1C", bytes([0x81, 0x40, 0x68, 0]), 2, "422", 12),
+        (b"av01", b"av1C", bytes([0x81, 0x00, 0x1C, 0]), 0, "gray", 8),
+        (b"hvc1", b"hvcC", bytes([1, 0x61, *bytes(14), 0xFD, 0xF8, *bytes(5)]), 1, "420", 8),
+        (b"hvc1", b"hvcC", bytes([1, 0x64, *bytes(14), 0xFE, 0xFA, *bytes(5)]), 4, "422", 10),
+        (b"avc1", b"avcC", bytes([1, 122, 0, 30, 0xFF, 0xE0, 1]) + PPS + bytes([0xFE, 0xFA, 0xFA, 0]), 122, "422", 10),
+        (b"avc1", b"avcC", bytes([1, 66, 0, 30, 0xFF, 0xE0, 1]) + PPS + bytes([0xFE, 0xFA, 0xFA, 0]), 66, "420", 8),
+        (b"avc1", b"avcC", bytes([1, 100, 0, 30, 0xFF, 0xE0, 1]) + PPS, 100, "420", 8),
+        (b"vp09", b"vpcC", bytes([1, 0, 0, 0, 3, 10, 0xA4]), 3, "422", 10),
+    ],
+)
+def test_the_box_says_chroma_and_depth_where_headers_are_missing(
+    codec: bytes, kind: bytes, body: bytes, profile: int, chroma: str, depth: int
+) -> None:
+    video = describe(entry(codec, box(kind, body)))
+    assert (video.profile, video.chroma, video.depth) == (profile, chroma, depth)
+    assert (video.header_error != "") == (codec != b"vp09")
+
+
 @pytest.mark.parametrize(
     ("number", "codec"), [(0x20, "mpeg4"), (0x6C, "mjpeg"), (0x6D, "png"), (0xB1, "vp9"), (0x61, "mp4v-61")]
 )

@@ -305,6 +305,9 @@ def test_the_trial_decodes_a_clip_that_begins_at_a_later_keyframe(vp9_demo: Path
 
     monkeypatch.setattr(dali, "decode", wrong)
     assert "differ from FFmpeg's by up to" in trial(dataset.data_store, table, video, None)
+    monkeypatch.setattr(dali, "decode", lambda *arguments: [frames[:, 2:] for frames in decode(*arguments)])
+    found = trial(dataset.data_store, table, video, None)
+    assert "delivered frames of shape (126, 160, 3) for its first ones, which are (128, 160, 3)" in found
 
 
 def test_the_trial_names_keyframes_that_are_not_idr_frames(tmp_path: Path) -> None:

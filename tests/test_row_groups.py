@@ -233,6 +233,9 @@ def test_the_row_groups_that_were_used_last_are_kept(many_groups: Path) -> None:
     one = memory.nbytes
     assert is_read(4)
     assert memory.nbytes == one  # the last one, although it is larger than what may be kept
+    reader = RowReader(Dataset(many_groups), store, memory := RowMemory(kept=3 * one // 2))
+    assert [is_read(episode) for episode in (0, 4, 1)] == [True] * 3
+    assert memory.nbytes == one
     reader = RowReader(Dataset(many_groups), store, RowMemory(kept=2 * one))
     assert [is_read(episode) for episode in (0, 4, 1, 8)] == [True, True, False, True]
     assert [is_read(episode) for episode in (2, 9, 4)] == [False, False, True]
@@ -254,7 +257,7 @@ def test_by_default_128_mb_of_decoded_row_groups_are_kept() -> None:
 
 
 def test_footers_of_the_files_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a dataset with a file for each episode."""
+    """The dataset has a file for each episode."""
     monkeypatch.setattr(RowReader, "FILES", 2)
     root = build(tmp_path / "set", [3] * 4, {"action": Column("float32", [2], np.zeros((12, 2)))}, version="v2.1")
     store = CountingStore(root)

@@ -1,4 +1,4 @@
-"""Frames in progress: a batch that is ready has no task that still runs or has failed."""
+"""Frames in progress: when a batch is ready, and how many frames a thread decodes at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dali_stream.decode.decoder import Decoded, succeeded
+from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, succeeded
+from dali_stream.decode.torchcodec import frames_at_once
 from dali_stream.errors import DecodeError
 
 
@@ -39,3 +40,8 @@ def test_a_batch_with_a_frame_that_failed_is_not_ready() -> None:
     for broken, failed in (({3: "damaged"}, {}), ({}, {0: DecodeError("damaged")})):
         slots: Any = SimpleNamespace(broken=broken)
         assert not Decoded(slots, plan, [task("done")], failed).ready()
+
+
+def test_frames_that_a_thread_decodes_at_once_take_15_mib() -> None:
+    assert frames_at_once((480, 640)) == (15 << 20) // (480 * 640 * 3)
+    assert [frames_at_once(size) for size in ((120, 160), (4000, 4000))] == [CLIP_FRAMES, 1]
