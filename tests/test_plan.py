@@ -1,13 +1,22 @@
-"""The example of a plan in `dali_stream.schedule.example`, and what planning does not import."""
+"""The example of a plan in `dali_stream.schedule.example`, its smaller rules, and what planning does not import."""
 
 from __future__ import annotations
 
 import ast
 import doctest
 from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dali_stream
 from dali_stream.schedule import example
+from dali_stream.schedule.advice import Advice, Advisor
+from dali_stream.schedule.belady import nearest
+from dali_stream.schedule.budget import Sizes, divide
 
 
 def test_the_example_returns_what_it_says() -> None:
@@ -22,3 +31,35 @@ def test_planning_imports_neither_storage_nor_what_reads_from_it() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dali_stream."):
                 assert (node.module or "").split(".")[1] in ("arguments", "errors", "order", "schedule"), (path, node.module)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=12), st.integers(0, 40))
+def test_the_items_with_the_nearest_next_uses_are_kept(items: list[tuple[int, int]], room: int) -> None:
+    next_use, sizes = np.array(items, np.int64).reshape(-1, 2).T
+    alike, sized = nearest(next_use, room), nearest(next_use, room, sizes)
+    assert alike.sum() == min(room, len(items))
+    assert sizes[sized].sum() <= room
+    for keep in (alike, sized):
+        assert max(next_use[keep], default=0) <= min(next_use[~keep], default=9)
+
+
+@pytest.mark.parametrize(("then", "worth"), [(90, True), (99, False)])
+def test_more_memory_is_advised_where_it_saves_decodes(then: int, worth: bool) -> None:
+    larger = SimpleNamespace(full=True)
+    advisor = Advisor(larger, kept=500)  # type: ignore[arg-type]
+    now, with_more = (SimpleNamespace(show=np.zeros((64, 1)), decodes=decodes) for decodes in (100, then))
+    while not advisor.compare(now, with_more):  # type: ignore[arg-type]
+        pass
+    assert advisor.advice() == (Advice(500, 100 / 64, then / 64) if worth else None)
+
+
+def test_indices_of_files_in_use_have_room_beside_the_rows() -> None:
+    """With room to spare, since files differ."""
+    index = SimpleNamespace(nbytes=10_000, size=np.full(100, 50), keyframes=np.arange(0, 100, 10), __len__=lambda: 100)
+    sizes = Sizes(
+        lengths=np.full(40, 100), batch_size=8, episodes=20, row_bytes=50, least_row_bytes=50, files={"top": 30},
+        indices={"top": index}, windows={"top": np.array([0])}, fetched=False, frame_bytes=0, in_progress=0,
+    )  # type: ignore[dict-item]  # fmt: skip
+    parts = divide(2 << 20, sizes)
+    assert parts.indices >= 20 * index.nbytes * 1.5
+    assert parts.opened - parts.indices >= 20 * 100 * 50
