@@ -188,7 +188,7 @@ def golomb(*numbers: int) -> str:
 
 
 def avcc_of(macroblocks: tuple[int, int], profile: int = 66, fields: str = "") -> bytes:
-    """An avcC with an SPS of this (height, width) in macroblocks. `fields` are the bits that some profiles have after the id."""
+    """An avcC with an SPS of this (height, width) in macroblocks. `fields` are bits that some profiles have after the id."""
     height, width = macroblocks
     bits = f"{profile:08b}{30:016b}" + golomb(0) + fields + golomb(0, 2, 1) + "0" + golomb(width - 1, height - 1) + "10001"
     sps = b"\x67" + int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big")
