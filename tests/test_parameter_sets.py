@@ -187,10 +187,10 @@ def golomb(*numbers: int) -> str:
     return "".join(f"{number + 1:b}".zfill(2 * (number + 1).bit_length() - 1) for number in numbers)
 
 
-def avcc_of(macroblocks: tuple[int, int]) -> bytes:
-    """An avcC with an SPS of this (height, width) in macroblocks."""
+def avcc_of(macroblocks: tuple[int, int], profile: int = 66, fields: str = "") -> bytes:
+    """An avcC with an SPS of this (height, width) in macroblocks. `fields` are bits that some profiles have after the id."""
     height, width = macroblocks
-    bits = f"{66:08b}{30:016b}" + golomb(0, 0, 2, 1) + "0" + golomb(width - 1, height - 1) + "1" + "0" + "0" + "0" + "1"
+    bits = f"{profile:08b}{30:016b}" + golomb(0) + fields + golomb(0, 2, 1) + "0" + golomb(width - 1, height - 1) + "10001"
     sps = b"\x67" + int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big")
     return bytes([1, 66, 0, 30, 0xFF, 0xE1]) + struct.pack(">H", len(sps)) + sps + b"\0"
 
@@ -202,6 +202,16 @@ def test_frames_may_have_the_largest_size_of_a_sample_description() -> None:
         assert (sequence.chroma, sequence.depth, sequence.matrix, sequence.full_range) == ("420", 8, None, False)
     for size in (4097, 10), (10, 4097):
         assert "must be at most 4095, got 4096" in failure(h264_sequences, avcc_of(size))
+
+
+@pytest.mark.parametrize(("chroma", "lists"), [("420", 8), ("444", 12)])
+def test_scaling_lists_of_h264_are_skipped(chroma: str, lists: int) -> None:
+    formats = golomb(1) if chroma == "420" else golomb(3) + "0"
+    for last in (lists - 1, 5, 6):
+        flags = "".join("1" + golomb(*([0] * 15 + [16])[:16]) * (last < 6) + golomb(16) * (last >= 6) if number == last else "0"
+                        for number in range(lists))  # fmt: skip
+        [sequence] = h264_sequences(avcc_of((8, 10), 244, formats + golomb(0, 0) + "0" + "1" + flags))
+        assert (sequence.chroma, sequence.coded) == (chroma, (128, 160))
 
 
 PPS = b"\0\3\x68\xce\x3c"
