@@ -1,11 +1,12 @@
-"""Which stage limits a loader, and which change would help most, from its times and settings.
+"""Analysis of a loader's times: which stage limits it, and which change would help most.
 
-    thread that iterates   training_s | wait_s = starved_s + graph_s + the rest      their sum is the time that passed
-    planner thread         rows_s, gather_s, plan_s                                  of that time
-    decode threads         read_s, pack_s, decode_s, resize_s                        of that time × threads
+    thread that iterates   training_s, wait_s = starved_s + graph_s + rest     wall = training_s + wait_s
+    planner thread         rows_s, gather_s, plan_s                            at most wall
+    decode threads         read_s, pack_s, decode_s, resize_s                  at most wall × num_threads
 
-Where batches are waited for, the longest part of the wait says which side is slow. If it is the frames that are waited for,
-the busier of planner and decode threads is, and of that the stage that takes longest.
+If the training loop waits for batches, the largest part of `wait_s` determines the slow side. If that is `starved_s`, the
+frames are late. Then the limit is the longest stage of the planner thread or of the decode threads, whichever are busier. If
+both are idle most of the time, `prefetch` is too small.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ STAGES = {
         "read_s": "reading video", "pack_s": "packing clips", "decode_s": "decoding", "resize_s": "resizing"
     },
 }  # fmt: skip
-KEEPS_UP = 0.1  # the share of time that a training loop may wait for batches
-_IDLE = 0.5  # planner and decode threads that work for less of the time do not limit anything by their work
-JUDGED = 200  # batches, of which the last ones are judged
-_SNAPSHOT_EVERY = 20  # batches: a snapshot takes some 10 microseconds
-_WORTH = 0.05  # share of the decodes, or of the fetched bytes, above which saving them is worth more memory
-_LONG_GOP = 2.5  # decoded frames for each delivered one, from which on a GOP of 2, with 1.5, is worth writing videos for
+KEEPS_UP = 0.1  # a loader keeps up if the training loop waits for batches for less than this share of the time
+_IDLE = 0.5  # a thread that works for less than this share of the time limits nothing
+JUDGED = 200  # number of batches that are judged, the last ones
+_SNAPSHOT_EVERY = 20  # number of batches per snapshot, which takes about 10 microseconds
+_WORTH = 0.05  # share of the decodes, or of the fetched bytes, above which it is worth more memory to save them
+_LONG_GOP = 2.5  # decoded frames per delivered frame from which re-encoding with a GOP of 2, which needs 1.5, is worthwhile
 
 
 class Recent:
     """Snapshots of a loader's counters, from which its last `JUDGED` batches are judged.
 
     Attributes:
-        warm: Whether the batches since `begin` come after a whole epoch, so that what it decoded may be in memory.
-        batches: Number of batches that `growth` covers.
+        warm: Whether the batches since `begin` follow a whole epoch, whose decoded frames may be in memory.
+        batches: Number of batches since the snapshot `since`.
     """
 
     def __init__(self) -> None:
@@ -52,21 +53,31 @@ class Recent:
         self._snapshots: deque[Mapping[str, Any]] = deque(maxlen=JUDGED // _SNAPSHOT_EVERY + 1)
 
     def begin(self, warm: bool, counters: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin an epoch. Batches of a first epoch are never judged together with those of later ones."""
+        """Begin an epoch. Batches of the first epoch are never judged together with those of later epochs.
+
+        Args:
+            warm: Whether a whole epoch precedes it.
+            counters: Function that returns the loader's counters.
+        """
         if self._snapshots and warm != self.warm:
             self._snapshots.clear()
             self._snapshots.append(counters())
         self.warm = warm
 
     def add(self, batches: int, counters: Callable[[], Mapping[str, Any]]) -> None:
-        """Take note of a batch, after which the loader has delivered `batches`."""
+        """Add a batch.
+
+        Args:
+            batches: Number of batches that the loader has delivered, including this one.
+            counters: Function that returns the loader's counters.
+        """
         if not self._snapshots or batches % _SNAPSHOT_EVERY == 0:
             self._snapshots.append(counters())
         self.batches = batches - self._snapshots[0]["batches"]
 
     @property
     def since(self) -> Mapping[str, Any] | None:
-        """Counters before the batches to judge. None before the first batch, whose time goes into starting."""
+        """Counters before the batches to judge. None before the first batch, whose time includes starting."""
         return self._snapshots[0] if self._snapshots else None
 
 
@@ -76,21 +87,23 @@ class Setup:
 
     Attributes:
         num_threads: Number of decode threads.
-        cores: that this process may use.
-        gpu: whether batches are made on a CUDA device.
-        remote: whether bytes come over a network.
-        cached: whether `cache_dir` is given.
-        decode: the argument of the Loader.
-        videos: the decoder of each camera that is video.
-        image_size, image_dtype, normalize, pipeline: of the Loader; the last two: whether given.
-        warm: Whether the batches come after a whole epoch of the same loader.
+        cores: Number of CPU cores that this process may use.
+        gpu: Whether batches are made on a CUDA device.
+        remote: Whether the dataset is read over a network.
+        cached: Whether the dataset has a `cache_dir`.
+        decode: Argument of the Loader.
+        videos: {camera with video: name of its decoder}.
+        image_size, image_dtype: Arguments of the Loader.
+        normalize, dali_graph: Whether the Loader has these arguments.
+        warm: Whether the batches follow a whole epoch of the same loader.
         keeps_all: Whether `memory_budget` holds all decoded frames, so that later epochs decode nothing.
-        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if this one does, if the CPU decodes no
-            video, or if this machine has less memory.
-        reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None as above.
-        advice: Memory budget in bytes that was simulated during the run, and the frames decoded per delivered frame without
-            it and with it. None if it is unknown, or not worth the memory.
-        block_bytes: Size of a block of encoded video.
+        frames_budget: Memory budget that would hold all decoded frames, in bytes. None if the present budget does, if the CPU
+            decodes no frames, or if this machine has less memory.
+        reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the present
+            budget does, or if this machine has less memory.
+        advice: Memory budget in bytes that was simulated during the run, and number of frames decoded per delivered frame, now
+            and with it. None if it is unknown, not worth the memory, or more than the memory of this machine.
+        block_bytes: Size of a block of encoded video in bytes.
     """
 
     num_threads: int
@@ -117,8 +130,8 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
 
     Args:
         config: Configuration of the loader.
-        source: Its batches.
-        normalize: Whether it normalizes them.
+        source: Batches of the loader.
+        normalize: Whether the loader normalizes them.
         warm: See `Setup`.
     """
     sizes = config.sizes(config.on_cpu(source.routes))
@@ -166,14 +179,14 @@ class Bottleneck:
 
 
 def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
-    """What limits a loader with these times.
+    """Return the stage that limits a loader.
 
     Args:
-        times: of `Loader.stats()`, or the growth of them: `wait_s`, the attributes of `Counters`, `fetched_bytes`.
-        setup: of the loader.
+        times: Result of `Loader.stats()`, or the difference of two results: the attributes of `Counters`, and `fetched_bytes`.
+        setup: Settings of the loader.
 
     Returns:
-        None where no time has passed.
+        Stage and advice, or None if no time has passed.
     """
     wall = times["wait_s"] + times["training_s"]
     if wall <= 0:
@@ -196,7 +209,14 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
 
 
 def _upstream(times: Mapping[str, float], setup: Setup, wall: float, wait: float) -> Bottleneck:
-    """Find the stage that delays the frames."""
+    """Return the stage of the planner thread or of the decode threads that delays the frames.
+
+    Args:
+        times: See `find`.
+        setup: Settings of the loader.
+        wall: Time that has passed, in seconds.
+        wait: Share of that time that the training loop waits for batches.
+    """
     pool = {key: times[key] / wall / setup.num_threads for key in STAGES["decode threads"]}
     planner = {key: times[key] / wall for key in STAGES["planner"]}
     busy = {"pool": sum(pool.values()), "planner": sum(planner.values())}
@@ -227,11 +247,11 @@ def _found(stage: str, share: float, what: str, whose: str, wait: float, change:
     return Bottleneck(stage, share, f"{text} What would help most: {change}.")
 
 
-# ---- the change that would help most
+# ---- the change that would help most, as the end of a sentence
 
 
 def _change(key: str, times: Mapping[str, float], setup: Setup) -> str:
-    """For a stage of the planner or of the decode threads."""
+    """Return the change for a stage of the planner thread or of the decode threads."""
     if key == "decode_s":
         return _decode_change(times, setup)
     if key == "read_s" or (key == "rows_s" and setup.remote):
@@ -262,7 +282,7 @@ def _decode_change(times: Mapping[str, float], setup: Setup) -> str:
 
 
 def _frames_memory(times: Mapping[str, float], setup: Setup) -> str | None:
-    """The memory_budget that saves decodes, if it saves more than a few."""
+    """Return the memory_budget that saves decodes. None if it is unknown, or saves only a few."""
     if setup.advice:
         advised, now, then = setup.advice
         decodes = f"{then:.2f} frames instead of {now:.2f} are decoded for each one delivered"
@@ -316,7 +336,7 @@ def _handover_change(setup: Setup) -> str:
 
 
 def _shorter_gop(times: Mapping[str, float], setup: Setup) -> str | None:
-    """Where far more frames are decoded than delivered."""
+    """Return the advice to re-encode the videos with shorter GOPs. None if few frames are decoded per delivered frame."""
     decoded = times["decoded_frames"] / times["frames"] if times["frames"] else 0.0
     if decoded < _LONG_GOP or not setup.videos:
         return None
@@ -334,7 +354,7 @@ def _more_cores(setup: Setup) -> str:
 
 
 def _more_decoding(setup: Setup) -> str:
-    """More cores, or a GPU where there is video that it could decode."""
+    """Return the advice to use more cores, or also a GPU if it could decode videos."""
     gpu = setup.videos and not setup.gpu and setup.num_threads >= setup.cores
     return _more_cores(setup) + (", or a GPU that decodes the videos" if gpu else "")
 

@@ -1,4 +1,4 @@
-"""The public iterator: epochs of batches, a state that any number of ranks can resume, and an orderly end."""
+"""Loader, the public iterator over batches, with a state from which other numbers of ranks can resume."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class Loader:
             such as "4GiB". The first three get what the episodes in use need, up to half of the budget, and frames the rest.
             In-flight frames are not counted if they exceed the budget, or if it holds all frames of the dataset.
         audit: Number of samples of which one is audited, if DALI decodes a camera. An audited sample is decoded by torchcodec,
-            too. If the frames differ by more than a tolerance, the batch and all later ones come from torchcodec, and a warning
+            too. If the frames differ by more than a tolerance, torchcodec decodes the batch and all later ones, and a warning
             names file and frame. The first sample of each file is always audited. 0 turns audits off. With a `dali_graph`, they
             take the memory of another batch of frames on the GPU. Default: 1000.
-        last_batch: What to do with samples that do not fill the last batch of an epoch: "drop" them, deliver a "partial" batch,
-            or "pad" the batch with the first samples of the epoch.
+        last_batch: Treatment of samples that do not fill the last batch of an epoch: "drop" omits them, "partial" delivers a
+            smaller batch, and "pad" fills the batch with the first samples of the epoch.
         on_error: "raise", or "substitute" to replace a sample that cannot be decoded by another one of its batch. Substitutes
             are counted in `stats()`, summed up in a warning per file and epoch, and marked in `is_substitute`, bool of shape
             (B,). They depend on the batch only, so a run that is resumed with the same ranks and batch size has the same ones.
@@ -106,9 +106,9 @@ class Loader:
             if a GPU, `dali_graph` or `decode="dali"` needs DALI, and it cannot be imported.
     """
 
-    _epoch = _position = 0  # of the next batch
-    _iteration = 0  # number of the current one
-    _began = _abandoned = False  # an iteration; in mid-epoch
+    _epoch = _position = 0  # epoch of the next batch, and position in its order
+    _iteration = 0  # number of the current iteration
+    _began = _abandoned = False  # whether any iteration has begun, and whether the current epoch is incomplete
     _closed = _told_left_out = _bottleneck_logged = False
 
     @known_arguments_or(INSTEAD_OF_DATALOADER)
@@ -170,7 +170,7 @@ class Loader:
         self._warn_if_uneven()
 
     def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
-        """Choose the decoders, and check that batches can be made: that they fit in memory, and that DALI is installed."""
+        """Choose the decoders, and return the batches. Check that they fit into memory, and that DALI can be imported."""
         config = self._config
         try:
             routes = choose_routes(config.dataset, config.indices, decode, config.gpu, config.num_threads)
@@ -184,7 +184,7 @@ class Loader:
         return BatchSource(routes, dali_graph, decode, self._counters)
 
     def __getattr__(self, name: str) -> Any:
-        # What Accelerate asks of a loader that it would split by rank, or skip batches of.
+        # Accelerate reads these attributes of a loader to split it by rank, or to skip batches.
         if name in ("sampler", "batch_sampler"):
             raise AttributeError(
                 f"a Loader has no {name}: it is split by rank already, and continues where it was through load_state_dict. Use "
@@ -199,7 +199,7 @@ class Loader:
         )
 
     def __getitem__(self, index: object) -> NoReturn:
-        # What a DataLoader asks for.
+        # A DataLoader calls this method if its dataset is a Loader.
         raise TypeError(
             "a Loader has no items to pick: iterate it, `for batch in loader`. It takes the place of a torch DataLoader and is "
             "not given to one; num_threads= and prefetch= set what num_workers= and prefetch_factor= set there"
@@ -216,13 +216,15 @@ class Loader:
         return f"{type(self).__name__}({uri!r}: {batches}; {routes}{rank}{'; closed' if self._closed else ''})"
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same on each rank."""
+        """Number of batches of an epoch, the same on each rank."""
         return self._config.batches.count(0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterates over one epoch: the first, the rest of the one in a loaded state, or the one after the last one begun.
+        """Iterate over one epoch.
 
-        Leaving the loop early stops all work; the next iteration is the next epoch, and warns once of what was left out.
+        The first iteration yields the first epoch, or the rest of the epoch of a loaded state. Each later iteration yields the
+        epoch that follows the last iterated epoch, even if that was left early. Leaving a loop early stops all work, and the
+        next iteration logs a warning, only once, about the batches that were left out.
 
         Raises:
             DaliStreamError: If the loader is closed, or torch.distributed has another rank or world size than the loader.
@@ -233,22 +235,23 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The present epoch, from 0: that of the batch delivered last until its loop ends, then the next one."""
+        """Number of the present epoch, from 0: that of the last delivered batch, and after a complete loop the next one."""
         return self._epoch
 
     @property
     def batch_index(self) -> int:
-        """Index of the epoch's next batch, from 0: the epoch has `len(loader) - batch_index` batches left.
+        """Index of the epoch's next batch, from 0. The epoch has `len(loader) - batch_index` batches left.
 
-        So it is the number of batches delivered, but in an epoch that was resumed with another global batch.
+        It is the number of batches delivered in this epoch, unless the epoch was resumed with another global batch.
         """
         return len(self) - self._config.batches.count(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is: a small JSON-serialisable dict, the same on each rank. It counts what has been delivered.
+        """Return the state of the run, a small JSON-serialisable dict that is the same on each rank.
 
-        It holds the position in the epoch's order, so that a resumed run continues at the very next sample, on any number of
-        ranks that divides `consumers`. Taken on the last batch of an epoch, it resumes with the next epoch.
+        The state contains the position in the epoch's order after the batches that have been delivered. A resumed run
+        continues with the very next sample, on any number of ranks that divides `consumers`. A state that is saved with the
+        last batch of an epoch resumes with the next epoch.
         """
         self._check_usable()
         return {
@@ -260,14 +263,17 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken. Only before the first iteration.
+        """Continue a run from its state. Call this method before the first iteration.
 
-        Of `consumers` and `episode_pool_size`, those that this loader was not given are the state's from here on.
+        If `consumers` or `episode_pool_size` was not given to this Loader, it uses the value of the state.
+
+        Args:
+            state: Result of `state_dict`.
 
         Raises:
-            ResumeError: iteration has begun, the state is of another dataset or order, or this world size does not divide its
-                `consumers`.
-            MemoryBudgetError: memory_budget does not hold one batch of the state's order.
+            ResumeError: If iteration has begun, if the state belongs to another dataset or order, or if this world size does
+                not divide the `consumers` of the state.
+            MemoryBudgetError: If memory_budget does not hold one batch of the state's order.
         """
         self._check_not_begun("load_state_dict")
         check_version(state, "Loader", "dataset")
@@ -320,9 +326,9 @@ class Loader:
         return load_state(path, self.load_state_dict)
 
     def resume(self, *, epoch: int, batch: int) -> None:
-        """Continue where a checkpoint was taken that has no state of the Loader, only a number of steps.
+        """Continue from a checkpoint that contains only the number of steps, and no state of the Loader.
 
-        Numbers do not tell whether the run had the same dataset, order and global batch, so this is not checked. Prefer
+        These numbers do not contain the dataset, the order and the global batch of the run, so they are not checked. Prefer
         `load_state_dict`. Call this method before the first iteration.
 
         Args:
@@ -346,55 +352,73 @@ class Loader:
 
     @property
     def routes(self) -> dict[str, Route]:
-        """{camera: Route(decoder, reason)}: as it is now, since a file that does not suit a decoder changes it."""
+        """{camera: Route(decoder, reason)}. The decoder of a camera changes if it cannot decode one of the files."""
         self._check_usable()
         return dict(self._source.routes)
 
     def stats(self) -> dict[str, Any]:
-        """Counters and times since the loader was made.
+        """Return counters and times since the loader was made.
 
-        `batches`, `samples`, `frames` delivered to DALI, without those of cameras that a dataset lacks; `clips` and
-        `decoded_frames` that took, with the frames that are only on the way to others; `frame_cache_hits`, delivered frames
-        that an earlier batch had decoded; `frame_cache_bytes` of decoded frames that are kept; `frames_evicted_before_use`,
-        kept frames that memory_budget had no room for until their next use; `padded` and `substituted` samples;
-        `route_changes`; `audited` samples; `resident_bytes` of rows, indices, kept frames and, of remote data, encoded video,
-        and `row_bytes`,
-        `index_bytes` and `encoded_bytes` of that; `indices_read_again`, those of video files in use that memory_budget had no
-        room to keep; `first_batch_s` from construction to the first batch.
+        Counters:
 
-        Seconds per stage, which do not overlap. Of the thread that iterates: `training_s` between batches, and in `next()`
-        `wait_s`, of which it waited for frames for `starved_s`, and copied them and ran the DALI graph for `graph_s`. Of the
-        planner thread:
-        `rows_s` reading rows or waiting for them, `gather_s` putting them into batches, `plan_s` all else. Of the decode
-        threads, added up over them (so up to `num_threads` seconds a second): `read_s` reading encoded video or waiting for it,
-        `pack_s` packing it into clips, `decode_s`, `resize_s`. `bottleneck` says what they mean.
+        - `batches`, `samples`: Number of batches and samples delivered.
+        - `frames`: Number of frames delivered, without those of cameras that a dataset lacks.
+        - `clips`: Number of clips that were packed or decoded for them.
+        - `decoded_frames`: Number of frames decoded, including those that are only decoded to reach others.
+        - `frame_cache_hits`: Number of delivered frames that an earlier batch had decoded.
+        - `frames_evicted_before_use`: Number of decoded frames that memory_budget did not hold until their next use.
+        - `indices_read_again`: Number of indices of video files that were read again, since memory_budget did not hold them.
+        - `padded`, `substituted`, `audited`: Number of samples that were padded, substituted and audited.
+        - `route_changes`: Number of times that another decoder continued with a camera.
 
-        Of remote data also `requests`, `retries`, `fetched_bytes` over the network, `fetch_s` of all reads that waited, and
-        `cached_bytes` out of `cache_dir`, all since the dataset was opened; `needed_bytes`, the indices, rows and encoded
-        frames that the episodes which have come up need, each counted once an epoch; `evicted_early`, the blocks that
-        memory_budget had no room to keep.
+        Memory in use, in bytes:
+
+        - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`: Memory of rows, of indices of video files, of the
+          encoded video of remote data, and of cached decoded frames.
+        - `resident_bytes`: Sum of these four.
+
+        Times of the stages, in seconds. Stages of the same thread do not overlap, except for the parts of `wait_s`:
+
+        - `training_s`, `wait_s`: Time between batches and time in `next()`, of the thread that iterates.
+        - `starved_s`, `graph_s`: Parts of `wait_s` for waiting for frames, and for copying them and running the DALI graph.
+        - `rows_s`, `gather_s`, `plan_s`: Reading rows or waiting for them, gathering them into batches, and all other work of
+          the planner thread.
+        - `read_s`, `pack_s`, `decode_s`, `resize_s`: Reading encoded video or waiting for it, packing it into clips, decoding
+          and resizing, added up over the decode threads. The sum is up to `num_threads` seconds per second.
+        - `first_batch_s`: Time from construction to the first batch. None before it.
+
+        Remote data, with 0 for local data:
+
+        - `requests`, `retries`: Number of requests and of retries since the dataset was opened.
+        - `fetched_bytes`, `cached_bytes`: Bytes read over the network and from `cache_dir` since the dataset was opened.
+        - `fetch_s`: Time that all reads waited for the network since the dataset was opened, in seconds.
+        - `needed_bytes`: Bytes of the indices, rows and encoded video that the batches so far needed. Each of them is counted
+          at most once per epoch.
+        - `evicted_early`: Number of blocks of encoded video that memory_budget did not hold until their next use.
+
+        `bottleneck` interprets the times.
         """
         counters = self._counts()
         counters["needed_bytes"] += self._config.indices.read_bytes if self.dataset.data_store.remote else 0
         return counters | self._source.memory()
 
     def _counts(self) -> dict[str, Any]:
-        """What of `stats` is cheap: counters and traffic."""
+        """Return the part of `stats` that is cheap to compute: counters, times and traffic."""
         traffic = {name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC}
         return asdict(self._counters) | traffic
 
     def bottleneck(self, since: Mapping[str, Any] | None = None) -> Bottleneck | None:
-        """What limits this loader and which change would help most, for people as `str()`.
+        """Return the stage that limits this loader, and the change that would help most. Print it to read it as text.
 
-        It judges the last 200 batches. Those of the first epoch are never judged together with later ones, which may find
-        their frames in memory. A Loader logs it once, after 200 batches. If memory_budget holds all decoded frames, it waits
-        until the second epoch for that, since only the first epoch decodes.
+        The last 200 batches are judged. Batches of the first epoch are never judged together with later ones, which may find
+        their frames in memory. A Loader logs the result once, after 200 batches. If memory_budget holds all decoded frames, it
+        is logged in the second epoch, since only the first epoch decodes.
 
         Args:
-            since: Earlier result of `stats()`. All batches after it are judged instead.
+            since: Earlier result of `stats()`. If given, all batches after it are judged instead.
 
         Returns:
-            None before the second batch.
+            Stage and advice, or None before the second batch.
         """
         if (since := since or self._recent.since) is None:
             return None
@@ -403,14 +427,14 @@ class Loader:
         return bottleneck.find(growth, setup)
 
     def close(self) -> None:
-        """Stops all work, joins all threads and closes all files. The loader cannot be used afterwards."""
+        """Stop all work, join all threads and close all files. The loader cannot be used afterwards."""
         self._closed = True
         if os.getpid() == self._pid:
             self._source.close()
             for camera, file in self._config.indices.held():
                 self._config.indices.drop(camera, file)
-            process.trim_memory()  # a large dataset has much of it in small blocks
-            self._config.substitutes.report(self._epoch + 1)  # of the next epoch, some batches may have been made
+            process.trim_memory()  # a large dataset leaves much free memory in small blocks
+            self._config.substitutes.report(self._epoch + 1)  # some batches of the next epoch may have been made
             self.dataset.close()
 
     def __enter__(self) -> Loader:
@@ -449,26 +473,27 @@ class Loader:
                 try:
                     yield batch
                 except GeneratorExit:
-                    # After `close`, or at the exit of the interpreter, nothing is in progress. At the exit, when an iterator in
-                    # a module's namespace is freed, the modules that `_stop` uses may be gone.
+                    # After `close`, or at the exit of the interpreter, no batches are in progress. If an iterator in a module's
+                    # namespace is freed at the exit, the modules that `_stop` uses may have been freed already.
                     ended = self._closed or self._source.ended
                     raise
-                self._check_current(iteration)  # before a lock is taken: after a fork, a thread of the parent may hold it
+                # This check precedes every use of a lock, since after a fork a thread of the parent may hold it for ever.
+                self._check_current(iteration)
                 self._counters.add(training_s=time.perf_counter() - given)
             self._config.substitutes.report(self._epoch)
             self._source.epochs += whole
             self._epoch, self._position = self._epoch + 1, 0
             self._abandoned = False
         finally:
-            # Drop the batches in progress of an epoch that was left early or failed. A loop that takes len(loader) batches and
-            # does not ask for another one has not left early.
+            # Drop the batches in progress if the epoch was left early or failed. A loop that takes len(loader) batches without
+            # requesting another one has not left early.
             if not ended and self._abandoned and iteration == self._iteration and batches.count(self._position):
                 self._stop()
 
     def _log_bottleneck(self) -> None:
-        """Log one line for each run, as a warning only if training is held up.
+        """Log the bottleneck once, as a warning only if training has to wait.
 
-        The line waits for batches like those to come: not of a first epoch that decodes what all later ones find in memory.
+        If later epochs find all frames in memory, the first epoch is not typical of the run, and nothing is logged in it.
         """
         typical = self._recent.warm or not self._source.keeps_all
         if typical and self._recent.batches >= bottleneck.JUDGED // 2 and (limit := self.bottleneck()):
@@ -487,7 +512,8 @@ class Loader:
         return self.normalizer(batch)
 
     def _stop(self) -> None:
-        if os.getpid() == self._pid:  # after a fork: a lock that another thread held then is never given back
+        """Drop the batches in progress. The next iteration starts new ones."""
+        if os.getpid() == self._pid:  # in a forked process, a lock that another thread held is never released
             self._source.stop()
             self.dataset.close()
             self._config.substitutes.report(self._epoch)
@@ -512,7 +538,7 @@ class Loader:
             raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
 
     def _end_epoch(self) -> None:
-        """Go to the next epoch from a loaded position after which no batch is left."""
+        """Move on to the next epoch from a loaded position after which the epoch has no batch."""
         left = self._config.batches.frames - self._position
         if left and self._config.batches.last_batch == "partial":
             _log.warning(

@@ -1,4 +1,4 @@
-"""The arguments of a Loader, checked and put together into the configuration of its pipeline."""
+"""Validation of a Loader's arguments, and construction of the configuration of its pipeline."""
 
 from __future__ import annotations
 
@@ -115,7 +115,15 @@ def make_config(
 
 
 def make_normalizer(config: Config, modes: Modes) -> Normalizer:
-    """Return the normalizer of a Loader. Raises ValueError if it would have to normalize integers."""
+    """Return the normalizer of a Loader.
+
+    Args:
+        config: Configuration of the Loader.
+        modes: Argument `normalize` of the Loader.
+
+    Raises:
+        ValueError: If `modes` is invalid, or has a camera whose frames are integers.
+    """
     normalizer = Normalizer(cast("Dataset | Mixture", config.dataset), modes)
     frames = [key for key in normalizer.modes if key in config.dataset.cameras]
     if config.image_dtype != "float32" and frames:
@@ -124,16 +132,16 @@ def make_normalizer(config: Config, modes: Modes) -> Normalizer:
 
 
 def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments: bool, substitutes: bool) -> Dataset | Mixture:
-    """The dataset without the features whose keys batches have for something else. Logs which.
+    """Return the dataset without the features whose keys a batch uses for other values, such as masks. Log their keys.
 
     Args:
-        dataset: the selected part of a dataset.
-        offsets: by the keys with a window.
-        augments: whether samples bring random numbers.
-        substitutes: whether samples that cannot be decoded are replaced, and marked.
+        dataset: Selected part of a dataset.
+        offsets: {key with a window: its frame offsets}.
+        augments: Whether samples have random numbers for augmentation.
+        substitutes: Whether samples that cannot be decoded are substituted and marked.
 
     Raises:
-        ValueError: one of the features has a window itself, or the key of the random numbers.
+        ValueError: If one of these features has a window itself, or if a feature has the key of the random numbers.
     """
     if augments and SAMPLE in dataset.features:
         raise ValueError(
@@ -167,7 +175,13 @@ def _delivered(dataset: Dataset | Mixture, offsets: Mapping[str, Any], augments:
 def _window_offsets(
     dataset: Dataset | Mixture, deltas: Mapping[str, Sequence[float]], rank: int
 ) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return the frame offsets of each window. Warn of windows that were probably meant in frames."""
+    """Return {key with a window: its frame offsets}. Warn about windows that were probably meant in frames, not in seconds.
+
+    Args:
+        dataset: Dataset of the Loader.
+        deltas: Argument `delta_timestamps` of the Loader.
+        rank: Rank of this process. Only rank 0 warns.
+    """
     keys = [key for key, feature in dataset.features.items() if not feature.is_text]
     offsets = dataset.window_offsets(deltas, keys)
     for key, frames in offsets.items():

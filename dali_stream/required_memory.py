@@ -1,4 +1,4 @@
-"""Memory that the frames of batches need, and whether this process may use as much."""
+"""Check that the frames of batches fit into the memory of this process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dali_stream.pipeline.config import Config
 
 
 class RequiredMemory(NamedTuple):
-    """Lower bounds, so that no batch size is refused that works.
+    """Memory that frames need at least. These are lower bounds, so that no batch size that works is refused.
 
     Attributes:
-        batch: Bytes of the frames of one batch, as delivered, or as DALI gets them.
+        batch: Bytes of the frames of one batch, as delivered or, with DALI, as passed to DALI.
         decoded: Bytes of the decoded frames of all batches in progress.
     """
 
@@ -25,10 +25,14 @@ class RequiredMemory(NamedTuple):
 
 
 def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
-    """Return the memory that the frames of `cameras`, which the CPU decodes, need at least.
+    """Return the memory that the frames of some cameras need at least.
 
-    At least the current frame of each sample in progress is decoded, if the window contains it. Samples may share the other
-    frames of their windows, and a mixture may repeat samples.
+    Only the current frame of each sample in progress is counted as decoded, if the window contains it. Samples may share the
+    other frames of their windows. For a mixture, which may repeat samples, no decoded frames are counted.
+
+    Args:
+        config: Configuration of the loader.
+        cameras: Cameras that the CPU decodes.
     """
     batches, share = config.batches, config.batches.frames // config.batches.world_size
     rows = batches.batch_size if batches.last_batch == "pad" else min(batches.batch_size, share)
@@ -40,7 +44,16 @@ def required_memory(config: Config, cameras: Sequence[str]) -> RequiredMemory:
 
 
 def check_memory(config: Config, cameras: Sequence[str], limit: MemoryLimit | None) -> None:
-    """Raise MemoryBudgetError if the frames of batches cannot fit in memory."""
+    """Check that the frames of batches fit into memory.
+
+    Args:
+        config: Configuration of the loader.
+        cameras: Cameras that the CPU decodes.
+        limit: Memory limit of this process. None if it is unknown.
+
+    Raises:
+        MemoryBudgetError: If the frames need more memory than the limit.
+    """
     required = required_memory(config, cameras)
     if limit is None or sum(required) <= limit.size:
         return

@@ -1,4 +1,4 @@
-"""Threads for decoding, copying and waiting for the network, and calls that several threads share."""
+"""Thread pool for decoding, copying and reading, and calls whose results several threads share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ V = TypeVar("V")
 
 
 class Workers:
-    """A pool of threads that takes the job with the lowest priority first.
+    """Pool of threads that runs the job with the lowest priority value first, and equal ones in the order of `submit`.
 
-    Daemon threads: an interpreter that ends does not wait for a server that hangs, as it does with the standard library's pool.
+    The threads are daemons, so an interpreter that exits does not wait for a server that hangs. With the standard library's
+    pool, it would.
 
     Args:
         name: Name of the threads.
-        threads: Number of threads. With 0, `submit` runs the job itself.
+        threads: Number of threads. With 0, `submit` runs the job in the calling thread.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -51,7 +52,7 @@ class Workers:
         return future
 
     def stop(self) -> None:
-        """Cancels jobs that have not begun. Does not wait."""
+        """Cancel jobs that have not begun. Return without waiting for the others."""
         with self._changed:
             self._stopping = True
             jobs, self._jobs = self._jobs, []
@@ -61,7 +62,7 @@ class Workers:
             future.set_running_or_notify_cancel()
 
     def join(self) -> None:
-        """Waits for the threads to end, after `stop`."""
+        """Wait for the threads to end, after `stop`."""
         for thread in self._threads:
             thread.join()
 
@@ -78,7 +79,7 @@ class Workers:
 
 
 def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Run a job, unless its future is cancelled, of which those who wait for it are told."""
+    """Run a job and set its future. If the future is cancelled, only wake the threads that wait for it."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call(*args))
@@ -87,20 +88,25 @@ def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 class Once:
-    """Calls of the same key that overlap in time share one call, its result or its error."""
+    """Calls by key. Calls with the same key that overlap in time are made once, and share the result or the error."""
 
     def __init__(self) -> None:
         self._under_way: dict[Hashable, Future[object]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, key: Hashable, call: Callable[[], V]) -> V:
-        """`call()`, or the result of another thread's call for this key, if one is running. It must not request its own key."""
+        """Return `call()`, or the result of another thread's call for the same key if one is running.
+
+        Args:
+            key: Key of the call. All calls for a key must return the same type.
+            call: Function to call. It must not request its own key, which would wait for itself.
+        """
         with self._lock:
             future = self._under_way.get(key)
             if mine := future is None:
                 future = self._under_way[key] = Future()
         if not mine:
-            return future.result()  # type: ignore[return-value]  # a key stands for one kind of call
+            return future.result()  # type: ignore[return-value]  # all calls for a key return the same type
         try:
             result = call()
         except BaseException as error:

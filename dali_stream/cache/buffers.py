@@ -1,7 +1,7 @@
-"""Batch-sized arrays that are used again and again.
+"""Pool of batch-sized arrays.
 
-A fresh allocation of this size is handed to the process page by page by the kernel, which takes several times as long as
-filling it; and large blocks that come and go in a heap beside small ones make it grow.
+Arrays of this size are reused, because the kernel maps a new allocation page by page, which takes several times as long as
+filling it. Besides, a heap grows if large and small blocks are allocated and freed in turn.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-_KEPT = 8  # arrays of one kind: more than a loader uses at a time; a user who keeps more batches gets fresh memory
+_KEPT = 8  # arrays kept per shape and dtype, more than a loader uses at a time; a user who keeps more batches gets new arrays
 
 
 class Buffers:
-    """A pool of arrays. An array is handed out again when no view, tensor or DALI refers to it.
+    """Pool of arrays. An array is reused when no view or tensor refers to it any more, and DALI does not either.
 
-    Not safe to use from several threads; references may be dropped in any.
+    Only one thread may call `take`. Any thread may drop references to the arrays.
 
     Args:
-        channels_first: Whether the last axis of an array comes before the two before it in memory.
+        channels_first: Whether arrays are stored with the last axis, the channels, before height and width in memory.
     """
 
     def __init__(self, channels_first: bool = False) -> None:
@@ -31,7 +31,7 @@ class Buffers:
         self._arrays: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-        """Return an array of a shape and dtype with anything in it."""
+        """Return an array with uninitialized values."""
         if not self._channels_first:
             return self._take(shape, dtype)
         *outer, height, width, channels = shape
@@ -51,4 +51,4 @@ def _references(arrays: list[Array], i: int) -> int:
     return sys.getrefcount(arrays[i])
 
 
-_UNUSED = _references([np.empty(0)], 0)  # of an array that only a list refers to; interpreters count differently
+_UNUSED = _references([np.empty(0)], 0)  # count for an array that only a list refers to, which depends on the interpreter

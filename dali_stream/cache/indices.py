@@ -1,4 +1,4 @@
-"""Indices of video files in memory. They outlive a run, so that the next one begins with them."""
+"""Cache of the indices of video files. It outlives a `BatchStream`, so that the next one finds the indices in memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dali_stream.workers import Once
 
 
 class IndexCache:
-    """Safe to use from several threads.
+    """Cache of the indices of video files. Safe to use from several threads.
 
     Args:
-        source: the episodes.
+        source: Episodes whose files are indexed.
 
     Attributes:
-        read_bytes: of the `moov` boxes that have been read, each counted once.
+        read_bytes: Bytes of the `moov` boxes that have been read. Each file is counted once.
     """
 
     def __init__(self, source: Source) -> None:
@@ -31,19 +31,27 @@ class IndexCache:
         self.read_bytes = 0
 
     def file(self, camera: str, episode: int) -> int:
-        """The number of the file that holds an episode."""
+        """Return the number of the file that contains an episode."""
         return int(self._files[camera][episode])
 
     def has_file(self, camera: str, episode: int) -> bool:
-        """Whether the frames of an episode are in a video file."""
+        """Return whether the frames of an episode are in a video file."""
         return camera in self._files and self._files[camera][episode] != ABSENT
 
     def of(self, camera: str, episode: int, store: Store) -> VideoIndex:
-        """The index of the file that holds an episode, read from `store`. Raises DecodeError where it has none."""
+        """Return the index of the file that contains an episode. It is read from `store` if it is not cached.
+
+        Raises:
+            DecodeError: If the file is missing or has no valid index.
+        """
         return self.read(camera, self.file(camera, episode), store)
 
     def read(self, camera: str, file: int, store: Store) -> VideoIndex:
-        """The index of a file, by its number among those of the camera. As `of`."""
+        """Return the index of a file, by its number among the files of the camera.
+
+        Raises:
+            DecodeError: If the file is missing or has no valid index.
+        """
         found = self._indices.get((camera, file))
         if found is None:
             found = self._once((camera, file), lambda: self._read(camera, file, store))
@@ -52,12 +60,12 @@ class IndexCache:
         return found
 
     def held(self) -> dict[tuple[str, int], int]:
-        """Bytes that each takes."""
+        """Return {(camera, file): memory of its index in bytes}. The number is 0 for a broken index."""
         with self._lock:
             return {key: 0 if isinstance(index, DecodeError) else index.nbytes for key, index in self._indices.items()}
 
     def drop(self, camera: str, file: int) -> None:
-        """Evicts one."""
+        """Evict the index of a file."""
         with self._lock:
             self._indices.pop((camera, file), None)
 

@@ -1,4 +1,4 @@
-"""Locates the frames of an episode in its video files."""
+"""Location of the frames of an episode in its video files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def locate(
     index: VideoIndex | None,
     block: int | None = None,
 ) -> Located:
-    """Return where the frames of an episode are.
+    """Return the locations of an episode's frames.
 
     Args:
         source: Episodes.
-        camera: Camera.
+        camera: Name of the camera.
         episode: Number of the episode.
         rows: {key: values of the episode's rows}, with the keys `CLOCKS`.
-        index: Index of the episode's video file. None if it has none: its frames are images, or zeros if its dataset lacks the
-            camera, or an error when one is asked for if the file is broken.
+        index: Index of the episode's video file. None if the frames are images, if the dataset of the episode lacks the camera,
+            or if the file is broken. In the last two cases, no frame has a packet: frames of a missing camera are zeros, and
+            decoding a frame of a broken file raises an error.
         block: Bytes of a block of encoded video. None if it is read in place.
     """
     length = int(source.lengths[episode])

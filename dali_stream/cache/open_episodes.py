@@ -1,4 +1,4 @@
-"""Opening of episodes: their rows and the indices of their video files are read, and their frames are located."""
+"""Opening of episodes: reads their rows and the indices of their video files, and locates their frames."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Int64 = npt.NDArray[np.int64]
 
 
 class OpenEpisodes:
-    """Opens and closes episodes as `Opening` decides. Only one thread may use it.
+    """Open episodes. They are opened and closed as `Opening` decides. Only one thread may use an object of this class.
 
-    Many episodes share a video file, so indices are kept per file, in `IndexCache`.
+    Many episodes share a video file, so indices are cached per file, in `IndexCache`.
 
     Args:
         source: Episodes.
-        indices: Indices of video files, which outlive this.
-        store: Session of the source's store.
-        readers: Threads that read. None if the caller reads.
-        memory: Memory for decoded row groups. None for one of its own.
+        indices: Cache of the indices of video files, which outlives this object.
+        store: Session of the source's store. Default: a new session.
+        readers: Threads that read. None to read in the thread of the caller.
+        memory: Memory for decoded row groups. Default: a new one that is not shared.
         block: Bytes of a block of encoded video. None if it is read in place.
         counters: Counters to add to.
 
@@ -59,18 +59,23 @@ class OpenEpisodes:
         self._source, self._indices, self._block, self._counters = source, indices, block, counters or Counters()
         self._store, self._readers = store or source.data_store.session(), readers or Workers("", 0)
         self.table = EpisodeTable(source.lengths, source.cameras, () if block is None else source.videos)
-        self._rows: dict[int, Columns] = {}  # of episodes that are not open
+        self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
         self._reader = row_reader(source, self._store, memory)
         self._coming: dict[Key, Future[Any]] = {}
         self._late: dict[Key, Future[Any]] = {}  # reads of indices that were evicted before they ended
         self._open: set[int] = set()
 
     def begin(self, opening: Opening, ahead: Iterable[Samples]) -> list[int]:
-        """Begin to read what batches ahead need. Return the episodes that were closed."""
+        """Begin to read the rows and indices that the next batches need. Return the episodes that were closed.
+
+        Args:
+            opening: Schedule of the reads.
+            ahead: Next batch and those after it, see `Opening.request`.
+        """
         reads = opening.request(ahead)
         for key in [key for key, late in self._late.items() if late.done()]:
             del self._late[key]
-            if key not in opening.room:  # not asked for again
+            if key not in opening.room:  # it was not requested again meanwhile
                 self._indices.drop(*key)
         closed = self._evict(opening.room.take_evicted())
         for read in reads:
@@ -79,11 +84,14 @@ class OpenEpisodes:
         return closed
 
     def finish(self, opening: Opening, ahead: Sequence[Samples]) -> tuple[list[OpenEpisode], list[int]]:
-        """Wait for what is due before the next batch is planned. Return the episodes that were opened, and closed.
+        """Wait for the reads that are due before the next batch is planned.
 
         Args:
-            opening: What decides.
-            ahead: The next batch and others after it, whose episodes are kept if their rows come along with others.
+            opening: Schedule of the reads.
+            ahead: Next batch and some batches after it. If a read returns rows of their episodes in addition, these are kept.
+
+        Returns:
+            Episodes that were opened, and numbers of the episodes that were closed before.
 
         Raises:
             DatasetError: If rows of the next batch are missing or broken.
@@ -91,16 +99,16 @@ class OpenEpisodes:
             CancelledError: If the readers were stopped.
         """
         closed: list[int] = []
-        soon: list[int] = []  # episodes of the batches ahead
+        soon: list[int] = []  # episodes of the batches ahead, most urgent first
         for read in opening.due():
-            if (coming := self._coming.pop(read.key, None)) is None:  # evicted by what arrived before it
+            if (coming := self._coming.pop(read.key, None)) is None:  # evicted for the results of earlier reads
                 continue
             try:
                 result = coming.result()
             except (DaliStreamError, CancelledError):
                 if read.batch == ahead[0].number:
                     raise
-                opening.observe(read.key, None)  # it gets another chance
+                opening.observe(read.key, None)  # the read is repeated for the batch that needs it
                 continue
             if read.camera:
                 opening.observe(read.key, result)
@@ -114,14 +122,19 @@ class OpenEpisodes:
                 for episode in kept:
                     try:
                         self._rows[episode] = {key: values.copy() for key, values in result[episode].items()}
-                    except (KeyError, DaliStreamError):  # evicted meanwhile; or reported when a batch needs it
+                    except (KeyError, DaliStreamError):  # evicted meanwhile, or broken, which is reported when a batch needs it
                         opening.observe(("", episode), None)
             closed += self._evict(opening.room.take_evicted())
         opened = [self._opened(episode) for episode in opening.ready() if episode not in self._open]
         return opened, closed
 
     def load(self, episodes: Iterable[int]) -> dict[int, OpenEpisode]:
-        """Open episodes for a program without a schedule. Errors as of `finish`."""
+        """Read and open episodes, for a program without a schedule.
+
+        Raises:
+            DatasetError: If rows are missing or broken.
+            StorageError: If rows or an index cannot be read.
+        """
         opened = {}
         for episode in episodes:
             self._rows[episode] = self._reader.read(episode)[episode]
@@ -130,10 +143,11 @@ class OpenEpisodes:
         return opened
 
     def index(self, camera: str, episode: int) -> VideoIndex:
-        """Return the index of the file that holds an episode. Raises DecodeError if it has none."""
+        """Return the index of the file that contains an episode. Raises DecodeError if the file has no valid index."""
         return self._indices.of(camera, episode, self._store)
 
     def _opened(self, episode: int) -> OpenEpisode:
+        """Locate the frames of an episode whose rows were read."""
         self._open.add(episode)
         source, rows = self._source, self._rows.pop(episode)
         cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), self._block) for c in source.cameras}
@@ -142,16 +156,16 @@ class OpenEpisodes:
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:
             return self.index(camera, episode) if self._indices.has_file(camera, episode) else None
-        except DecodeError:  # reported when a frame of it is asked for
+        except DecodeError:  # reported when a frame of the file is decoded
             return None
 
     def _evict(self, keys: Iterable[Key]) -> list[int]:
-        """Drop rows and indices. Return the episodes that were open."""
+        """Drop rows and indices that the schedule has evicted. Return the episodes among them that were open."""
         closed: list[int] = []
         for camera, number in keys:
             coming = self._coming.pop((camera, number), None)
             if camera and coming is not None:
-                self._late[camera, number] = coming
+                self._late[camera, number] = coming  # its read will add the index to the cache, from which `begin` drops it
             elif camera:
                 self._indices.drop(camera, number)
             elif number in self._open:
@@ -163,7 +177,8 @@ class OpenEpisodes:
 
     def _read_rows(self, read: Read) -> Found:
         found = self._reader.read(read.number)
-        group = found.release(read.number)  # many reads may wait for their batch
+        # The result may wait long for its batch, and must not keep whole row groups in memory until then.
+        group = found.release(read.number)
         if self._store.remote and not read.again:
             self._counters.add(needed_bytes=group.take_bytes())
         return found
@@ -171,12 +186,12 @@ class OpenEpisodes:
     def _read_index(self, read: Read) -> int:
         try:
             return self._indices.read(read.camera, read.number, self._store).nbytes
-        except DecodeError:  # reported when a frame of it is asked for
+        except DecodeError:  # reported when a frame of the file is decoded
             return 0
 
 
 def _bytes_of(columns: Columns) -> int:
-    """Return the memory that an episode's rows may take in the table, in bytes."""
+    """Return the memory that an episode's rows may take in the `EpisodeTable`, in bytes."""
     arrays = sum(values.nbytes for values in columns.values())
     objects = sum(len(value) for values in columns.values() if values.dtype == object for value in values.flat)
     return arrays * ROW_SPARE[0] // ROW_SPARE[1] + objects

@@ -1,4 +1,4 @@
-"""Blocks of encoded video that were fetched ahead of time, for decode tasks."""
+"""Cache of blocks of encoded video, which are fetched before decode tasks read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
-Name = tuple[str, int, int]  # camera, episode, number of the block in it
+Name = tuple[str, int, int]  # camera, episode, number of the block within the episode
 
 
 class _Block:
@@ -23,12 +23,12 @@ class _Block:
 
 
 class BlockCache:
-    """Blocks of remote files. Only the planner's thread may use it. Its views may be used by any thread.
+    """Cache of blocks of remote video files. Only the planner's thread may use it, but any thread may use its views.
 
     Args:
-        store: Where the files are.
+        store: Store of the files.
         pool: Threads that fetch.
-        path: Function from a camera and an episode to the path of the file that holds it.
+        path: Function from a camera and an episode to the path of the file that contains the episode.
     """
 
     def __init__(self, store: Store, pool: Workers, path: Callable[[str, int], str]) -> None:
@@ -36,7 +36,7 @@ class BlockCache:
         self._blocks: dict[Name, _Block] = {}
 
     def fetch(self, ranges: Iterable[Fetch]) -> list[Future[None]]:
-        """Begin to fetch ranges."""
+        """Begin to fetch ranges of blocks. Return a future for each of them."""
         return [self._fetch(fetch) for fetch in ranges]
 
     def drop(self, blocks: Iterable[Name]) -> None:
@@ -45,9 +45,14 @@ class BlockCache:
             del self._blocks[name]
 
     def view(self, batch: int, needed: Mapping[str, list[tuple[int, int]]]) -> Mapping[str, Store]:
-        """Return per camera what to read from for a batch that needs these blocks, each (episode, number).
+        """Return the stores from which a batch reads its encoded video. Blocks whose fetch has failed are fetched again.
 
-        Blocks that could not be fetched ahead of time are fetched again.
+        Args:
+            batch: Number of the batch.
+            needed: {camera: (episode, number) of each block that the batch needs}.
+
+        Returns:
+            {camera: store that reads these blocks from memory, and waits for those that are being fetched}.
         """
         views = {}
         for camera, names in needed.items():
@@ -56,6 +61,7 @@ class BlockCache:
         return views
 
     def _block(self, batch: int, name: Name) -> _Block:
+        """Return a block for a batch. Fetch it again if it was fetched for an earlier batch, and that failed."""
         block = self._blocks[name]
         if block.fetch.batch < batch and block.done.done() and (block.done.cancelled() or block.done.exception()):
             camera, episode, number = name
@@ -79,7 +85,7 @@ class BlockCache:
 
 
 class _View(Store):
-    """Some blocks, which may be on their way. What lies outside of them is read from where it is."""
+    """Store that reads some blocks from memory, and waits for those that are being fetched. `store` reads all other bytes."""
 
     remote = True
 
@@ -101,7 +107,7 @@ class _View(Store):
             part = block.data[at - block.start : stop - block.start]
             parts.append(part)
             at += len(part)
-            if at < min(stop, block.stop):  # the file has become shorter
+            if at < min(stop, block.stop):  # the fetch returned less: the file has become shorter
                 return b"".join(parts)
             place += 1
         if at < stop:
@@ -118,4 +124,4 @@ class _View(Store):
         return self._store.files(folder)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing: the blocks belong to the cache, and the store to its owner."""

@@ -1,4 +1,4 @@
-"""One Parquet file of rows: which row groups hold which rows, and reading some columns of them."""
+"""Parquet file of rows: locates the row groups of an episode, and reads some of their columns."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from dali_stream.lerobot.row_groups import MAGIC, RowGroups, as_file
 from dali_stream.storage import Store
 from dali_stream.storage.store import SMALL, Ranges
 
-_TAIL = 64 << 10  # bytes that are read from the end of a file, where its footer is
-_GAP = 8 << 10  # bytes between columns that are read with them: a request less
-_LARGE = 32 << 20  # bytes of rows that pyarrow reads in several requests at a time
-_FEW_ROWS = 1 << 20
+_TAIL = 64 << 10  # bytes that are read first from the end of a file, which contains its footer
+_GAP = 8 << 10  # maximum bytes between columns that are read together with them, which saves a request
+_LARGE = 32 << 20  # bytes of columns above which pyarrow plans the reads, with several requests at a time
+_FEW_ROWS = 1 << 20  # number of rows that a row group may claim in any case
 
 
 class RowFile:
-    """A data file of a dataset, whose footer has been read.
+    """Data file of a dataset. The constructor reads its footer.
 
-    A group's statistics would tell the episodes in it, but pyarrow ends the process where a broken footer gives them
-    another type than their column has.
+    The statistics of the row groups, which contain the episodes of each group, are not used: pyarrow terminates the process if
+    they have another type than their column, as in a broken footer.
 
     Args:
-        dataset: The dataset.
-        store: Where its rows are.
+        dataset: Dataset.
+        store: Store of its files.
         number: Number of the file among the data files.
-        keys: Columns that are read.
+        keys: Columns to read.
 
     Attributes:
-        groups: The row groups.
+        groups: Row groups of the file.
 
     Raises:
-        DatasetError: The file lacks a column, or its numbers of rows contradict the metadata.
+        DatasetError: If the file lacks a column, or if its numbers of rows contradict the metadata.
     """
 
     def __init__(self, dataset: DatasetFiles, store: Store, number: int, keys: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class RowFile:
             )
         self._leaves = _leaves(parquet, self._columns)
         promised = int(table.length.sum())
-        most = max(promised, _FEW_ROWS)  # files keep the rows of episodes that were taken out of the metadata
+        most = max(promised, _FEW_ROWS)  # a file may contain rows of episodes that were removed from the metadata
         rows = self.groups.rows
         if (wrong := (rows < 0) | (rows > most)).any():
             raise DatasetError(
@@ -67,19 +67,22 @@ class RowFile:
         self._episodes: npt.NDArray[np.int64] | None = None
 
     def groups_at(self, start: int, stop: int) -> list[int]:
-        """Return the row groups of the rows [start, stop) of the dataset, if the file holds its episodes in their order."""
+        """Return the row groups of rows [start, stop) of the dataset, if the file has its episodes in the metadata's order."""
         first, last = np.searchsorted(self._stop, [start, stop], side="right").tolist()
         last += last < len(self._stop) and int(self._stop[last] - self.groups.rows[last]) < stop
         return [group for group in range(first, last) if self.groups.rows[group]]
 
     def groups_of(self, episode: int) -> list[int]:
-        """Return the row groups that may hold rows of an episode, by its index, in a file of any order. Reads them all once."""
+        """Return the row groups that may contain rows of an episode, by its index, in a file with any order of episodes.
+
+        The first call reads the episode indices of all row groups.
+        """
         if self._episodes is None:
             self._episodes = np.array([self._range(i) for i in range(len(self._stop))], np.int64).reshape(-1, 2)
         return np.flatnonzero((self._episodes[:, 0] <= episode) & (episode <= self._episodes[:, 1])).tolist()
 
     def read(self, groups: Sequence[int]) -> tuple[pa.Table, int]:
-        """Return the columns of some row groups, and the bytes that were read."""
+        """Return the columns of some row groups, and the number of bytes that were read for them."""
         metadata, numbers = self.groups.metadata(groups)
         whole, self._whole = self._whole, b""
         if whole:
@@ -90,7 +93,7 @@ class RowFile:
         for start, stop in ranges:
             file.hold(start, stop)
         parquet = self._parquet(file, metadata, pre_buffer=not ranges)
-        # Pyarrow itself reads small gaps too, where images may be that are not needed.
+        # Pyarrow also reads small gaps between columns, which may contain images. Reading runs of columns avoids that.
         runs = [self._columns] if ranges or self._gap else self._runs()
         parts = [parquet.read_row_groups(numbers, columns=run, use_threads=False) for run in runs]
         table = pa.table({name: part[name] for part in parts for name in part.column_names}) if len(parts) > 1 else parts[0]
@@ -108,7 +111,7 @@ class RowFile:
         return pq.ParquetFile(file, metadata=metadata, pre_buffer=pre_buffer, page_checksum_verification=True)
 
     def _ranges(self, metadata: pq.FileMetaData, groups: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the bytes of the columns, rising; empty where pyarrow shall read by itself."""
+        """Return the byte ranges (start, stop) of the columns, in increasing order. Empty if pyarrow plans the reads."""
         ranges: list[tuple[int, int]] = []
         for group in map(metadata.row_group, groups):
             for chunk in map(group.column, self._leaves):
@@ -123,7 +126,7 @@ class RowFile:
         return ranges if sum(stop - start for start, stop in ranges) <= _LARGE else []
 
     def _runs(self) -> list[list[str]]:
-        """Return the columns, split where others lie between them."""
+        """Return the columns in runs that are adjacent in the file."""
         runs: list[list[str]] = []
         before = -2
         for place in sorted(map(self._names.index, self._columns)):
@@ -135,31 +138,41 @@ class RowFile:
 
 
 def read_schema(dataset: DatasetFiles, store: Store, number: int) -> pa.Schema:
-    """Read the schema of a data file, by its number among the dataset's, with the reads that `RowFile` makes."""
+    """Return the schema of a data file, by its number among the data files. It is read in the same way as by `RowFile`."""
     metadata, footer, _ = _open(dataset, store, number)
     return (metadata or pq.read_metadata(as_file(footer))).schema.to_arrow_schema()
 
 
 def _open(dataset: DatasetFiles, store: Store, number: int) -> tuple[pq.FileMetaData | None, bytes, bytes]:
-    """Return the metadata of a data file or its footer, and the bytes of the file if it was read whole.
+    """Read the footer of a data file.
 
-    A remote file of one short episode, as v2.x has them, is read whole: one request instead of three.
+    A remote file of one short episode, as in datasets of version 2.x, is read whole, with one request instead of three.
+
+    Returns:
+        Metadata if it was parsed already, or None; the footer, or b""; and the bytes of the file if it was read whole, or b"".
     """
     path = dataset.table.data.paths[number]
     rows = dataset.table.length[dataset.table.data.rows(number)]
     small = len(rows) == 1 and rows[0] * dataset.row_bytes <= SMALL and not dataset.skips_images
     whole = store.read(path, 0, SMALL) if small and store.remote else b""
-    size = store.size(path)  # after the read above, which brings that of a remote file
+    size = store.size(path)  # after the read above, whose response contains the size of a remote file
     if whole and len(whole) == size:
         return pq.read_metadata(pa.BufferReader(whole)), b"", whole
     footer = _footer(store, path, size, 8 if dataset.skips_images else _TAIL)
     if footer is None:
-        return pq.read_metadata(store.open(path, size)), b"", b""  # for pyarrow to say what is wrong
+        return pq.read_metadata(store.open(path, size)), b"", b""  # pyarrow raises the error with the reason
     return None, footer, b""
 
 
 def _footer(store: Store, path: str, size: int, tail: int) -> bytes | None:
-    """Read a footer, from the last `tail` bytes of the file on; None where it has none."""
+    """Return the footer of a file, or None if it has no valid one.
+
+    Args:
+        store: Store of the file.
+        path: Path to the file.
+        size: Size of the file in bytes.
+        tail: Number of bytes at the end of the file to read first.
+    """
     begin = max(size - tail, 0)
     data = store.read(path, begin, size)
     length, magic = int.from_bytes(data[-8:-4], "little"), data[-4:]
@@ -172,7 +185,7 @@ def _footer(store: Store, path: str, size: int, tail: int) -> bytes | None:
 
 
 def _leaves(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
-    """Return which columns of the file hold the values of some columns of its Arrow schema; a structure has several."""
+    """Return the numbers of the Parquet columns that contain some columns of the Arrow schema. A structure has several."""
     leaves: list[int] = []
     first = 0
     for field in parquet.schema_arrow:

@@ -1,8 +1,8 @@
-"""Metadata of the row groups of a Parquet file, in a tenth of the memory that pyarrow's takes.
+"""Metadata of the row groups of a Parquet file, in a tenth of the memory that pyarrow takes.
 
-A data file of DROID's size has 4600 row groups. Their metadata takes 29 MB in pyarrow and 3.8 MB in the file. This module cuts
-the footer into the entries of its row groups, and keeps them compressed. To read some groups, it puts together a footer that
-has only theirs.
+A data file of DROID's size has 4600 row groups. Their metadata takes 29 MB in pyarrow and 3.8 MB in the file. This module
+splits the footer into the entries of its row groups, and keeps them compressed. To read some row groups, it assembles a footer
+that has only their entries.
 
 A footer is one Thrift structure in the compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 and https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift (FileMetaData).
@@ -22,25 +22,25 @@ import pyarrow.parquet as pq
 
 Int64 = npt.NDArray[np.int64]
 MAGIC = b"PAR1"
-_SMALL = 8  # row groups of a file whose metadata is kept as pyarrow has it
-_BLOCK = 8  # entries that are compressed together: 2.6 times smaller, and 4 microseconds to decompress
+_SMALL = 8  # maximum number of row groups of a file whose metadata is kept as a pyarrow object
+_BLOCK = 8  # number of entries that are compressed together: 2.6 times smaller, and 4 microseconds to decompress
 _CODEC = "lz4_raw"
-_STRUCT = 12  # a type of Thrift
-_NUM_ROWS, _ROW_GROUPS, _LAST_FIELD = 3, 4, 7  # of FileMetaData; those above are of encrypted files
+_STRUCT = 12  # Thrift's number of the type "struct"
+_NUM_ROWS, _ROW_GROUPS, _LAST_FIELD = 3, 4, 7  # field numbers of FileMetaData; encrypted files have larger ones
 
 
 class RowGroups:
-    """The row groups of one file.
+    """Row groups of one file.
 
     Args:
         footer: Footer of the file, without length and magic. Empty if only `metadata` is known.
-        metadata: Metadata of the file, if it was read already.
+        metadata: Metadata of the file if it was read already, instead of `footer`.
 
     Attributes:
         sample: Metadata of the file with its schema, and with at least one row group if it has any.
         rows: Number of rows of each group, shape (G,).
-        sizes: Bytes of each group, uncompressed, shape (G,).
-        nbytes: Memory of what grows with the number of row groups, in bytes.
+        sizes: Uncompressed size of each group in bytes, shape (G,).
+        nbytes: Memory of the data that grows with the number of row groups, in bytes.
 
     Raises:
         pyarrow.ArrowInvalid: If the footer is broken.
@@ -54,7 +54,7 @@ class RowGroups:
             self.rows = np.array([group.num_rows for group in groups], np.int64)
             self.sizes = np.array([group.total_byte_size for group in groups], np.int64)
             self._is_whole = True
-            self.nbytes = 8 * self.sample.serialized_size  # about what pyarrow takes
+            self.nbytes = 8 * self.sample.serialized_size  # approximate memory of the pyarrow object
             return
         starts = layout.starts
         self.rows, self.sizes, self._is_whole = layout.rows, layout.sizes, False
@@ -67,17 +67,20 @@ class RowGroups:
         self.nbytes = sum(map(len, self._blocks)) + self.rows.nbytes + self.sizes.nbytes + self._starts.nbytes
 
     def metadata(self, groups: Sequence[int]) -> tuple[pq.FileMetaData, Sequence[int]]:
-        """Return metadata that has these row groups, and their numbers in it."""
+        """Return metadata of the file that includes some row groups, and the numbers of these row groups in it."""
         if self._is_whole:
             return self.sample, groups
-        # To unpickle the footer would be faster, but pyarrow ends the process if it is broken.
+        # Unpickling the footer would be faster, but pyarrow terminates the process if it is broken.
         return pq.read_metadata(as_file(self._footer(groups))), range(len(groups))
 
     def _footer(self, groups: Sequence[int]) -> bytes:
+        """Return a footer with the entries of some row groups only."""
+        # The number of rows of the file becomes the sum of those of the row groups. Thrift's zigzag coding doubles it.
         number, entries = _varint(2 * int(self.rows[list(groups)].sum())), b"".join(map(self._entry, groups))
         return self._before + number + self._between + _list_header(len(groups)) + entries + self._after
 
     def _entry(self, group: int) -> bytes:
+        """Return the entry of a row group in the footer."""
         block = group // _BLOCK
         first, last = block * _BLOCK, min((block + 1) * _BLOCK, len(self.rows))
         origin, start, stop, end = self._starts[[first, group, group + 1, last]].tolist()
@@ -86,20 +89,30 @@ class RowGroups:
 
 
 def as_file(footer: bytes) -> pa.BufferReader:
-    """Return a file that has a footer and nothing else."""
+    """Return a Parquet file that consists of a footer only."""
     return pa.BufferReader(MAGIC + footer + len(footer).to_bytes(4, "little") + MAGIC)
 
 
 class _Layout(NamedTuple):
-    num_rows: tuple[int, int]  # where the value of `num_rows` begins and ends
-    groups: int  # where the list of row groups begins
-    starts: Int64  # where each entry begins, and where the last one ends
-    rows: Int64  # of each row group
-    sizes: Int64  # bytes of each, uncompressed
+    """Offsets of the parts of a footer, for G row groups.
+
+    Attributes:
+        num_rows: Offsets at which the number of rows of the file begins and ends.
+        groups: Offset at which the list of row groups begins.
+        starts: Offset at which the entry of each row group begins, and at which the last one ends, shape (G + 1,).
+        rows: Number of rows of each row group, shape (G,).
+        sizes: Uncompressed size of each row group in bytes, shape (G,).
+    """
+
+    num_rows: tuple[int, int]
+    groups: int
+    starts: Int64
+    rows: Int64
+    sizes: Int64
 
 
 def _split(footer: bytes) -> _Layout | None:
-    """Return where the parts of a footer are. None if it is not of the usual form, or has few row groups."""
+    """Return the offsets of the parts of a footer. None if it has an unusual form, or few row groups."""
     at = field = 0
     values: dict[int, tuple[int, int]] = {}
     entries: tuple[Int64, Int64, Int64] | None = None
@@ -115,7 +128,7 @@ def _split(footer: bytes) -> _Layout | None:
             else:
                 at = _skip(footer, at, kind)
             values[field] = begin, at
-    except (IndexError, KeyError):  # it ends too soon, or its fields are in another order
+    except (IndexError, KeyError):  # the footer is truncated, or its fields have another order
         return None
     if entries is None or max(values) > _LAST_FIELD or at != len(footer) - 1:
         return None
@@ -123,20 +136,21 @@ def _split(footer: bytes) -> _Layout | None:
 
 
 def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, Int64, Int64] | None:
-    """Return where the entries of the list of row groups at `at` begin and the last one ends, and their rows and bytes.
+    """Return `starts`, `rows` and `sizes` of `_Layout`. None if the list has an unusual form, or few row groups.
 
-    To parse an entry in Python takes 0.1 ms, and pyarrow takes as long for the whole footer as all else that is done to open a
-    file. Instead, the beginnings of the entries are searched for, and the numbers at their ends are read.
+    Parsing an entry in Python takes 0.1 ms, and pyarrow needs as much time for the whole footer as the rest of opening a file.
+    Instead, this function searches for the beginnings of the entries, and reads the numbers at their ends.
 
     Args:
         footer: Footer of the file.
-        at: Where the list begins.
-        num_rows: Where the number of rows of the file begins and ends.
+        at: Offset at which the list of row groups begins.
+        num_rows: Offsets at which the number of rows of the file begins and ends.
     """
     count, kind, first = _list(footer, at)
     if count <= _SMALL or kind != _STRUCT:
         return None
     second = _skip(footer, first, _STRUCT)
+    # Pyarrow parses a footer with the first entry only, from which the bytes at the beginning of all entries are known.
     alone = footer[: num_rows[0]] + _varint(0) + footer[num_rows[1] : at] + _list_header(1) + footer[first:second] + b"\0"
     starts = [match.start() for match in _beginning(pq.read_metadata(as_file(alone))).finditer(footer, first)]
     if len(starts) != count or starts[:2] != [first, second]:
@@ -162,8 +176,9 @@ _LONGEST_ENDING = 5 * 11 + 1
 def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
     """Return a pattern of the beginning of an entry.
 
-    These are columns (field 1, a list), of the first one file_offset (2, i64) and meta_data (3, a structure), of that the type
-    (1, i32), the encodings (2, a list) and path_in_schema (3, a list of names, which pyarrow joins with dots).
+    An entry begins with its columns (field 1, a list). The first column begins with file_offset (field 2, i64) and meta_data
+    (field 3, a structure). This structure begins with the type (field 1, i32), the encodings (field 2, a list) and
+    path_in_schema (field 3, a list of names, which pyarrow joins with dots).
     """
     names = metadata.row_group(0).column(0).path_in_schema.encode().split(b".")  # `schema` would make a reference cycle
     number, encodings, any_byte = _VALUE, rb"[\s\S]{1,9}?", rb"[\s\S]"
@@ -173,7 +188,7 @@ def _beginning(metadata: pq.FileMetaData) -> re.Pattern[bytes]:
 
 
 def _field(data: bytes, at: int, before: int) -> tuple[int, int, int]:
-    """Return (type, number, place of the value) of the field at `at`, which follows the field of number `before`."""
+    """Return (type, number, offset of the value) of the field at `at`, which follows the field of number `before`."""
     header = data[at]
     if header >> 4:
         return header & 15, before + (header >> 4), at + 1
@@ -182,7 +197,7 @@ def _field(data: bytes, at: int, before: int) -> tuple[int, int, int]:
 
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
-    """Return (length, type of the elements, place of the first one) of the list at `at`."""
+    """Return (length, type of the elements, offset of the first one) of the list at `at`."""
     header = data[at]
     if header >> 4 < 15:
         return header >> 4, header & 15, at + 1
@@ -191,8 +206,8 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int) -> int:
-    """Return where a value of a type ends. Raises IndexError if it does not end, or if its type is unknown."""
-    if kind in (1, 2):  # booleans, whose value is their type
+    """Return the offset at which the value at `at` ends. Raises IndexError if data ends before it, or its type is unknown."""
+    if kind in (1, 2):  # a boolean, whose value is part of its type
         return at
     if kind in (4, 5, 6):
         return _read_varint(data, at)[1]
@@ -216,6 +231,7 @@ def _skip(data: bytes, at: int, kind: int) -> int:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the value of the variable-length integer at `at`, and the offset at which it ends."""
     value = shift = 0
     while (byte := data[at]) > 127:
         value |= (byte & 127) << shift

@@ -1,4 +1,4 @@
-"""Rows of the Parquet files as NumPy columns, one episode at a time."""
+"""Reader of the rows of Parquet files as NumPy columns, one episode at a time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from dali_stream.workers import Once
 
 _log = logging.getLogger("dali_stream")
 Columns = dict[str, npt.NDArray[Any]]
-KEPT = 128 << 20  # bytes of decoded row groups that are kept at most: one of a million rows of two vectors of 8 numbers
+KEPT = 128 << 20  # maximum bytes of decoded row groups to keep: a group of a million rows with two vectors of 8 numbers
 
 
 class Found(Mapping[int, Columns]):
-    """{episode: {key: (L, ...) array}} of some row groups, converted on access. Strings and images are arrays of objects.
+    """Mapping {episode: {key: array of shape (L, ...)}} of some row groups. Strings and images are arrays of objects.
+
+    An episode is converted to NumPy when it is accessed.
 
     Args:
-        lengths: Rows of each episode.
-        convert: Function of the row groups and an episode that returns its columns.
-        row_bytes: About how many bytes a row takes in memory.
-        group: The row groups.
+        lengths: {episode: number of its rows}.
+        convert: Function from the row groups and an episode to its columns.
+        row_bytes: Approximate memory of a row in bytes.
+        group: Row groups.
     """
 
     def __init__(
@@ -61,36 +63,47 @@ class Found(Mapping[int, Columns]):
         return len(self.lengths)
 
     def release(self, episode: int) -> _Group:
-        """Keep a copy of one episode, and the others as long as the row groups are in memory anyway. Return those."""
+        """Keep a copy of one episode, and drop the reference to the row groups.
+
+        The other episodes remain available as long as something else refers to the row groups.
+
+        Returns:
+            Row groups.
+        """
         assert self._group is not None
         self._last = episode, {key: values.copy() for key, values in self[episode].items()}
         group, self._group = self._group, None
         return group
 
     def sizes(self) -> dict[int, int]:
-        """Return about how many bytes each episode takes that is in memory, without converting any."""
+        """Return {episode that is in memory: approximate size in bytes}, without converting any episode."""
         if self._reference() is None:
             return {}
         return {episode: length * self._row_bytes for episode, length in self.lengths.items()}
 
 
 class Rows(Protocol):
-    """Reads rows. Safe to use from several threads."""
+    """Reader of rows. Safe to use from several threads."""
 
     def read(self, episode: int) -> Found:
-        """The rows of an episode, and of others that had to be read with it. Raises DatasetError, StorageError."""
+        """Return the rows of an episode, and of others that had to be read with it. Raises DatasetError or StorageError."""
         ...
 
 
 class RowMemory:
-    """Decoded row groups of one reader, or of several together: those that are being read, and some of those that were.
+    """Limit and cache of decoded row groups, for one reader or for several together.
 
-    Row groups are kept, least recently used first to go, since their other episodes are needed later: a dataset that LeRobot
-    has converted has one row group a file, with thousands of episodes.
+    Row groups are cached since their other episodes are needed later: a dataset that was converted by LeRobot has one row group
+    per file, with thousands of episodes. The least recently used row groups are evicted first.
 
     Args:
-        at_once: Bytes of row groups that are read at the same time, unless a single one has more.
-        kept: Bytes of decoded row groups to keep. The one that was read last is kept even if it has more, up to `at_once`.
+        at_once: Maximum bytes of row groups that are read at the same time, unless a single one has more.
+        kept: Maximum bytes of decoded row groups to keep. The last one is kept even if it has more, up to `at_once`.
+
+    Attributes:
+        at_once: See above.
+        largest: Maximum size of row groups that are kept, in bytes.
+        nbytes: Bytes of the row groups that are kept.
     """
 
     def __init__(self, at_once: int = 1 << 62, kept: int = KEPT) -> None:
@@ -103,7 +116,7 @@ class RowMemory:
 
     @contextmanager
     def turn(self, size: int) -> Iterator[None]:
-        """Wait until row groups of `size` bytes may be read beside those that are."""
+        """Wait until row groups of `size` bytes may be read in addition to those that are being read."""
         with self._room:
             self._room.wait_for(lambda: not self._reading or self._reading + size <= self.at_once)
             self._reading += size
@@ -123,7 +136,7 @@ class RowMemory:
             return self._alive.get(key)
 
     def put(self, key: tuple[object, ...], group: _Group) -> None:
-        """Keep row groups, if that is worth it."""
+        """Keep row groups, unless they have at most one selected episode or are too large."""
         with self._room:
             self._alive[key] = group
             if len(group.lengths) > 1 and group.nbytes <= self.largest:
@@ -140,9 +153,11 @@ class _Group:
     """Decoded row groups of a file.
 
     Attributes:
-        lengths: {episode: rows}, of the selected episodes that are whole in them.
-        start: {episode: row}, where each begins.
-        rows: {episode index: rows}, of all episodes.
+        columns: {key: values of all rows}.
+        nbytes: Memory of the columns in bytes.
+        bytes_read: Number of bytes that were read for them, and not yet returned by `take_bytes`.
+        lengths: {selected episode that is complete in the row groups: number of its rows}.
+        start: {the same episode: its first row}.
     """
 
     def __init__(self, table: pa.Table, index: npt.NDArray[np.int64], dataset: DatasetFiles, bytes_read: int) -> None:
@@ -158,26 +173,29 @@ class _Group:
         self._index, self._lengths = index, lengths
 
     def rows_of(self, index: int) -> int:
-        """Return how many rows of an episode are here, by its index."""
+        """Return the number of rows of an episode in these row groups, by its index."""
         return int(self._lengths[self._index == index].sum())
 
     def take_bytes(self) -> int:
-        """Return the bytes that were read, to whoever asks first."""
+        """Return the number of bytes that were read since the last call, so that they are counted only once."""
         taken, self.bytes_read = self.bytes_read, 0
         return taken
 
 
 class RowReader:
-    """Reads the rows of episodes, and only the features that `dataset` selects. Safe to use from several threads.
+    """Reader of the rows of episodes, with the selected features only. Safe to use from several threads.
 
     Args:
-        dataset: the selected part of a dataset.
-        store: where its rows are read; None: where the dataset lies.
-        memory: for decoded row groups; None: an own one.
-        keys: of these features only; None: of all that `dataset` selects.
+        dataset: Selected part of a dataset.
+        store: Store to read from. Default: the store of the dataset.
+        memory: Memory for decoded row groups. Default: a new one that is not shared.
+        keys: Features to read. Default: all selected features.
+
+    Attributes:
+        features: {key: feature that is read}.
     """
 
-    FILES = 256  # whose footers are kept, least recently used first to go
+    FILES = 256  # maximum number of files whose footers are kept; the least recently used ones are dropped first
 
     def __init__(
         self,
@@ -194,12 +212,16 @@ class RowReader:
         self._once = Once()
 
     def read(self, episode: int) -> Found:
-        """The rows of the `episode`-th selected episode, and of the others that had to be read with it.
+        """Return the rows of a selected episode, and those of other episodes that had to be read with it.
 
-        Row groups that are kept or still referenced are not read again, and come without the others. Do not modify the arrays.
+        Row groups that are kept or still referenced are not read again, and only the requested episode is returned. Do not
+        modify the arrays.
+
+        Args:
+            episode: Number of the episode among the selected ones.
 
         Raises:
-            DatasetError: a file is missing or broken, or holds other rows than the metadata promises.
+            DatasetError: If a file is missing or broken, or its rows contradict the metadata.
         """
         dataset = self._dataset
         row = int(dataset.rows[episode])
@@ -209,7 +231,7 @@ class RowReader:
         with parquet_errors(self._store, path):
             file = self._file(path, number)
             group, is_new = self._group(file, path, file.groups_at(first, first + length))
-            if episode not in group.lengths:  # the file does not hold its episodes in their order
+            if episode not in group.lengths:  # the episodes of the file are not in the metadata's order
                 group, is_new = self._group(file, path, file.groups_of(index))
             if episode not in group.lengths:
                 raise DatasetError(
@@ -218,11 +240,11 @@ class RowReader:
                 )
             lengths = group.lengths if is_new else {episode: length}
             found = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
-            _ = found[episode]
+            _ = found[episode]  # convert the episode now, so that `read` raises its errors
         return found
 
     def _group(self, file: RowFile, path: str, groups: list[int]) -> tuple[_Group, bool]:
-        """Decoded row groups, and whether they were read just now."""
+        """Return decoded row groups, and whether this call, or one that it shared, read them from the file."""
         key = (id(self), path, *groups)
 
         def read() -> tuple[_Group, bool]:
@@ -239,7 +261,7 @@ class RowReader:
 
     @contextmanager
     def _turn(self, path: str, size: int) -> Iterator[None]:
-        """See `RowMemory`. Warn once if a row group is too large to be kept."""
+        """Wait as in `RowMemory.turn`. Warn once if a row group is too large to be kept."""
         if size > self._memory.largest and not self._warned:
             self._warned = True
             _log.warning(
@@ -251,7 +273,7 @@ class RowReader:
             yield
 
     def _file(self, path: str, number: int) -> RowFile:
-        """The dataset's data file of that number."""
+        """Return the data file with a number, whose footer is cached."""
         with self._lock:
             file = self._files.get(path)
         if file is None:
@@ -264,7 +286,7 @@ class RowReader:
         return file
 
     def _columns(self, group: _Group, path: str, episode: int) -> Columns:
-        """The columns of an episode."""
+        """Return the columns of an episode. Raises DatasetError if their values are broken."""
         start, length = group.start[episode], group.lengths[episode]
         where = f"{self._store.where(path)}: episode {self._dataset.episodes[episode]}"
 
@@ -273,7 +295,7 @@ class RowReader:
             group.bytes_read += len(data)
             return data
 
-        with parquet_errors(self._store, path):  # text that is not UTF-8 shows only now
+        with parquet_errors(self._store, path):  # only the conversion detects text that is not UTF-8
             columns = {
                 key: to_numpy(group.columns[key].slice(start, length), feature, f"{where}: {key}", image)
                 for key, feature in self.features.items()
@@ -287,7 +309,15 @@ class RowReader:
 
 
 def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
-    """Raises DatasetError where a row's timestamp is not above that of the row before: it would get another row's frame."""
+    """Check that the timestamps of an episode increase. Otherwise a row could get the frame of another row.
+
+    Args:
+        where: Address of the file and the episode, for the message.
+        timestamp: Timestamps in seconds, shape (L,).
+
+    Raises:
+        DatasetError: If a timestamp is not greater than that of the row before.
+    """
     row = _not_rising(timestamp)
     if row is not None:
         before = f", and that of row {row - 1} is {timestamp[row - 1]:.4f} s" if row else ""
@@ -301,7 +331,7 @@ _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
 
 
 def _not_rising(timestamp: npt.NDArray[Any]) -> int | None:
-    """The first row whose timestamp is not above that of the row before; None where all rise."""
+    """Return the first row whose timestamp is not greater than that of the row before. None if all increase."""
     wrong = ~(timestamp[1:] > timestamp[:-1])
     if not timestamp[:1] > -np.inf:
         return 0

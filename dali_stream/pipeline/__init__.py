@@ -1,1 +1,1 @@
-"""From the schedule to batches: the external source, the DALI graph and its iterator."""
+"""Pipeline that carries out the schedule: reading, decoding, the DALI graph and the assembly of batches."""

@@ -1,4 +1,4 @@
-"""A batch on its way: as the planner makes it, and with its frames."""
+"""Batches in progress: as planned, and with their frames."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PlannedBatch:
     """One rank's share of a global batch, whose frames are being decoded.
 
     Attributes:
-        samples: What the order says.
-        columns: {key: values of shape (B, ...)}: tabular features, masks and random numbers.
+        samples: Samples of the batch.
+        columns: {key: values of shape (B, ...)}, for tabular features, masks and random numbers.
         texts: {key: one string per sample}.
         work: {camera: decode tasks in progress}.
     """
@@ -50,10 +50,19 @@ class FinishedBatch:
 
 
 def with_time_axis(config: Config, camera: str, frames: Array) -> Array:
-    """Return frames of shape (B, T, H, W, C) as a batch has them: without T if a sample has one frame."""
+    """Return the frames of a camera as a batch has them.
+
+    Args:
+        config: Configuration of the loader.
+        camera: Name of the camera.
+        frames: Frames of shape (B, T, H, W, C).
+
+    Returns:
+        View of shape (B, H, W, C) if samples have one frame without a time axis. Otherwise `frames`.
+    """
     return frames[:, 0] if config.squeezed(camera) else frames
 
 
 def closed() -> DaliStreamError:
-    """The error for a thread that waits for a batch while another one closes the loader."""
+    """Return the error for a thread that waits for a batch while another thread closes the loader."""
     return DaliStreamError("the loader was closed while a batch was waited for")

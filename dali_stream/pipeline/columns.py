@@ -1,4 +1,4 @@
-"""What a batch has beside its frames: features out of the rows, masks, random numbers and text."""
+"""Values of a batch other than its frames: tabular features, masks, random numbers and text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ Names = Mapping[str, Sequence[Mapping[int, str]]]
 
 
 def shown_frames(config: Config, samples: Samples) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return {key with a window: frames of shape (B, T)} and {key of the mask: whether each is outside the episode}."""
+    """Return the frames that the windows of a batch contain, and the padding masks.
+
+    Returns:
+        {key with a window: frames within the episodes, shape (B, T)}, and {key of its mask: whether each step is outside the
+        episode, bool of shape (B, T)}.
+    """
     shown, pads = {}, {}
     which = config.dataset.dataset_of[samples.episode]
     for key, offsets in config.windows.offsets.items():
@@ -32,7 +37,17 @@ def shown_frames(config: Config, samples: Samples) -> tuple[dict[str, Array], di
 
 
 def gather(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping[str, Array]) -> dict[str, Array]:
-    """Return {key: values of shape (B, ...)} of all that is not a frame or a mask of padding, text included."""
+    """Return the values of a batch except frames and padding masks.
+
+    Args:
+        config: Configuration of the loader.
+        table: Table of the open episodes.
+        samples: Samples of the batch.
+        shown: {key with a window: frames within the episodes, shape (B, T)}.
+
+    Returns:
+        {key: values of shape (B, ...)}. Text has dtype object.
+    """
     dataset = config.dataset
     keys = [key for key in dataset.features if key not in dataset.cameras]
     columns = {key: table.gather(key, samples.episode, shown.get(key, samples.frame)) for key in keys}
@@ -45,10 +60,20 @@ def gather(config: Config, table: EpisodeTable, samples: Samples, shown: Mapping
 
 
 def take_texts(config: Config, table: EpisodeTable, samples: Samples, columns: dict[str, Array], names: Names) -> Texts:
-    """Take what is text out of `columns`. Add the name of the current frame's task.
+    """Remove text from `columns`, and return it together with the task of each current frame and the name of its dataset.
+
+    Args:
+        config: Configuration of the loader.
+        table: Table of the open episodes.
+        samples: Samples of the batch.
+        columns: Result of `gather`, from which text is removed.
+        names: Names of tasks and the like, see `Source.names`.
+
+    Returns:
+        {key: one string per sample}.
 
     Raises:
-        DatasetError: If rows name a task that the dataset lacks.
+        DatasetError: If rows refer to a task that the dataset lacks.
     """
     dataset = config.dataset
     which = dataset.dataset_of[samples.episode].tolist()

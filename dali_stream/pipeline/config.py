@@ -1,4 +1,4 @@
-"""What a loader is set to: all that does not change from epoch to epoch."""
+"""Configuration of a loader, which is the same for all epochs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,35 @@ from dali_stream.pipeline.substitutes import Substitutes
 from dali_stream.schedule.budget import Sizes, batches_in_progress
 from dali_stream.schedule.episodes import EpisodeTable
 
-SUBSTITUTE = "is_substitute"  # the key of the mask of samples that could not be decoded
-DATASET = "dataset"  # the key of the name of each sample's dataset, of a mixture
-SAMPLE = "sample"  # the key of the random numbers that a sample brings for augmentation
+SUBSTITUTE = "is_substitute"  # key of the mask of samples that could not be decoded
+DATASET = "dataset"  # key of the names of the samples' datasets, for a mixture
+SAMPLE = "sample"  # key of the samples' random numbers for augmentation
 
 
 @dataclass(frozen=True)
 class Config:
-    """Immutable configuration of a loader."""
+    """Immutable configuration of a loader.
+
+    Attributes:
+        dataset: Selected episodes and features.
+        orders: Orders of the epochs.
+        batches: Division of an epoch into global batches.
+        windows: Windows of the features.
+        arguments: Arguments of the order.
+        rank: Rank of this process.
+        num_threads: Number of decode threads.
+        prefetch: Number of batches in progress. None to choose it, see `depth`.
+        memory_budget: Memory budget in bytes.
+        image_size: Size (height, width) to which frames are resized. None for the recorded size.
+        image_dtype: "float32" or "uint8".
+        memory_format: "channels_last" or "contiguous".
+        indices: Cache of the indices of video files.
+        max_substitutes: Maximum share of a batch that may be substituted. None if undecodable samples raise an error.
+        gpu: Index of the CUDA device. None for CPU batches.
+        augments: Whether the user gives a function for the DALI graph.
+        audit: Number of samples of which one is audited. 0 for no audits.
+        substitutes: Log of the substituted samples.
+    """
 
     dataset: Source
     orders: Orders
@@ -54,31 +75,35 @@ class Config:
     substitutes: Substitutes = field(default_factory=Substitutes)
 
     def order(self, epoch: int) -> EpochOrder:
-        """The order of one epoch."""
+        """Return the order of an epoch."""
         return self.orders.of(epoch, self.arguments)
 
     def order_state(self) -> dict[str, Any]:
-        """What order and augmentation are a function of, beside dataset and epoch."""
+        """Return the arguments that determine order and augmentation, together with the dataset and the epoch."""
         return self.arguments.state() | self.orders.state | ({"seed": self.arguments.seed} if self.augments else {})
 
     def frame_size(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's frames when the CPU has decoded and resized them."""
+        """Return the size (height, width) of a camera's frames after the CPU has decoded and resized them."""
         return self.image_size or self.dataset.picture_size(camera)
 
     def frame_shape(self, camera: str) -> tuple[int, int, int]:
-        """(height, width, channels) of such a frame."""
+        """Return the shape (height, width, channels) of a camera's frames after the CPU has decoded and resized them."""
         return *self.frame_size(camera), self.dataset.features[camera].channels
 
     def frame_bytes(self, camera: str) -> int:
-        """Memory of such a frame."""
+        """Return the memory of a frame of that shape as uint8, in bytes."""
         return math.prod(self.frame_shape(camera))
 
     def on_cpu(self, routes: Mapping[str, Route]) -> list[str]:
-        """Cameras that the CPU decodes, given the decoder of each."""
+        """Return the cameras that the CPU decodes.
+
+        Args:
+            routes: {camera: decoder}.
+        """
         return [key for key in self.dataset.cameras if routes[key].decoder == "torchcodec"]
 
     def uses_dali(self, on_cpu: Sequence[str]) -> bool:
-        """Whether batches come out of a DALI graph: for a GPU, for a user's graph, and if NVDEC decodes a camera.
+        """Return whether a DALI graph makes the batches: for a GPU, for a user's graph, or if NVDEC decodes a camera.
 
         Args:
             on_cpu: Cameras that the CPU decodes.
@@ -87,12 +112,12 @@ class Config:
 
     @property
     def audits_apart(self) -> bool:
-        """Whether frames that DALI decodes are outputs of their own for audits, since a user's graph may change them."""
+        """Whether frames that DALI decodes are additional outputs for audits, since the user's graph may change them."""
         return self.audit > 0 and self.augments
 
     @property
     def depth(self) -> int:
-        """Batches in progress: `prefetch`, or enough that all threads have work while the oldest batch is waited for."""
+        """Number of batches in progress: `prefetch`, or enough to keep all threads busy."""
         if self.prefetch is not None:
             return self.prefetch
         frames = self.batches.batch_size * sum(map(self.windows.steps, self.dataset.cameras))
@@ -100,19 +125,26 @@ class Config:
 
     @property
     def table_bytes(self) -> int:
-        """Memory of a row in the tables that say where its frames are."""
+        """Memory of a row's entries in the tables that locate its frames, in bytes."""
         cameras, remote = self.dataset.cameras, self.dataset.data_store.remote
         return EpisodeTable.row_bytes(len(cameras), len(self.dataset.videos) if remote else 0)
 
     def squeezed(self, camera: str) -> bool:
-        """Whether a sample has one frame without a time axis. LeRobot drops the axis of one step for videos only."""
+        """Return whether a sample has one frame of a camera without a time axis.
+
+        As in LeRobot, a window of one step has no time axis for videos, but it has one for images.
+        """
         return self.windows.steps(camera) == 1 and (camera not in self.windows or camera in self.dataset.videos)
 
     def sizes(self, on_cpu: Sequence[str]) -> Sizes:
-        """What batches need of memory_budget. Reads the indices of the first video files."""
+        """Return the sizes from which memory_budget is divided. Read the index of each camera's first video file.
+
+        Args:
+            on_cpu: Cameras that the CPU decodes.
+        """
         dataset, indices = self.dataset, {}
         for camera in dataset.videos:
-            with contextlib.suppress(DecodeError):  # the first batch that needs the file says what is wrong
+            with contextlib.suppress(DecodeError):  # the first batch that needs the file reports the error
                 first = int(np.argmax(dataset.files(camera) != ABSENT))
                 indices[camera] = self.indices.of(camera, first, dataset.data_store)
         frame_bytes = {camera: self.frame_bytes(camera) for camera in on_cpu}
@@ -133,7 +165,7 @@ class Config:
         )
 
     def columns(self) -> list[str]:
-        """Keys that go through DALI as plain arrays."""
+        """Return the keys of the values that are not frames or text, which DALI passes through as plain arrays."""
         features = self.dataset.features.items()
         keys = [key for key, f in features if not (f.is_camera or f.is_text)]
         keys += [f"{key}_is_pad" for key in self.windows.offsets]
@@ -142,5 +174,5 @@ class Config:
 
 
 def _count(files: npt.NDArray[np.int64]) -> int:
-    """How many files there are."""
+    """Return the number of different files. `files` has the file of each episode."""
     return len(np.unique(files[files != ABSENT]))

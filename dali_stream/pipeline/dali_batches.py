@@ -1,4 +1,4 @@
-"""The front end for GPUs and for graphs of the user's: a DALIGenericIterator whose external source the planner feeds."""
+"""Front end for GPUs and for users' graphs: a DALIGenericIterator whose external source returns the planner's batches."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from dali_stream.pipeline.finisher import Finisher
 from dali_stream.pipeline.iterator import Iterator, PipelineError, abandon
 from dali_stream.pipeline.planner import Planner
 
-_TRIED = 8  # clips at a time in the search for one that failed to decode: the broken pipeline still holds memory
+_TRIED = 8  # number of clips that are decoded at a time to find a broken one, since the failed pipeline still uses memory
 
 
 class DaliBatches:
-    """Batches out of a DALI graph. On the DALI route, the graph also decodes.
+    """Batches that a DALI graph makes. On the DALI route, the graph also decodes.
 
     Args:
         config: Configuration of the loader.
         planner: Planner of the batches.
         counters: Counters to add to.
         routes: {camera: decoder}.
-        user: The user's function for the graph.
+        user: User's function for the graph. None if the user gives none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DaliBatches:
 
         Raises:
             ValueError: If the user's function does not return a dict of DataNodes.
-            DaliStreamError: If DALI does not build what it returns.
+            DaliStreamError: If DALI cannot build the graph.
         """
         pipeline, names = graph.build(self._config, self._source, self._routes, self._user)
         self._iterator = Iterator(pipeline, names, self._planner.ready, self._source.prepare, turns(self._config.gpu))
@@ -61,7 +61,7 @@ class DaliBatches:
         if iterator is None:
             raise closed()
         try:
-            with self._counters.timed("graph_s"):  # less what `Finisher` waits
+            with self._counters.timed("graph_s"):  # without the time that `Finisher` waits, which counts as `starved_s`
                 [batch] = next(iterator)
         except PipelineError as error:
             if change := self._route_change(error.explanation):
@@ -77,9 +77,9 @@ class DaliBatches:
         return self._source.texts.popleft() | batch
 
     def _audit(self, batch: dict[str, Any]) -> None:
-        """Compare samples with what FFmpeg decodes. Raises RouteChange if DALI delivered another frame."""
+        """Compare samples with the frames that FFmpeg decodes. Raises RouteChange if DALI delivered a different frame."""
         for camera, audits in self._source.audits.popleft().items():
-            # With a graph of the user's, frames are outputs of their own before it.
+            # A user's graph may change the frames, so its inputs are additional outputs.
             frames: Any = batch.pop(graph.AUDITED + camera) if self._config.audits_apart else batch.get(camera)
             for row, audit in audits.items():
                 window = frames[row].unsqueeze(0) if self._config.squeezed(camera) else frames[row]
@@ -90,10 +90,11 @@ class DaliBatches:
                     raise RouteChange([camera], different)
 
     def _route_change(self, explanation: str) -> RouteChange | None:
-        """Return the cameras that DALI cannot decode; None if another operator failed.
+        """Return the cameras that DALI cannot decode. None if another operator failed.
 
-        DALI's error names neither, so each camera's clips of the last batches are tried by themselves. If all of them decode
-        now, the decoder is still the cause, unless an operator of the user's graph can be.
+        DALI's error names neither camera nor clip, so the clips of the last batches are decoded again, camera by camera. If
+        all of them can be decoded, the decoder is still considered the cause, unless the user gives a function for the graph,
+        whose operators may have failed.
         """
         failed = {}
         for camera in self._on_dali:

@@ -1,4 +1,4 @@
-"""The decode threads, with the decoder of each camera."""
+"""Pool of decode threads, with the decoder of each camera."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
-_COPY_THREADS = 4  # at most: copying is bound by the memory, not by the cores
-_TRIM_AFTER = 128 << 20  # bytes of RGB at full size per decode thread, after which free memory is given back: it takes some ms
+_COPY_THREADS = 4  # maximum number of threads that copy, since memory bandwidth limits copying, not the number of cores
+# Bytes of decoded frames (RGB at full size) per thread after which free memory is returned to the system, which takes some ms.
+_TRIM_AFTER = 128 << 20
 
 
 class DecodePool:
-    """A pool of threads that turn encoded video and images into frames, or into clips for DALI.
+    """Pool of threads that turn encoded video and images into frames, or into clips for DALI.
 
     Args:
         config: Configuration of the loader.
@@ -37,7 +38,7 @@ class DecodePool:
 
     Attributes:
         decoders: {camera: decoder}.
-        copiers: Threads that help the caller to copy frames.
+        copiers: Threads that copy frames together with the calling thread.
     """
 
     def __init__(self, config: Config, routes: Mapping[str, Route], slots: Mapping[str, int], counters: Counters) -> None:
@@ -75,7 +76,7 @@ class DecodePool:
             plan: Plan of the batch.
             frames: {camera: frames of the samples' windows within their episodes, shape (B, T)}.
             episodes: Open episodes.
-            stores: {camera: where its encoded video is read, if not from the dataset's files}.
+            stores: {camera: store from which its encoded video is read}. Default for other cameras: the dataset's store.
 
         Returns:
             {camera: tasks in progress}.
@@ -88,7 +89,7 @@ class DecodePool:
         }
 
     def _count(self, plan: BatchPlan) -> None:
-        """Count what is decoded, and give free memory back to the system from time to time."""
+        """Count the decoded frames, and return free memory to the system from time to time."""
         for key, planned in plan.frames.items():
             self._counters.add(frame_cache_hits=planned.hits, frames_evicted_before_use=planned.evicted)
             self._decoded_bytes += planned.decodes * math.prod(self._config.dataset.features[key].shape)
@@ -97,7 +98,7 @@ class DecodePool:
             trim_memory()
 
     def stop(self) -> None:
-        """Cancel tasks that have not begun. Returns at once."""
+        """Cancel tasks that have not begun. Return without waiting for the others."""
         self._workers.stop()
         self.copiers.stop()
 
@@ -105,5 +106,6 @@ class DecodePool:
         """Wait for the threads to end, after `stop`, and free the decoded frames."""
         self._workers.join()
         self.copiers.join()
-        for decoder in self.decoders.values():  # DALI may hold references to them for a while
+        # Memory is freed explicitly, since DALI may keep references to the decoders for a while.
+        for decoder in self.decoders.values():
             decoder.close()

@@ -1,4 +1,4 @@
-"""The external source of the DALI graph: finished batches of the planner, as the arrays that DALI takes."""
+"""External source of the DALI graph: finished batches, as the arrays that DALI reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class ExternalSource:
-    """Feeds DALI, which calls it in the thread of the caller, once per run, after `prepare`.
+    """External source of the DALI graph. DALI calls its methods in the thread of the caller, once per run, after `prepare`.
 
     Args:
         config: Configuration of the loader.
@@ -27,9 +27,9 @@ class ExternalSource:
         routes: {camera: decoder}.
 
     Attributes:
-        texts: Text of the batches that DALI has got, which it cannot carry. In their order, the first one being that of the
-            batch that DALI returns next.
-        audits: {camera: {sample: what it must show}} of the same batches.
+        texts: Text of the batches in the DALI pipeline, since DALI has no strings. The first entry belongs to the batch that
+            DALI returns next.
+        audits: {camera: {sample: audit of its frames}} of the same batches.
     """
 
     def __init__(self, config: Config, finisher: Finisher, routes: Mapping[str, Route]) -> None:
@@ -37,16 +37,16 @@ class ExternalSource:
         self._on_dali = [key for key in config.dataset.cameras if routes[key].decoder == "dali"]
         self._on_cuda = [key for key in config.dataset.cameras if routes[key].decoder == TORCHCODEC_CUDA]
         self._current: FinishedBatch
-        self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)
+        self._clips: deque[dict[str, list[Packed]]] = deque(maxlen=2)  # of the batches that a failed run may concern
         self.texts: deque[Texts] = deque()
         self.audits: deque[dict[str, dict[int, Audit]]] = deque()
 
     def clips(self, camera: str) -> list[Packed]:
-        """Return the clips of a camera in the batches that DALI may be at."""
+        """Return the clips of a camera in the last two batches, one of which a failed run of the pipeline has decoded."""
         return [clip for batch in self._clips for clip in batch[camera]]
 
     def prepare(self) -> None:
-        """Take the next batch, which the calls of DALI's next run return.
+        """Wait for the next batch, which the methods below return to DALI's next run.
 
         Raises:
             DaliStreamError: If the batch could not be made. No batch follows.
@@ -58,8 +58,10 @@ class ExternalSource:
         self.audits.append({key: {row: c.audit for row, c in enumerate(clips) if c.audit} for key, clips in frames.items()})
 
     def columns(self) -> tuple[Any, ...]:
-        """Return the batch for DALI: the arrays of `Config.columns`, then per camera on the DALI route lists of clips, frames
-        in them and, for a window, the order of its steps. An external source of the graph.
+        """Return the first part of the batch: the arrays of `Config.columns`, and the clips of cameras on the DALI route.
+
+        Each of these cameras has a list of clips, a list of the frame indices in each clip and, for a window, a list of the
+        orders of its steps. This method is an external source of the graph.
         """
         batch = self._current
         arrays: list[Any] = [batch.columns[key] for key in self._config.columns()]
@@ -69,17 +71,17 @@ class ExternalSource:
         return tuple(arrays)
 
     def frames(self) -> tuple[Array, ...]:
-        """Return the rest of the same batch: per camera that the CPU decodes, (B, H, W, C) or (B, T, H, W, C) uint8.
+        """Return the frames of the same batch that the CPU decoded, uint8 of shape (B, H, W, C) or (B, T, H, W, C) per camera.
 
-        An external source of the graph. The memory is used again when nothing refers to it.
+        This method is an external source of the graph. The memory is reused when nothing refers to it any more.
         """
         return tuple(with_time_axis(self._config, key, self._current.frames[key]) for key in self._on_cpu)
 
     def gpu_frames(self) -> tuple[list[Any], ...]:
-        """Return the rest of the same batch: per camera that torchcodec decodes on a GPU, one DLPack capsule per sample, of
-        shape (H, W, 3) or (T, H, W, 3), uint8.
+        """Return the frames of the same batch that torchcodec decoded on a GPU, with a list of DLPack capsules per camera.
 
-        An external source of the graph.
+        Each capsule has the frames of one sample, uint8 of shape (H, W, 3) or (T, H, W, 3). This method is an external source
+        of the graph.
         """
         batch, squeezed = self._current, self._config.squeezed
         return tuple([(f[0] if squeezed(key) else f).__dlpack__(stream=-1) for f in batch.frames[key]] for key in self._on_cuda)

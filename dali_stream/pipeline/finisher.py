@@ -1,4 +1,4 @@
-"""The last step of a batch, in the thread of the caller: its frames are awaited and gathered, failed samples replaced."""
+"""Last step of a batch: waits for its frames, gathers them, and substitutes samples that could not be decoded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dali_stream.pipeline.planner import Planner
 
 
 class Finisher:
-    """Finishes the batches of a planner, in the thread of the caller.
+    """Finisher of a planner's batches, in the thread of the caller.
 
     Args:
         config: Configuration of the loader.
@@ -40,7 +40,7 @@ class Finisher:
         self._buffers = Buffers(channels_first)
 
     def next(self) -> FinishedBatch:
-        """Return the next batch, whose frames are decoded and gathered.
+        """Return the next batch, with decoded and gathered frames.
 
         Raises:
             DaliStreamError: If the batch could not be made, or the loader was closed.
@@ -48,7 +48,7 @@ class Finisher:
         batch = self._planner.take()
         try:
             frames = self._finish(batch)
-        except Exception as error:  # while another thread closes the loader, any
+        except Exception as error:  # any error may be the consequence of another thread closing the loader
             if self._planner.stopping or isinstance(error, CancelledError):
                 raise closed() from error
             raise
@@ -57,10 +57,10 @@ class Finisher:
         return FinishedBatch(batch.samples, batch.columns, batch.texts, frames)
 
     def _finish(self, batch: PlannedBatch) -> dict[str, Any]:
-        """Wait for the frames of a batch and gather them. Replace samples that failed, if allowed."""
+        """Wait for the frames of a batch and gather them. Substitute samples that failed, if this is allowed."""
         config, frames = self._config, dict[str, Any]()
         failed: dict[int, DecodeError] = {}
-        files: dict[int, str] = {}  # of the samples that failed
+        files: dict[int, str] = {}  # {sample that failed: its file}
         with self._counters.timed("starved_s"):
             for task in itertools.chain.from_iterable(work.tasks for work in batch.work.values()):
                 task.result()
@@ -82,7 +82,7 @@ class Finisher:
         return frames
 
     def _substitutes(self, rows: int, failed: dict[int, DecodeError]) -> list[int]:
-        """Return the samples that may replace others. Raises DecodeError if too many failed."""
+        """Return the samples that may substitute others. Raises DecodeError if too many failed."""
         good = [row for row in range(rows) if row not in failed]
         share, first = self._config.max_substitutes, failed[min(failed)]
         if share is None or not good:
@@ -95,12 +95,12 @@ class Finisher:
         return good
 
     def _file(self, camera: str, episode: int) -> str:
-        """The video file of an episode, for messages; the camera itself if its frames are images in Parquet."""
+        """Return the address of an episode's video file for messages, or the name of the camera if its frames are images."""
         dataset = self._config.dataset
         file = dataset.files(camera)[episode] if camera in dataset.videos else ABSENT
         return camera if file == ABSENT else dataset.data_store.where(dataset.path(camera, int(file)))
 
     def _missing(self, batch: PlannedBatch, camera: str) -> int:
-        """Number of samples of a batch whose dataset has no such camera."""
+        """Return the number of samples of a batch whose dataset lacks a camera."""
         mask = f"{camera}_is_missing"
         return int(batch.columns[mask].sum()) if mask in self._config.dataset.constants else 0

@@ -1,6 +1,7 @@
-"""The DALI graph: decodes and resizes what the external source delivers, and applies the user's function.
+"""DALI graph: decodes and resizes the arrays of the external source, and applies the user's function.
 
-The same graph serves a CPU and a GPU; `mixed` decoding on NVDEC is the `cpu` decoding of VP9 with another device.
+The same graph is built for a CPU and for a GPU. Decoding of VP9 on a CPU differs from decoding on NVDEC only in the device of
+the operator, `cpu` instead of `mixed`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
+from dali_stream.decode import dali  # before DALI itself, since its error message says how to install DALI
 from dali_stream.decode.capability import engines
 from dali_stream.decode.route import TORCHCODEC_CUDA
 from dali_stream.errors import DaliStreamError
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 Graph = Callable[[dict[str, "DataNode"]], dict[str, "DataNode"]]
 """Function from a dict of DALI nodes to another. The dict has a node for each key of a batch, and the function may change, add
-and drop some. The node "sample" holds the random numbers for `dali_stream.augment`, and is not part of a batch."""
-AUDITED = "audited "  # before the name of a camera: output with its frames as they go into the user's graph
-Kind = tuple[str, Any, int, str]  # of what goes into DALI: its key, DALI's type, dimensions of a sample, layout
+and drop some. The node "sample" contains the random numbers for `dali_stream.augment`, and is not part of a batch."""
+AUDITED = "audited "  # prefix of the output with a camera's frames before the user's function changes them
+Kind = tuple[str, Any, int, str]  # an input of DALI: its key, DALI's type, number of dimensions of a sample, layout
 _log = logging.getLogger("dali_stream")
 _HINT = (
     ". To rename an output, change its key in the dict that dali_graph returns and not DataNode.name; give two operators no "
@@ -51,24 +52,24 @@ def build(
         config: Configuration of the loader.
         source: External source.
         routes: {camera: decoder}.
-        user: The user's function, which gets (F)HWC frames and tabular nodes on the pipeline's device.
+        user: User's function, whose argument has HWC or FHWC frames and tabular nodes on the pipeline's device. None for none.
 
     Returns:
-        The pipeline and the names of its outputs.
+        Pipeline, and names of its outputs.
 
     Raises:
         ValueError: If `user` does not return a dict of DataNodes.
-        DaliStreamError: If DALI does not build what it returns.
+        DaliStreamError: If DALI cannot build the graph.
     """
     threads, on_dali = config.num_threads, sum(route.decoder == "dali" for route in routes.values())
     if config.gpu is not None and on_dali:
         threads = dali.decode_threads(threads, engines(config.gpu), on_dali)
-    # The planner is ahead already; with one batch, an error costs no batch before it (see `Iterator`).
+    # The planner already works ahead. With a prefetch of one batch, an error does not cost the batch before it, see `Iterator`.
     pipeline = dali.empty_pipeline(config.batches.largest, config.gpu, threads, prefetch=1)
     with pipeline:
         nodes = _read(config, source, routes)
         for camera in [camera for camera in config.dataset.cameras if camera in nodes]:
-            # The CPU's frames have been resized where they were decoded.
+            # Frames that the CPU decodes are resized by the decode threads.
             size = None if routes[camera].decoder == "torchcodec" else config.image_size
             nodes[camera] = _scaled(nodes[camera], size, config.image_dtype)
         given = nodes
@@ -79,7 +80,8 @@ def build(
         pipeline.set_outputs(*nodes.values())
     try:
         with warnings.catch_warnings():
-            # A user's function may drop what it has no use for. A camera it drops is decoded all the same, so that is said.
+            # A user's function may drop nodes, so DALI's warning about them is ignored. A dropped camera is decoded
+            # nevertheless, which is logged below.
             warnings.filterwarnings("ignore", message="The external source node", category=Warning)
             pipeline.build()
     except RuntimeError as error:
@@ -93,7 +95,7 @@ def build(
 
 
 def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
-    """The places of these nodes and of all that goes into them."""
+    """Return the places of some nodes and of all nodes from which they are computed."""
     found, todo = set[tuple[int, int]](), list(nodes)
     while todo:
         node = todo.pop()
@@ -104,25 +106,25 @@ def _ancestors(nodes: Iterable[DataNode]) -> set[tuple[int, int]]:
 
 
 def _place(node: DataNode) -> tuple[int, int]:
-    """Which output of which operator it is: `node.gpu()` is another object for the same one."""
+    """Return the operator of a node and the number of its output. They identify the node: `node.gpu()` is another object."""
     return id(node.source), node.index
 
 
 def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -> dict[str, DataNode]:
-    """The source's arrays as nodes on the pipeline's device, with clips decoded."""
+    """Return the arrays of the external source as nodes on the pipeline's device, with decoded clips."""
     kinds: list[Kind] = [(key, *_column(config, key)) for key in config.columns()]
     decoded: list[Kind] = []
     on_gpu: list[Kind] = []
     for camera in config.dataset.cameras:
         layout = "HWC" if config.squeezed(camera) else "FHWC"
         if routes[camera].decoder == "dali":
-            kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, frames in it
+            kinds += [(camera, types.UINT8, 1, ""), (camera, types.INT32, 1, "")]  # clip, and frame indices in it
             kinds += [] if config.squeezed(camera) else [(camera, types.INT32, 1, "")]  # order of the steps
         elif routes[camera].decoder == TORCHCODEC_CUDA:
             on_gpu.append((camera, types.UINT8, len(layout), layout))
         else:
             decoded.append((camera, types.UINT8, len(layout), layout))
-    # A key comes once, but for an encoded camera's.
+    # Each key has one node, except for an encoded camera, which has two or three.
     grouped: dict[str, list[DataNode]] = {}
     for key, node in _source(source.columns, kinds):
         grouped.setdefault(key, []).append(node)
@@ -135,27 +137,29 @@ def _read(config: Config, source: ExternalSource, routes: Mapping[str, Route]) -
         if key in routes:
             nodes[key] = _decoded(parts, config.gpu)
         else:
-            # What a sample brings for augmentation stays on the CPU, where DALI's operators want their arguments.
+            # The random numbers for augmentation stay on the CPU, since DALI's operators require arguments in CPU memory.
             nodes[key] = parts[0] if key == SAMPLE and config.augments else placed(parts[0])
-    # DALI copies what it is fed with the interpreter held, which no decode thread can have meanwhile. Frames are much,
-    # so they stay where they are, and an operator copies them in DALI's threads, unless another one reads them anyway.
+    # DALI copies its inputs while it holds the interpreter's lock, so no decode thread can run Python code meanwhile. Frames
+    # are large, so they are passed without a copy, and an operator copies them in DALI's threads, unless the division reads
+    # them anyway.
     for camera, node in _source(source.frames, decoded, no_copy=True) if decoded else ():
         divided = config.gpu is None and config.image_dtype == "float32"
         nodes[camera] = placed(node if divided else fn.copy(node))
-    # The frames are complete, and the source refers to them until this run of the pipeline has ended. With 1 for the stream,
-    # DALI copies them on a stream of its own and waits for it (according to its documentation; not run on a GPU).
+    # The frames are complete, and the source refers to them until this run of the pipeline has ended. With cuda_stream=1, DALI
+    # copies them on a stream of its own and waits for it, according to its documentation. This was not run on a GPU.
     place = {"device": "cpu"} if config.gpu is None else {"device": "gpu", "cuda_stream": 1}
     return nodes | (dict(_source(source.gpu_frames, on_gpu, **place)) if on_gpu else {})
 
 
 def _source(call: Callable[[], tuple[Any, ...]], kinds: list[Kind], **options: Any) -> list[tuple[str, DataNode]]:
-    """An external source of what `call` returns, by key."""
+    """Return (key, node) for each array that `call` returns, as an external source of the graph."""
     keys, dtypes, ndims, layouts = (list(part) for part in zip(*kinds, strict=True))
     nodes = fn.external_source(call, num_outputs=len(kinds), batch=True, dtype=dtypes, ndim=ndims, layout=layouts, **options)
     return list(zip(keys, nodes, strict=True))
 
 
 def _column(config: Config, key: str) -> tuple[Any, int, str]:
+    """Return DALI's type, the number of dimensions of a sample, and the layout of a key of `Config.columns`."""
     if key == SAMPLE and config.augments:
         return types.FLOAT, 1, ""
     if key == SUBSTITUTE and config.max_substitutes is not None:
@@ -170,19 +174,21 @@ def _column(config: Config, key: str) -> tuple[Any, int, str]:
 
 
 def _decoded(parts: list[DataNode], gpu: int | None) -> DataNode:
-    """The frames of a window out of its clip, HWC without an order of steps, else FHWC."""
+    """Return the decoded frames of a camera's clips: FHWC if `parts` has an order of steps, and HWC otherwise."""
     video = dali.operator(parts[0], parts[1], gpu)
     return fn.squeeze(video, axes=[0]) if len(parts) == 2 else fn.sequence_rearrange(video, new_order=parts[2])
 
 
 def _scaled(node: DataNode, image_size: tuple[int, int] | None, image_dtype: str) -> DataNode:
+    """Return frames resized to `image_size`, if it is not None, and as uint8 or as float32 in [0, 1]."""
     as_float = image_dtype == "float32"
     if image_size is not None:
         node = fn.resize(node, size=image_size, dtype=types.FLOAT if as_float else types.UINT8)
-    return node / np.float32(255) if as_float else node  # a division, as LeRobot does it: x * (1 / 255) rounds otherwise
+    return node / np.float32(255) if as_float else node  # a division as in LeRobot, since x * (1 / 255) is rounded differently
 
 
 def _applied(user: Graph, nodes: dict[str, DataNode]) -> dict[str, DataNode]:
+    """Return the result of the user's function. Raises ValueError if it is not a dict of DataNodes."""
     from nvidia.dali.data_node import DataNode
 
     try:

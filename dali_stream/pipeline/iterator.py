@@ -1,6 +1,7 @@
-"""All uses of DALI's private attributes: two methods of DALIGenericIterator, and the pipeline that a fork inherits.
+"""Iterator over the DALI pipeline, which uses private attributes of DALI.
 
-They were checked with DALI 2.4, and `pyproject.toml` has the upper bound.
+All uses of private attributes are in this module: two methods of DALIGenericIterator, and the pipelines that a forked process
+inherits. They were checked with DALI 2.4, and `pyproject.toml` has the upper bound.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from dali_stream.decode import dali  # before DALI itself: it says what to do where that is missing
+from dali_stream.decode import dali  # before DALI itself, since its error message says how to install DALI
 from dali_stream.decode.turns import Turns
 from dali_stream.errors import DaliStreamError
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PipelineError(Exception):
-    """A run of the DALI pipeline that failed in an operator.
+    """Failure of an operator in a run of the DALI pipeline.
 
     Attributes:
         explanation: Message of the operator.
@@ -34,19 +35,23 @@ class PipelineError(Exception):
 
 
 class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
-    """DALIGenericIterator that does not wait for the batch after the one it returns.
+    """DALIGenericIterator that does not wait for the input of the next batch before it returns a batch.
 
-    As it comes, it starts the pipeline's next run before it returns a batch, and so waits for the frames of the next one; an
-    error there would take this batch with it. Here that run starts early only where its input is ready, else when it is
-    asked for. The layouts of the outputs, which it drops, are kept: they say where a frame's channels are.
+    The original starts the pipeline's next run before it returns a batch. It therefore waits for the frames of the next batch,
+    and an error in them loses the batch that it was about to return. This class starts the next run early only if its input is
+    ready, and otherwise when the next batch is requested. It also keeps the layouts of the outputs, which the original drops,
+    because they contain the place of a frame's channels.
 
     Args:
-        pipeline: Pipeline, built.
+        pipeline: Built pipeline.
         names: Names of its outputs.
-        ready: Function that tells whether the input of the next run is ready.
+        ready: Function that returns whether the input of the next run is ready.
         prepare: Function that waits for the input of the next run. It is called before each run, outside the turns, so that a
-            pipeline without input does not keep others waiting. Its errors are raised as they are.
+            pipeline without input does not keep others waiting. Its errors are raised unchanged.
         turns: Turns of the pipeline's device.
+
+    Attributes:
+        layouts: {name of an output: its layout}, of the batch that was returned last.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
         self.layouts: dict[str, str] = {}
         self._input_ready, self._prepare, self._owes_run = ready, prepare, False
         self._turns, self._running = turns, False
-        self._outputs: Any = None  # of a run that another iterator has waited for
+        self._outputs: Any = None  # outputs or error of a run that was waited for, possibly by another iterator
         super().__init__([pipeline], names, prepare_first_batch=False)
 
     def _schedule_runs(self, release_outputs: bool = True) -> None:
@@ -82,7 +87,7 @@ class Iterator(DALIGenericIterator):  # type: ignore[misc]  # DALI has no types
                 self._outputs = error
 
     def _take_outputs(self) -> Any:
-        """Return the outputs of the run in progress, or of one that is finished. Start one if there is none."""
+        """Return the outputs of the run in progress or of a finished one. Start a run first if none has been started."""
         if self._owes_run or not self._ever_scheduled:
             self._run(release_outputs=self._ever_scheduled)
             self._owes_run = False
@@ -112,13 +117,14 @@ def _named_errors() -> Generator[None, None, None]:
 
 
 def abandon(iterator: Iterator) -> None:
-    """Keep the pipelines of an iterator for ever: DALI crashes if a forked process frees one of its parent, even at exit."""
+    """Leak the pipelines of an iterator: DALI crashes if a forked process frees a pipeline of its parent, even at exit."""
     for pipeline in iterator._pipes:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
         pipeline._pipe = None
 
 
 def _ragged(name: str, shapes: list[tuple[int, ...]]) -> str:
+    """Return the error message for an output whose samples have different shapes."""
     other = next(shape for shape in shapes if shape != shapes[0])
     return (
         f"The graph must return samples of one shape for {name!r}, got {shapes[0]} and {other}. Use fn.resize, fn.crop or "

@@ -1,4 +1,4 @@
-"""The planner: a thread that plans batches ahead, reads what they need, and starts their decoding."""
+"""Planner: a thread that plans batches ahead, reads the data that they need, and starts their decoding."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
 
 _log = logging.getLogger("dali_stream")
-MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # of `Loader.stats`
-_LEAST_ADVISED = 1024  # frames that a larger cache is tried with, at least
-_COSTLY = 4.0  # frames decoded per delivered one, from which on the advice is a warning
+MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # keys of `Loader.stats`
+_LEAST_ADVISED = 1024  # minimum number of frames of the simulated larger cache
+_COSTLY = 4.0  # number of decoded frames per delivered frame from which the advice is logged as a warning
 
 
 class Planner:
-    """Plans batches from a position on, without end, once it is started: one epoch follows another.
+    """Planner of the batches from a position of an epoch. After `start`, it plans one epoch after the other until `close`.
 
-    `_run`, `_plan` and `_tell_advice` run in the planner's thread. The thread of the caller calls all others.
+    `_run`, `_plan` and `_tell_advice` run in the planner's thread, and the other methods in the thread of the caller.
 
     Args:
         config: Configuration of the loader.
         routes: {camera: decoder}.
-        epoch, position: Where to begin.
+        epoch: Epoch of the first batch.
+        position: Position in that epoch at which the first batch begins.
         counters: Counters to add to.
 
     Attributes:
@@ -71,7 +72,7 @@ class Planner:
         self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
 
     def start(self) -> None:
-        """Start to plan. An exception in here, such as KeyboardInterrupt, must be followed by `close`."""
+        """Start the thread. If an exception is raised meanwhile, such as KeyboardInterrupt, the caller must call `close`."""
         self._thread.start()
 
     def take(self) -> PlannedBatch:
@@ -87,43 +88,50 @@ class Planner:
         return batch
 
     def done(self) -> None:
-        """Tell that the batch taken last is finished, so that another one may be planned."""
+        """Report that the batch of the last `take` is finished, so that another one may be planned."""
         self._room.release()
 
     def ready(self) -> bool:
-        """Whether the next batch is decoded, without an error."""
+        """Return whether the next batch has been decoded without an error."""
         with self._planned.mutex:
             batch = self._planned.queue[0] if self._planned.queue else None
         return isinstance(batch, PlannedBatch) and all(work.ready() for work in batch.work.values())
 
     def memory(self) -> dict[str, int]:
-        """Bytes of what is kept in memory, by the keys `MEMORY`: all, then rows, indices, encoded video, decoded frames."""
+        """Return the memory in use in bytes, with the keys `MEMORY`.
+
+        The keys are the total, and that of rows, indices, encoded video and cached decoded frames.
+        """
         frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
         kinds = *self._reading.bytes_by_kind(), self._planner.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
     def advice(self) -> tuple[int, float, float] | None:
-        """The memory_budget of the simulated larger cache, and the frames decoded per delivered one, now and with it."""
+        """Return the effect of a larger frame cache. None if it is unknown, or not worth the memory.
+
+        Returns:
+            Memory budget of the larger cache in bytes, and number of frames decoded per delivered frame, now and with it.
+        """
         if (advice := self._planner.advice) is None:
             return None
         return self._budget_of(advice), advice.now, advice.then
 
     def close(self) -> None:
-        """Stop the planner and its threads, and wait for them. In a forked process there is nothing to stop."""
+        """Stop the planner and its threads, and wait for them. In a forked process, which has no such threads, do nothing."""
         if os.getpid() != self._pid:
             return
         self.stopping = True
         self._reading.stop()
         self.pool.stop()
         self._room.release()
-        # The garbage collector may close an iterator in one of these threads.
+        # The garbage collector may close an iterator in one of these threads, and a thread cannot join itself.
         if threading.current_thread().name.startswith("dali_stream "):
             threading.Thread(target=self._join, name="dali_stream: close", daemon=True).start()
         else:
             self._join()
 
     def _join(self) -> None:
-        if self._thread.ident is not None:  # it was started
+        if self._thread.ident is not None:  # only a started thread can be joined
             self._thread.join()
         self.pool.join()
         self._reading.join()
@@ -176,7 +184,7 @@ class Planner:
 
 
 def _limits(config: Config, parts: Parts, sizes: Sizes) -> Limits:
-    """Return how far the planner looks, and how much it keeps."""
+    """Return the limits of the look-ahead and of the caches."""
     frames, remote = int(config.dataset.lengths.sum()), config.dataset.data_store.remote
     larger = min(max(2 * parts.frames, _LEAST_ADVISED), frames) if parts.frames < frames and parts.frame_bytes else 0
     ahead = look_ahead(config.batches.batch_size) if remote else 0

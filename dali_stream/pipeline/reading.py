@@ -1,4 +1,4 @@
-"""Reading for the plans: episodes are opened, and encoded video is fetched."""
+"""Reading as scheduled: opens episodes, and fetches encoded video."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from dali_stream.storage.retry import PER_HOST
 from dali_stream.workers import Workers
 
 _log = logging.getLogger("dali_stream")
-# Threads for remote data. While the pools fill, a batch misses blocks in many places, and waits for as many round trips as
-# these do not make at once: at 50 ms, 16 threads read 21 MB/s, however fast the network is.
+# Number of threads for remote data. While the caches fill, a batch needs many small blocks, so the number of requests at a time
+# limits the rate: with round trips of 50 ms, 16 threads read 64 KiB blocks at 21 MB/s, however fast the network is.
 FETCHERS = PER_HOST
-_SOON = 256  # batches whose episodes are kept if their rows come along with others
+_SOON = 256  # number of batches ahead whose episodes are kept if a read returns their rows in addition
 
 
 class Reading:
-    """Rows, indices and encoded video, as the plans need them. Used by the thread of the planner.
+    """Reader of the rows, indices and encoded video that the plans need. Only the planner's thread reads with it.
 
     Args:
         config: Configuration of the loader.
-        sizes: What batches need.
-        parts: How `memory_budget` is divided.
+        sizes: Sizes of the dataset and of its batches.
+        parts: Division of `memory_budget`.
         counters: Counters to add to.
 
     Attributes:
         parts: See above.
-        episodes: The open episodes.
-        names: `Source.names`, once they are read.
+        episodes: Open episodes.
+        names: Future of `Source.names`.
     """
 
     def __init__(self, config: Config, sizes: Sizes, parts: Parts, counters: Counters) -> None:
@@ -54,30 +54,34 @@ class Reading:
         self._in_place = dict.fromkeys(dataset.videos, self._store)
         self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
         self.names = self._readers.submit(dataset.names)
-        self._first: list[Future[None]] = []  # what is fetched for the first batch
+        self._first: list[Future[None]] = []  # fetches for the first batch
         self._remedies = reread_remedies(
             reads_budget(parts, sizes), config.arguments.shuffle, remote, dataset.cache_dir is not None
         )
 
     def bytes_by_kind(self) -> tuple[int, int]:
-        """Bytes of rows with their tables, and of indices."""
+        """Return the memory of rows with their tables, and that of indices, in bytes."""
         return self._opening.room.bytes_by_kind
 
     def begin(self, planner: BatchPlanner, number: int) -> None:
-        """Begin to read what batch `number` and batches after it need. Reads for the first batch run alone."""
+        """Begin to read rows and indices for batch `number` and batches after it. Reads for the first batch run alone."""
         ahead = planner.ahead(1 + self._opening.horizon(number))
         planner.observe(closed=self.episodes.begin(self._opening, ahead))
         wait(self._first)
         self._first = []
 
     def open(self, planner: BatchPlanner) -> None:
-        """Wait for the episodes that the next batch needs, and those of some batches ahead of it."""
+        """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
         opened, closed = self.episodes.finish(self._opening, planner.ahead(1, most=_SOON))
         planner.observe(opened, closed, self.parts.encoded - sum(self.bytes_by_kind()))
         self._count_again("indices_read_again", self._opening.take_indices_read_again(), "indices are read")
 
     def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
-        """Fetch and evict the encoded video that a plan says. Return where each camera's is read."""
+        """Fetch and evict encoded video as planned.
+
+        Returns:
+            {camera: store from which the batch reads its encoded video}.
+        """
         self._opening.advance()
         self._video.drop(plan.video.evict)
         fetched = self._video.fetch(plan.video.fetch)
@@ -88,7 +92,7 @@ class Reading:
         return {**self._in_place, **self._video.view(plan.samples.number, plan.video.needed)}
 
     def stop(self) -> None:
-        """Cancel all reads. Threads that wait for one get an error. Returns at once."""
+        """Cancel all reads, without waiting. Threads that wait for a read get an error."""
         self._readers.stop()
         if self._store.remote:
             self._store.close()
@@ -98,7 +102,13 @@ class Reading:
         self._readers.join()
 
     def _count_again(self, counter: str, count: int, what: str) -> None:
-        """Count what is read again, since there was no room to keep it until its next use. Warn the first time."""
+        """Count data that must be read again because memory_budget did not hold it until its next use. Warn the first time.
+
+        Args:
+            counter: Name of the counter.
+            count: Number to add.
+            what: Subject and verb of the warning, such as "indices are read".
+        """
         if count and not getattr(self._counters, counter):
             _log.warning(
                 "memory_budget leaves %d bytes for rows, indices of video files and encoded video, which is less than those of "
@@ -109,7 +119,7 @@ class Reading:
 
 
 def storage(config: Config, sizes: Sizes, parts: Parts) -> Storage:
-    """Return what there is to read."""
+    """Return the rows and indices of a dataset, with the memory that they need and may take."""
     dataset, remote = config.dataset, config.dataset.data_store.remote
     return Storage(
         files={camera: dataset.files(camera) for camera in dataset.videos},

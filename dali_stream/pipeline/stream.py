@@ -1,4 +1,4 @@
-"""Batches from one position of the order, and on from there when a decoder changes."""
+"""Stream of batches from any position of the order, which continues with another decoder if one fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 """{key: tensor, or list of str for text}, with the batch as first dimension."""
 _log = logging.getLogger("dali_stream")
-_CLOSE_S = 5.0  # much longer than threads need to end
+_CLOSE_S = 5.0  # seconds to wait for threads of a dropped loader, much longer than they need to end
 _streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
 
@@ -41,7 +41,19 @@ if hasattr(os, "register_at_fork"):
 
 
 class BatchStream:
-    """A planner and a front end over it, from one position of the order until it is closed."""
+    """Planner and front end that deliver batches from one position of the order until they are closed.
+
+    Args:
+        config: Configuration of the loader.
+        routes: {camera: decoder}.
+        user: User's function for the graph. None for none.
+        epoch: Epoch of the first batch.
+        position: Position in that epoch at which the first batch begins.
+        counters: Counters to add to.
+
+    Attributes:
+        planner: Planner of the batches.
+    """
 
     def __init__(
         self, config: Config, routes: dict[str, Route], user: Graph | None, epoch: int, position: int, counters: Counters
@@ -55,7 +67,7 @@ class BatchStream:
             self._batches = self._dali = DaliBatches(config, self.planner, counters, routes, user)
         else:
             self._batches = TorchBatches(config, self.planner, counters)
-        # A loader that is dropped without being closed leaves no threads behind either.
+        # The finalizer ends the threads of a loader that is dropped without being closed.
         self._finalizer = weakref.finalize(self, _close_dropped, self.planner)
         _streams.add(self)
         try:
@@ -72,7 +84,7 @@ class BatchStream:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, by `close` or by the exit of the interpreter."""
+        """Whether the stream was closed, by `close` or by the exit of the interpreter."""
         return not self._finalizer.alive
 
     def close(self) -> None:
@@ -86,8 +98,8 @@ class BatchStream:
 def _close_dropped(planner: Planner) -> None:
     """Close the planner of a stream that was garbage collected.
 
-    The collector may run in one of the planner's threads, or in a thread that holds a lock for which they wait. So another
-    thread joins them, and this one waits for it for a while only.
+    The garbage collector may run in one of the planner's threads, or in a thread that holds a lock for which they wait. To
+    avoid a deadlock, another thread joins them, and this one waits for that thread for a limited time only.
     """
     own = threading.current_thread().name.startswith("dali_stream ")
     closing = threading.Thread(target=planner.close, name="dali_stream: close", daemon=True)
@@ -100,18 +112,18 @@ def _close_dropped(planner: Planner) -> None:
 
 
 class BatchSource:
-    """The batches of a loader from any position. Where DALI cannot continue to decode a camera, torchcodec does.
+    """Batches of a loader from any position. If DALI fails to decode a camera, torchcodec continues with it.
 
     Args:
-        routes: the decoder of each camera.
-        user: the user's function for the graph.
-        decode: the argument of the Loader.
-        counters: what to add to.
+        routes: {camera: decoder}.
+        user: User's function for the graph. None for none.
+        decode: Argument of the Loader.
+        counters: Counters to add to.
 
     Attributes:
-        routes: as they are now.
+        routes: {camera: present decoder}.
         decode: See above.
-        epochs: Number of whole epochs since `stop`, whose decoded frames may be in memory.
+        epochs: Number of whole epochs since the last `stop`, whose decoded frames may be in memory.
     """
 
     def __init__(self, routes: dict[str, Route], user: Graph | None, decode: str, counters: Counters) -> None:
@@ -122,9 +134,18 @@ class BatchSource:
         self.epochs = 0
 
     def next(self, config: Config, epoch: int, position: int) -> Batch:
-        """The batch after the last one, or, after `stop`, the one at a position."""
+        """Return the next batch.
+
+        Args:
+            config: Configuration of the loader.
+            epoch: Epoch of the batch.
+            position: Position at which the batch begins. It is only used for the first batch after `stop`.
+
+        Raises:
+            DaliStreamError: If the batch could not be made, or the loader was closed.
+        """
         while True:
-            stream = self._stream  # another thread that closes the loader takes it away from here
+            stream = self._stream  # a local reference, since another thread that closes the loader resets the attribute
             if stream is None:
                 stream = BatchStream(config, self.routes, self._user, epoch, position, self._counters)
                 self._stream = stream
@@ -136,13 +157,13 @@ class BatchSource:
             except RouteChange as change:
                 if self.decode == "dali":
                     raise DecodeError(f'decode="dali": {change}; decode="auto" continues with torchcodec') from change
-                # The pipeline is rebuilt at this very position. Where the data is at fault, torchcodec names the sample.
+                # The pipeline is rebuilt at this position. If the data is broken, torchcodec's error names the sample.
                 self.stop()
                 self._counters.add(route_changes=1)
                 self.routes = self.routes | {key: Route("torchcodec", change.reason) for key in change.cameras}
                 _log.warning("Falling back to torchcodec: %s", change)
             except (DatasetError, DecodeError, StorageError) as error:
-                # Its message says all; what DALI and the threads add is for whoever debugs the loader.
+                # The message is complete. The traceback through DALI and the threads only helps to debug the loader.
                 _log.debug("a batch could not be made", exc_info=error)
                 raise error.with_traceback(None) from None
 
@@ -157,7 +178,7 @@ class BatchSource:
         return self._stream.planner.advice() if self._stream else None
 
     def memory(self) -> dict[str, int]:
-        """Bytes of what is kept in memory, as `Planner.memory`."""
+        """Return the memory in use in bytes. See `Planner.memory`."""
         return self._stream.planner.memory() if self._stream else dict.fromkeys(MEMORY, 0)
 
     @property
@@ -173,6 +194,6 @@ class BatchSource:
             stream.close()
 
     def close(self) -> None:
-        """As `stop`, for good."""
+        """Drop the batches in progress, and let no others begin."""
         self._closed = True
         self.stop()

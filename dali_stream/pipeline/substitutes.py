@@ -11,12 +11,15 @@ _log = logging.getLogger("dali_stream")
 
 
 class Substitutes:
-    """Substituted samples per epoch and file. One of them is logged at once, and the others as one line per file and epoch."""
+    """Log of the substituted samples. The first sample is logged at once, and all are summed up per epoch and file.
+
+    Safe to use from several threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._logged = False
-        self._samples: dict[tuple[int, str], tuple[int, DecodeError]] = {}  # per epoch and file: number, first error
+        self._samples: dict[tuple[int, str], tuple[int, DecodeError]] = {}  # {(epoch, file): (number, first error)}
 
     def add(self, epoch: int, file: str, error: DecodeError) -> None:
         """Count a sample of an epoch whose frames in a file cannot be decoded."""
@@ -31,7 +34,7 @@ class Substitutes:
             )
 
     def report(self, epoch: int) -> None:
-        """Log what was counted for the epochs up to and with this one, one line per file."""
+        """Log one line per epoch and file for the samples that were counted in this epoch and earlier ones."""
         with self._lock:
             ended = [place for place in self._samples if place[0] <= epoch]
             lines = [(*place, *self._samples.pop(place)) for place in ended]

@@ -1,4 +1,4 @@
-"""The front end for CPUs: batches as tensors, without DALI."""
+"""Front end for CPUs: batches as tensors, without DALI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dali_stream.pipeline.planner import Planner
 
 
 class TorchBatches:
-    """Batches of CPU tensors, gathered by the thread of the caller straight from the memory where frames were decoded.
+    """Batches of CPU tensors. The thread of the caller gathers them directly from the slots of the decoded frames.
 
     Args:
         config: Configuration of the loader.
@@ -29,8 +29,12 @@ class TorchBatches:
         self._finisher = Finisher(config, planner, counters, dtype, channels_first=config.memory_format == "contiguous")
 
     def next(self) -> dict[str, Any]:
-        """Return the next batch, with frames channels first. Errors as of `Finisher.next`."""
-        with self._counters.timed("graph_s"):  # less what `Finisher` waits
+        """Return the next batch, with frames channels first.
+
+        Raises:
+            DaliStreamError: If the batch could not be made, or the loader was closed.
+        """
+        with self._counters.timed("graph_s"):  # without the time that `Finisher` waits, which counts as `starved_s`
             batch = self._finisher.next()
             columns = {key: torch.from_numpy(batch.columns[key]) for key in self._config.columns()}
             frames = {

@@ -1,1 +1,5 @@
-"""What happens when: computed from the order, before any of it is done. Pure: no I/O, no threads, no clock."""
+"""Schedule of a loader: what to read, decode, cache and evict for each batch.
+
+The schedule is computed from the order alone, before any of it is carried out. It does no I/O, starts no threads and reads no
+clock, so the same order always gives the same schedule.
+"""

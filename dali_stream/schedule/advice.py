@@ -1,4 +1,4 @@
-"""Whether more memory for decoded frames would help, and what helps if rows, indices or video are read more than once."""
+"""Advice on memory: whether a larger frame cache would help, and how to avoid reading rows, indices or video repeatedly."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 from dali_stream.arguments import gibibytes
 from dali_stream.schedule.frames import FrameCache, FramePlan
 
-_BATCHES = 200  # that are compared, once both caches are full
-_WORTH = 0.95  # more memory is advised where it leaves so much of the decodes, or less
+_BATCHES = 200  # number of batches to compare, once both caches are full
+_WORTH = 0.95  # a larger cache is advised if it decodes at most this share of the frames that the present one decodes
 
 
 class Advice(NamedTuple):
-    """The effect of a larger cache.
+    """Effect of a larger frame cache.
 
     Attributes:
-        kept: frames that it keeps, of each camera.
-        now, then: frames decoded per delivered frame, without it and with it.
+        kept: Number of frames that the larger cache keeps per camera.
+        now, then: Number of frames decoded per delivered frame, with the present cache and with the larger one.
     """
 
     kept: int
@@ -25,11 +25,11 @@ class Advice(NamedTuple):
 
 
 class Advisor:
-    """Plans one camera a second time, with room for more frames, and compares.
+    """Comparison of one camera's frame cache with a larger one, for which the same batches are planned as well.
 
     Args:
-        larger: the cache of that camera with more room.
-        kept: frames that `larger` keeps.
+        larger: Larger cache of that camera.
+        kept: Number of frames that `larger` keeps.
     """
 
     def __init__(self, larger: FrameCache, kept: int) -> None:
@@ -37,7 +37,8 @@ class Advisor:
         self._compared = self._shown = self._now = self._then = 0
 
     def compare(self, step: FramePlan, larger: FramePlan) -> bool:
-        """Adds a batch, as both caches plan it. Returns whether enough batches were compared."""
+        """Add a batch, as planned for both caches. Return whether enough batches were compared."""
+        # A cache that is filling up decodes more than it will later, so the comparison begins when the larger one is full.
         if self._compared or self.larger.full:
             self._compared += 1
             self._shown += step.show.size
@@ -46,20 +47,24 @@ class Advisor:
         return self._compared == _BATCHES
 
     def advice(self) -> Advice | None:
-        """The effect of the larger cache; None if it is not worth the memory."""
+        """Return the effect of the larger cache, or None if it is not worth its memory."""
         if self._then > _WORTH * self._now:
             return None
         return Advice(self._kept, self._now / self._shown, self._then / self._shown)
 
 
 def reread_remedies(larger: int | None, shuffle: bool | str, remote: bool, cached: bool) -> str:
-    """Return what helps if rows, indices or encoded video are read more than once, as the end of a message.
+    """Return the end of a message that says how to avoid reading rows, indices or encoded video repeatedly.
 
     Args:
-        larger: Memory budget that holds those in use, in bytes. None if a larger budget would not help.
+        larger: Memory budget that holds the rows, indices and encoded video in use, in bytes. None if a larger budget would
+            not help.
         shuffle: Argument of the Loader.
         remote: Whether the dataset is read over a network.
-        cached: Whether it has a `cache_dir`.
+        cached: Whether the dataset has a `cache_dir`.
+
+    Returns:
+        Text to append to a sentence. Empty if nothing would help.
     """
     remedies = [f'a larger memory_budget, such as "{gibibytes(larger)}"'] if larger else []
     if shuffle is True:

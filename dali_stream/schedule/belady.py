@@ -1,4 +1,4 @@
-"""Belady's rule, for decoded frames and for blocks of encoded video."""
+"""Belady's rule of eviction, for decoded frames and for blocks of encoded video."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nearest(next_use: Int64, room: int, sizes: Int64 | None = None) -> npt.NDArr
         sizes: Size of each item, shape (n,). None if each has size 1.
 
     Returns:
-        Mask of shape (n,).
+        Mask of the items to keep, shape (n,).
     """
     keep = np.zeros(len(next_use), np.bool_)
     if sizes is not None:

@@ -1,7 +1,8 @@
-"""How `memory_budget` is divided, and whether it holds one batch.
+"""Division of `memory_budget` among rows, indices, encoded video and decoded frames.
 
-Rows, indices and, of remote data, encoded video get what the episodes in use need of them, but no more than half of the budget
-unless one batch needs more. Decoded frames get the rest. If all of these fit, what they leave goes back.
+Rows, indices and the encoded video of remote data get the memory that the episodes in use need, up to half of the budget. They
+get more only if one batch needs more. Decoded frames get the rest. Memory that decoded frames cannot use is returned to rows,
+indices and encoded video.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ if TYPE_CHECKING:
     from dali_stream.mp4.index import VideoIndex
 
 Int64 = npt.NDArray[np.int64]
-LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead: some seconds of decoding
-_INDEX_SPARE = 3, 2  # memory of indices in use, as a fraction of theirs: those of some files compress less
-ROW_SPARE = 5, 4  # memory of rows in use, as a fraction of theirs: the table of open episodes has free rows
+LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead, which take some seconds to decode
+_INDEX_SPARE = 3, 2  # factor (3/2) on the estimated size of the indices in use, since those of some files compress less
+ROW_SPARE = 5, 4  # factor (5/4) on the size of the rows in use, since the table of open episodes has free rows
 
 
 class Parts(NamedTuple):
-    """How `memory_budget` is divided. Where some frames are kept and not all, the rest is for those of batches in progress.
+    """Parts of `memory_budget`.
+
+    If the cache holds some frames but not all, the remainder of the budget is for the frames of batches in progress.
 
     Attributes:
-        encoded: bytes for rows, indices and, of remote data, encoded video.
-        opened: bytes of that for rows and indices, unless one batch needs more.
-        indices: bytes of that for indices.
-        frames: decoded frames of each camera that may be kept for later batches.
-        frame_bytes: of one decoded frame of each camera.
-        block: bytes of a block of encoded video.
+        encoded: Bytes for rows, indices and the encoded video of remote data.
+        opened: Bytes of `encoded` for rows and indices, unless one batch needs more.
+        indices: Bytes of `opened` for indices.
+        frames: Number of decoded frames of each camera that may be cached for later batches.
+        frame_bytes: Bytes of one decoded frame of each camera, added up over the cameras.
+        block: Bytes of a block of encoded video.
     """
 
     encoded: int
@@ -47,20 +50,20 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What batches need.
+    """Sizes of a dataset and of its batches, from which `memory_budget` is divided.
 
     Attributes:
-        lengths: (E,) frames of each episode.
-        batch_size: samples of a batch.
-        episodes: that the order draws from at a time.
-        row_bytes: of a row in memory, about, with the tables that say where its frames are.
-        least_row_bytes: without images and text, whose size is known when they are read.
-        files: per camera with video files, how many there are.
-        indices: per camera with video files, the index of its first file, unless that is broken.
-        windows: per camera with video files, its frame offsets.
-        fetched: whether encoded video is held in memory.
-        frame_bytes: of one decoded frame of each camera that the CPU decodes.
-        in_progress: bytes of the decoded frames of all batches in progress.
+        lengths: Number of frames of each episode, shape (E,).
+        batch_size: Number of samples per batch.
+        episodes: Number of episodes that the order draws from at a time.
+        row_bytes: Approximate memory of a row, with its entries in the tables that locate frames, in bytes.
+        least_row_bytes: Memory of a row without images and text, whose sizes are unknown until they are read, in bytes.
+        files: {camera with video files: number of its files}.
+        indices: {camera with video files: index of its first file}. Cameras whose first file is broken are missing.
+        windows: {camera with video files: its frame offsets}.
+        fetched: Whether encoded video is cached in memory.
+        frame_bytes: Bytes of one decoded frame of each camera that the CPU decodes, added up over the cameras.
+        in_progress: Bytes of the decoded frames of all batches in progress.
         scattered: Whether each batch draws from episodes anywhere in the dataset, so that the files of all episodes are in use.
     """
 
@@ -79,16 +82,17 @@ class Sizes:
 
     @property
     def frames_in_use(self) -> int:
-        """About how many frames the episodes have that the order draws from."""
+        """Approximate number of frames of the episodes that the order draws from."""
         frames = int(self.lengths.sum())
         return min(frames, int(self.episodes * frames / len(self.lengths) * 1.5))
 
 
 def divide(budget: int, sizes: Sizes) -> Parts:
-    """Divides `budget` bytes.
+    """Divide a memory budget of `budget` bytes.
 
     Raises:
-        MemoryBudgetError: they do not hold a batch of the longest episodes, and of the largest GOPs in the first video files.
+        MemoryBudgetError: If the budget does not hold a batch of the longest episodes with the largest GOPs of each camera's
+            first video file.
     """
     least = _least(sizes, budget)
     if least > budget:
@@ -100,7 +104,9 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())
     room, each = budget - encoded, sizes.frame_bytes
-    if not each or room >= frames * each:  # to keep all but a few frames would cost many decodes
+    # The frames in progress are not subtracted here: a cache that lacks a few frames costs many decodes, since each missing
+    # frame is decoded from its keyframe.
+    if not each or room >= frames * each:
         kept = frames if each else 0
         encoded = budget - frames * each
     else:
@@ -110,76 +116,93 @@ def divide(budget: int, sizes: Sizes) -> Parts:
 
 
 def frames_budget(sizes: Sizes) -> int:
-    """Return the smallest `memory_budget` with which `divide` keeps all decoded frames, in bytes."""
+    """Return the smallest `memory_budget` with which `divide` caches all decoded frames, in bytes."""
     frames = int(sizes.lengths.sum()) * sizes.frame_bytes
-    least = _least(sizes, 1 << 62)  # blocks are largest with a large budget
+    least = _least(sizes, 1 << 62)  # a large budget has the largest blocks, which is the worst case
     return frames + min(_in_use(sizes), max(frames, least))
 
 
 def reads_budget(parts: Parts, sizes: Sizes) -> int | None:
-    """Return the `memory_budget` with which rows, indices and encoded video get all that the episodes in use need of it.
+    """Return the `memory_budget` that holds the rows, indices and encoded video of all episodes in use.
 
     Returns:
-        Bytes, or None where `parts` gives them that already, so that a larger budget would not help.
+        Memory budget in bytes, or None if `parts` holds all of these already, so that a larger budget would not help.
     """
-    needed = _in_use(sizes)
+    needed = _in_use(sizes)  # doubled below, since `divide` gives them up to half of the budget
     return 2 * needed if parts.encoded < needed else None
 
 
 def batches_in_progress(threads: int, batch_frames: int, task_frames: int) -> int:
-    """Batches in progress, so that all threads have work while the oldest batch is waited for.
+    """Return the number of batches in progress that keeps all threads busy while the oldest batch is completed.
+
+    The number is 2 · threads · task_frames / batch_frames, rounded up, and limited to 2 ... 16.
 
     Args:
-        threads: of the decode pool.
-        batch_frames: frames of a batch, of all cameras.
-        task_frames: frames of a decode task.
+        threads: Number of threads of the decode pool.
+        batch_frames: Number of frames of a batch, over all cameras.
+        task_frames: Number of frames of a decode task.
     """
     return min(max(-(-2 * threads * task_frames // max(batch_frames, 1)), 2), 16)
 
 
 def look_ahead(batch_size: int) -> int:
-    """Batches of remote data that are read ahead, at most."""
+    """Return the maximum number of batches of remote data that are read ahead."""
     return min(max(LOOK_AHEAD // batch_size, 16), 256)
 
 
 def order_horizon(parts: Parts, sizes: Sizes) -> int:
-    """Samples that the order is read ahead, for decoded frames and for what is fetched."""
+    """Return the number of samples that the order is read ahead, for decoded frames and for encoded video."""
     return max(horizon(parts.frames, int(sizes.lengths.sum())), encoded_horizon(parts.encoded, sizes), LOOK_AHEAD)
 
 
 def horizon(kept: int, frames: int) -> int:
-    """Samples that the order is read ahead, to know the next uses of `kept` frames of a dataset of `frames`.
+    """Return the number of samples that the order is read ahead, so that the next uses of the cached frames are known.
 
-    Of frames that are used once each, and that many decodes bring, those kept are used within some twice as many samples as
-    there is room for; where a decode brings few, as with GOPs of 2, they are farther away.
+    With K = `kept` and N = `frames`, the number is 0 if K >= N, and min(2 N, max(2 K, min(8 K, 2^18))) otherwise.
+
+    K is the number of frames that the cache holds. N is the number of frames of the dataset. With long GOPs, each decode adds
+    many frames, and the cached ones are used within about 2 K samples. With short GOPs, such as 2 frames, each decode adds few,
+    and their next uses are farther away, so the order is read up to 8 K samples ahead. It is never read more than two epochs
+    ahead.
     """
     return 0 if kept >= frames else min(2 * frames, max(2 * kept, min(8 * kept, 1 << 18)))
 
 
 def encoded_horizon(room: int, sizes: Sizes) -> int:
-    """Samples that the order is read ahead, to know the next uses of the encoded video that `room` bytes hold."""
+    """Return the number of samples that the order is read ahead, so that the next uses of cached encoded video are known.
+
+    Args:
+        room: Bytes for encoded video.
+        sizes: Sizes of the dataset and of its batches.
+    """
     each = sum(int(index.size.sum()) / len(index) for index in sizes.indices.values()) if sizes.fetched else 0
     return min(2 * int(sizes.lengths.sum()), int(2 * room / each), 1 << 18) if each else 0
 
 
 def _divide_encoded(encoded: int, sizes: Sizes, budget: int) -> tuple[int, int]:
-    """Return how many of the bytes for rows, indices and encoded video are for rows and indices, and how many for indices."""
+    """Divide the memory for rows, indices and encoded video.
+
+    Returns:
+        Bytes for rows and indices together, and bytes of these for indices.
+    """
     rows, indices = _rows(sizes.frames_in_use, sizes.row_bytes) + (1 << 20), _indices_in_use(sizes)
     opened = encoded
-    if sizes.fetched:  # rows and indices get all that they need, but at most half, and their share of what is left
+    if sizes.fetched:
+        # Rows and indices get what they need, or their proportional share if that is more, but at most half of the memory.
         opened = min(max(rows + indices, (rows + indices) * encoded // _in_use(sizes)), encoded // 2)
+        # Both sides get at least what a single batch needs.
         opened = max(min(opened, encoded - _least_video(sizes, budget)), _least_opened(sizes))
     return opened, opened * indices // (rows + indices)
 
 
 def _in_use(sizes: Sizes) -> int:
-    """About how many bytes the rows, indices and, of remote data, the encoded video of the episodes in use take."""
+    """Return the approximate memory of the rows, indices and fetched video of the episodes in use, in bytes."""
     return _rows(sizes.frames_in_use, sizes.row_bytes) + _indices_in_use(sizes) + _video_in_use(sizes) + (1 << 20)
 
 
 def _indices_in_use(sizes: Sizes) -> int:
     files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
-    # What they get is not all used, since files differ. The spare keeps those in use from being evicted.
+    # The size of the first file's index is an estimate for all files. With the spare, larger indices fit as well.
     return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * _INDEX_SPARE[0] // _INDEX_SPARE[1]
 
 
@@ -190,22 +213,22 @@ def _video_in_use(sizes: Sizes) -> int:
 
 
 def _least(sizes: Sizes, budget: int) -> int:
-    """Bytes that one batch may need."""
+    """Return the number of bytes that one batch may need for rows, indices and encoded video."""
     return _least_opened(sizes) + _least_video(sizes, budget)
 
 
 def _least_opened(sizes: Sizes) -> int:
-    """Bytes that the rows and indices of one batch may need."""
+    """Return the number of bytes that the rows and indices of one batch may need."""
     episodes = min(sizes.episodes, sizes.batch_size)
     rows = _rows(int(np.sort(sizes.lengths)[-episodes:].sum()), sizes.least_row_bytes)
     return rows + sum(index.nbytes * min(sizes.files[camera], episodes) for camera, index in sizes.indices.items())
 
 
 def _least_video(sizes: Sizes, budget: int) -> int:
-    """Bytes of encoded video that one batch may need."""
+    """Return the number of bytes of encoded video that one batch may need."""
     if not sizes.fetched:
         return 0
-    block = _block(sizes, budget)
+    block = _block(sizes, budget)  # blocks are fetched whole, so each frame may add up to one block to its GOP
     frames = {camera: sizes.batch_size * len(sizes.windows[camera]) for camera in sizes.indices}
     return sum(
         sizes.batch_size * window_bytes(index, sizes.windows[camera]) + frames[camera] * block
@@ -218,13 +241,13 @@ def _rows(frames: int, row_bytes: int) -> int:
 
 
 def _block(sizes: Sizes, budget: int) -> int:
-    """Bytes of a block of encoded video: small, where a batch of them would fill the budget."""
+    """Return the size of a block of encoded video in bytes. One block per frame of a batch takes at most 1/32 of the budget."""
     frames = sizes.batch_size * max((len(window) for window in sizes.windows.values()), default=1)
     return max(min(BLOCK, budget // 32 // frames), 1)
 
 
 def _bounds(refused: float) -> Iterator[int]:
-    """Larger budgets than one that was refused, in steps of a tenth."""
+    """Yield `refused` and larger budgets, each about a tenth larger than the one before."""
     bound = max(refused, 4096.0)
     while True:
         yield int(bound)
@@ -232,7 +255,13 @@ def _bounds(refused: float) -> Iterator[int]:
 
 
 def window_bytes(index: VideoIndex, offsets: Int64) -> int:
-    """Bytes of encoded video that one sample may need: the GOPs of its window's frames."""
+    """Return the number of bytes of encoded video that one sample may need: the GOPs of its window's frames.
+
+    The number is min(T · G, S + 2 G).
+
+    T is the number of frame offsets. G is the size of the largest GOP. S is the average size of the stretch of video from the
+    first to the last frame of the window, to which a whole GOP may be added at either end.
+    """
     largest = int(np.add.reduceat(index.size, index.keyframes).max())
     stretch = int(offsets.max() - offsets.min()) * int(index.size.sum()) // len(index)
     return min(len(offsets) * largest, stretch + 2 * largest)

@@ -1,4 +1,4 @@
-"""Open episodes, and the table of their rows and of where their frames are."""
+"""Table of the open episodes, with their rows and the locations of their frames."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NONE = -1  # no row, no slot, no packet, no block
 
 @dataclass(frozen=True)
 class Located:
-    """Where the L frames of an episode are in a camera's video file.
+    """Locations of the L frames of an episode in a camera's video file.
 
     Attributes:
-        packet: Packet of each frame, in decode order of the file, shape (L,). `NONE` where the video has none.
-        keyframe: Packet at which decoding each frame begins, shape (L,). Frames of one GOP stand together.
+        packet: Number of each frame's packet in the decode order of the file, shape (L,). `NONE` if the frame has no packet.
+        keyframe: Number of the packet at which decoding each frame begins, shape (L,). Frames of one GOP are adjacent.
         blocks: Blocks of the encoded video. None if it is read in place.
     """
 
@@ -40,8 +40,8 @@ class OpenEpisode:
 
     Attributes:
         number: Number of the episode.
-        cameras: {camera: where its frames are}.
-        columns: {key: values of its L rows, shape (L, ...)}.
+        cameras: {camera: locations of its frames}.
+        columns: {key: values of the episode's L rows, shape (L, ...)}.
     """
 
     number: int
@@ -54,10 +54,12 @@ class CameraTable:
     """One camera's frames, with an entry for each row of the table.
 
     Attributes:
-        packet: Packet of each frame. `NONE` where the video has none.
-        gop: Row of the first frame of the GOP. For that frame itself, minus the number of frames of the GOP.
-        first_block, last_block: Rows in `blocks` of what decoding the GOP needs. Empty if encoded video is read in place.
-        blocks: Blocks of encoded video.
+        packet: Packet of each frame. `NONE` if the frame has no packet.
+        gop: Row of the first frame of each frame's GOP. The entry of that first frame itself is minus the number of frames of
+            the GOP, so that one array holds both.
+        first_block, last_block: First and last entry of `blocks` that decoding each frame's GOP needs. `NONE` if the frame has
+            no packet. The arrays are empty if encoded video is read in place.
+        blocks: Blocks of encoded video. None if it is read in place.
     """
 
     packet: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
@@ -67,12 +69,12 @@ class CameraTable:
     blocks: BlockTable | None = None
 
     def gops(self, rows: Int64) -> Int64:
-        """Return the row of the first frame of the GOP of each frame."""
+        """Return the row of the first frame of each frame's GOP."""
         gop = self.gop[rows]
         return np.where(gop < 0, rows, gop)
 
     def members(self, gops: Int64) -> Int64:
-        """Return the rows of all frames of these GOPs."""
+        """Return the rows of all frames of the GOPs whose first frames have the rows `gops`."""
         frames = -self.gop[gops].astype(np.int64)
         before = np.cumsum(frames) - frames
         return np.repeat(gops - before, frames) + np.arange(int(frames.sum()))
@@ -80,12 +82,12 @@ class CameraTable:
 
 @dataclass
 class BlockTable:
-    """One camera's blocks of the open episodes, end to end: those of an episode begin at its entry of `first`.
+    """One camera's blocks of the open episodes. The blocks of an episode are consecutive entries.
 
     Attributes:
-        first: {episode: its first block}.
+        first: {episode: entry of its first block}.
         count: {episode: number of its blocks}.
-        start, stop: Bytes of each block in its file.
+        start, stop: Byte range of each block in its file.
         episode: Episode of each block.
     """
 
@@ -97,7 +99,9 @@ class BlockTable:
 
 
 class _Rows:
-    """Rows of a table, given to episodes and taken back. The smallest free stretch that fits is given, so few rows stay unused.
+    """Allocator of the rows of a table.
+
+    An episode gets the smallest free stretch that is long enough, so that few rows remain unused.
 
     Attributes:
         capacity: Number of rows that the arrays must have.
@@ -105,11 +109,11 @@ class _Rows:
 
     def __init__(self) -> None:
         self._used = self.capacity = 0
-        self._starts: list[int] = []  # free stretches, in rising order
+        self._starts: list[int] = []  # free stretches [start, stop), in increasing order
         self._stops: list[int] = []
 
     def take(self, count: int) -> int:
-        """Return the first of `count` rows."""
+        """Allocate `count` adjacent rows. Return the first one."""
         fits = [(stop - start, i) for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True))
                 if stop - start >= count]  # fmt: skip
         if fits:
@@ -124,9 +128,10 @@ class _Rows:
         return first
 
     def give_back(self, first: int, count: int) -> None:
-        """Take back the rows that `take(count)` returned."""
+        """Free the rows that `take(count)` allocated."""
         if not count:
             return
+        # Merge the stretch with free neighbours on both sides.
         i, stop = bisect_right(self._starts, first), first + count
         if i < len(self._starts) and self._starts[i] == stop:
             stop = self._stops.pop(i)
@@ -139,9 +144,11 @@ class _Rows:
 
 
 class EpisodeTable:
-    """The open episodes, end to end. A frame has a row while its episode is open, so the table grows with what is open.
+    """Table of the open episodes, each with adjacent rows, one per frame.
 
-    Frames are numbered over all episodes, end to end. The row of a frame is `first_row[episode] + frame`.
+    A frame has a row while its episode is open, so the memory of the table depends on the open episodes, not on the dataset.
+    Frames are numbered consecutively over all episodes. The row of a frame is `first_row[episode] + frame`, where `frame` is
+    its index within the episode.
 
     Args:
         lengths: Number of frames of each episode, shape (E,).
@@ -151,10 +158,10 @@ class EpisodeTable:
     Attributes:
         lengths: See above.
         first_frame: Number of the first frame of each episode, shape (E,).
-        first_row: First row of each open episode, shape (E,). `NONE` for others.
+        first_row: First row of each open episode, shape (E,). `NONE` for other episodes.
         episode: Episode of each row.
-        cameras: {camera: its frames}.
-        columns: {key: values of each row, shape (capacity, ...)}, so that a window is one gather per feature and batch.
+        cameras: {camera: table of its frames}.
+        columns: {key: values of each row, shape (capacity, ...)}. With one array per key, a batch takes one gather per key.
     """
 
     def __init__(self, lengths: Int64, cameras: Collection[str], fetched: Collection[str] = ()) -> None:
@@ -167,21 +174,26 @@ class EpisodeTable:
 
     @staticmethod
     def row_bytes(cameras: int, fetched: int) -> int:
-        """Return the memory of a row without `columns`, for a number of cameras and how many of them are fetched."""
+        """Return the memory of a row without `columns`, in bytes.
+
+        Args:
+            cameras: Number of cameras.
+            fetched: Number of cameras whose encoded video is fetched in blocks.
+        """
         return 4 * (1 + 2 * cameras + 2 * fetched)
 
     def is_open(self, episodes: Int64) -> npt.NDArray[np.bool_]:
-        """Return which of these episodes are open."""
+        """Return a mask of the episodes that are open, with the shape of `episodes`."""
         is_open: npt.NDArray[np.bool_] = self.first_row[episodes] != NONE
         return is_open
 
     def rows(self, frames: Int64) -> Int64:
-        """Return the rows of frames of open episodes."""
+        """Return the row of each frame. The frames are numbered over all episodes, and their episodes must be open."""
         episode = np.searchsorted(self.first_frame, frames, side="right") - 1
         return frames - self.first_frame[episode] + self.first_row[episode]
 
     def frames(self, rows: Int64) -> Int64:
-        """Return the frames of rows."""
+        """Return the frame of each row, numbered over all episodes."""
         episode = self.episode[rows]
         return rows - self.first_row[episode] + self.first_frame[episode]
 
@@ -191,7 +203,7 @@ class EpisodeTable:
         Args:
             key: Key of the column.
             episode: Open episodes, shape (B,).
-            frame: Frames within them, shape (B,) or (B, T).
+            frame: Frame indices within the episodes, shape (B,) or (B, T).
 
         Returns:
             Values, whose shape begins with that of `frame`.
@@ -200,12 +212,12 @@ class EpisodeTable:
         return self.columns[key][(first if frame.ndim == 1 else first[:, None]) + frame]
 
     def open(self, opened: OpenEpisode) -> None:
-        """Give rows to an episode, and fill them in."""
+        """Allocate the rows of an episode, and fill them."""
         length = int(self.lengths[opened.number])
         first = self._rows.take(length)
         rows = slice(first, first + length)
         capacity = len(self.episode)
-        if capacity < self._rows.capacity:  # twice as much: rows that were never written take no memory
+        if capacity < self._rows.capacity:  # doubling copies rarely, and rows that were never written take no memory
             capacity = max(self._rows.capacity, 2 * capacity)
         self.episode = _grown(self.episode, capacity)
         self.episode[rows], self.first_row[opened.number] = opened.number, first
@@ -216,7 +228,8 @@ class EpisodeTable:
         for camera, table in self.cameras.items():
             located = opened.cameras[camera]
             for column in ("packet", "gop", *(("first_block", "last_block") if table.blocks else ())):
-                fill = NONE if column == "first_block" else None  # it is searched for open episodes
+                # `VideoPlanner` searches all of `first_block` for entries other than `NONE`.
+                fill = NONE if column == "first_block" else None
                 setattr(table, column, _grown(getattr(table, column), capacity, fill))
             starts = np.flatnonzero(np.append(True, located.keyframe[1:] != located.keyframe[:-1]))
             frames = np.diff(np.append(starts, length))
@@ -227,7 +240,7 @@ class EpisodeTable:
                 self._open_blocks(camera, opened.number, rows, located.blocks)
 
     def close(self, episode: int) -> None:
-        """Take back the rows of an episode."""
+        """Free the rows of an episode."""
         first, length = int(self.first_row[episode]), int(self.lengths[episode])
         self._rows.give_back(first, length)
         self.first_row[episode] = NONE
@@ -257,7 +270,7 @@ class EpisodeTable:
 
 
 def _grown(values: npt.NDArray[Scalar], capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
-    """Return an array with room for `capacity` entries. New ones are uninitialized, or `fill`."""
+    """Return an array with room for `capacity` entries. New entries are `fill`, or uninitialized if that is None."""
     if len(values) >= capacity:
         return values
     grown = np.empty((capacity, *values.shape[1:]), values.dtype)

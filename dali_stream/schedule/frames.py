@@ -1,8 +1,8 @@
-"""Which frames of a camera are decoded for each batch, and which decoded frames stay in memory until when.
+"""Schedule of one camera's decoded frames: which frames each batch decodes, and which of them stay in the cache.
 
-Each GOP that a batch needs is decoded from its keyframe. Frames that come out beside the requested ones are kept for later
-batches, and a GOP is decoded further than the batch needs where that brings frames worth keeping. If the cache is full, the
-frame whose next use is farthest away is evicted.
+Each GOP that a batch needs is decoded from its keyframe. Other frames of the GOP are cached for later batches, and the GOP is
+decoded further than the batch needs if that yields frames worth caching. If the cache is full, the frame whose next use is
+farthest away is evicted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from dali_stream.schedule.look_ahead import NEVER, Window
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-_SLACK = 256  # a full cache gives up one frame in so many at once, so that the farthest uses are looked for rarely
+_SLACK = 256  # a full cache evicts 1/256 of its frames more than necessary, so that the search for them is rare
 
 
 @dataclass(frozen=True)
 class FramePlan:
-    """What one camera does for one batch.
+    """Plan of one camera for one batch.
+
+    The plan decodes frame `frame[i]` of episode `episode[i]`, which is packet `packet[i]` of its file, into slot `slot[i]`.
+    Frames of one GOP are adjacent and in decode order.
 
     Attributes:
-        show: Slot of each frame of the batch, shape (B, T). `NONE` where the video has no packet for it.
-        episode, frame, packet, slot: What to decode, each of shape (n,): frame `frame` of episode `episode`, which is packet
-            `packet` of its file, into slot `slot`. Frames of one GOP stand together, in decode order.
-        gop: The same number for frames of one GOP, shape (n,).
-        hits: How many of the B · T frames an earlier batch has decoded.
-        decodes: How many frames are decoded, those that are only on the way to others included.
-        evicted: How many frames were evicted although a later batch was known to show them.
+        show: Slot of each frame of the batch, shape (B, T). `NONE` if the frame has no packet.
+        episode: Episode of each frame to decode, shape (n,).
+        frame: Index of each frame to decode within its episode, shape (n,).
+        packet: Packet of each frame to decode, shape (n,).
+        slot: Slot that each frame is decoded into, shape (n,).
+        gop: Number that identifies the GOP of each frame, shape (n,).
+        hits: Number of the B · T frames that an earlier batch has decoded.
+        decodes: Number of frames that are decoded, including those that are only decoded to reach others.
+        evicted: Number of frames that were evicted although a later batch was known to show them.
     """
 
     show: Int64
@@ -60,21 +65,22 @@ class FramePlan:
 
 
 class FrameCache:
-    """The decoded frames of one camera.
+    """Cache of one camera's decoded frames, as slot numbers. The frames themselves are stored in `dali_stream.cache.slots`.
 
-    A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. Of all
-    other frames, up to `kept` are cached: those with the nearest next uses.
+    A slot is the place of one decoded frame in memory. Each frame of a batch has a slot until the batch is delivered. Up to
+    `kept` further frames are cached: those with the nearest next uses.
 
     Args:
-        table: Open episodes.
+        table: Table of the open episodes.
         camera: Name of the camera.
-        window: Its window.
-        kept: Number of frames that may be kept for later batches.
+        window: Window of the camera.
+        kept: Maximum number of frames that are kept for later batches.
         batch_frames: Maximum number of frames of a batch, B · T.
-        in_flight: Batch n is planned when batch n - in_flight has been delivered. Then its slots may be written again.
+        in_flight: Maximum number of batches in flight. Batch n is planned after batch n - in_flight was delivered, so the
+            slots of that batch may be written again.
 
     Attributes:
-        slots: Number of slots: for cached frames, and for the batches in flight.
+        slots: Number of slots, for cached frames and for the frames of the batches in flight.
     """
 
     def __init__(
@@ -83,36 +89,41 @@ class FrameCache:
         self._table, self._camera, self._window = table, table.cameras[camera], window
         self._kept, self._in_flight = kept, in_flight
         self.slots = kept + in_flight * batch_frames
-        self._slot_of: dict[int, int] = {}  # of cached frames
+        self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
         self._state = _Slots(self.slots, in_flight)
-        self._room = kept  # frames that may still be kept
-        self._room_later = defaultdict[int, int](int)  # more of them, from a batch on
+        self._room = kept  # number of frames that may still be cached
+        self._room_later = defaultdict[int, int](int)  # {batch: number by which `_room` increases when it is planned}
 
     @property
     def cached(self) -> int:
-        """Number of frames that are kept."""
+        """Number of frames that are cached."""
         return len(self._slot_of)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every frame of the dataset may be kept, so that none is ever evicted."""
+        """Whether the cache has room for every frame of the dataset, so that none is ever evicted."""
         return self._kept >= int(self._table.lengths.sum())
 
     @property
     def full(self) -> bool:
-        """Whether frames have to be evicted before others can be cached."""
+        """Whether the cache has been filled, so that further frames displace cached ones."""
         return self.cached >= self._kept - self._kept // _SLACK - 1
 
     def slots_of(self, frames: Int64) -> Int64:
-        """Return the slot of each frame. `NONE` if it is not cached."""
+        """Return the slot of each frame, or `NONE` for frames that are not cached."""
         return np.fromiter(map(self._slot_of.get, frames.tolist(), itertools.repeat(NONE)), np.int64, len(frames))
 
     def kept(self) -> list[tuple[int, int]]:
-        """Return (frame, batch that shows it next) of all cached frames."""
+        """Return (frame, batch that shows it next) for each cached frame. The batch is `NEVER` if none is known."""
         return [(frame, int(self._state.next_use[slot])) for frame, slot in self._slot_of.items()]
 
     def foresee(self, batch: int, frames: Int64) -> None:
-        """Take note that the order was read ahead to a batch, which shows these frames."""
+        """Update the next uses of cached frames after one more batch of the order was read.
+
+        Args:
+            batch: Number of the batch.
+            frames: Frames that it shows.
+        """
         if not self.keeps_all:
             slots = self.slots_of(frames)
             slots = slots[slots >= 0]
@@ -123,7 +134,7 @@ class FrameCache:
 
         Args:
             batch: Number of the batch.
-            frames: Frames that it shows, of open episodes, shape (B, T).
+            frames: Frames that it shows, numbered over all episodes, shape (B, T). Their episodes must be open.
         """
         self._state.begin(batch)
         self._room += self._room_later.pop(batch, 0)
@@ -157,7 +168,7 @@ class FrameCache:
         )
 
     def _beside(self, wanted: Int64) -> Int64:
-        """Return the rows of the other frames of these frames' GOPs that are not cached."""
+        """Return the rows of the frames in the same GOPs as `wanted` that are neither wanted nor cached."""
         members = self._camera.members(np.unique(self._camera.gops(wanted)))
         others = self._camera.packet[members] >= 0
         others[np.searchsorted(members, wanted)] = False
@@ -165,7 +176,7 @@ class FrameCache:
         return members[self.slots_of(self._table.frames(members)) == NONE]
 
     def _decodes(self, packet: Int64, gop: Int64) -> int:
-        """Return how many frames are decoded for these packets: each GOP from its keyframe to the last of them."""
+        """Return the number of frames that a decoder decodes: each GOP from its keyframe to the last of these packets."""
         if not len(gop):
             return 0
         starts = np.flatnonzero(np.diff(gop, prepend=NONE))
@@ -173,17 +184,18 @@ class FrameCache:
         return int((packet[last] - self._camera.packet[gop[starts]] + 1).sum())
 
     def _choose(self, batch: int, wanted: Int64, beside: Int64, hits: Int64, hit_slots: Int64) -> tuple[Int64, Mask, int]:
-        """Choose what is decoded and kept. Evict other frames if they are farther from their next use.
+        """Choose which frames to decode and to cache. Evict cached frames whose next use is farther away.
 
         Args:
             batch: Number of the batch.
             wanted: Rows of the frames that the batch shows and that must be decoded.
-            beside: Rows of frames that may be decoded beside them.
-            hits, hit_slots: Cached frames that the batch shows, and their slots.
+            beside: Rows of the other frames of the same GOPs that are not cached.
+            hits: Cached frames that the batch shows.
+            hit_slots: Slots of `hits`.
 
         Returns:
-            Rows to decode, the wanted ones first; a mask of those to keep after the batch; and how many frames with a known
-            use were evicted.
+            Rows of the frames to decode, beginning with `wanted`, a mask of those to cache after the batch, and the number of
+            frames that were evicted although a later batch was known to show them.
         """
         coming = np.concatenate([wanted, beside])
         keep, count, evicted = np.ones(len(coming), np.bool_), len(wanted), 0
@@ -191,27 +203,32 @@ class FrameCache:
             next_use = self._state.next_use
             after = self._window.uses.next(self._table.frames(coming), batch)
             next_use[hit_slots] = self._window.uses.next(hits, batch)
-            # A frame that the batch shows, and no later batch is known to show, is not kept. A frame decoded beside it may be
-            # kept as long as there is room: its next use may lie beyond what has been read of the order.
+            # A frame that the batch shows is cached only if a later batch is known to show it. Other frames of its GOP are
+            # cached as long as they fit, since their next use may be later than the part of the order that has been read.
             keep[:count], stays = after[:count] < NEVER, next_use[hit_slots] < NEVER
             if keep.sum() > self._room + (~stays).sum():
+                # Rank cached frames, new frames and hits together, and keep those with the nearest next uses.
                 held = np.flatnonzero((self._state.frame != NONE) & (self._state.touched != batch))
                 parts = next_use[held], after[keep], next_use[hit_slots[stays]]
                 near = nearest(np.concatenate(parts), max(self._kept - self._kept // _SLACK, 0))
                 near_held, near_coming, near_hits = np.split(near, np.cumsum([len(part) for part in parts])[:-1])
                 keep[keep], stays[stays] = near_coming, near_hits
                 evicted += self._evict(batch, held[~near_held])
-            if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:  # slots of batches that are not delivered yet
+            # The slots of some evicted frames are still used by batches in flight. Cache fewer new frames.
+            if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:
                 farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
                 keep[farthest[:excess]] = False
             gone = hit_slots[~stays]
-            self._room += len(gone)  # the batches in flight have slots of their own
+            # Unlike in `_evict`, the room is free at once: until the batch is delivered, these slots count as slots of the
+            # batches in flight, which are additional to the `kept` ones.
+            self._room += len(gone)
             evicted += self._forget(batch, gone)
         into = keep.copy()
         into[:count] = True
         return coming[into], keep[into], evicted
 
     def _keep(self, rows: Int64, slots: Int64, batch: int) -> None:
+        """Add frames to the cache."""
         frames = self._table.frames(rows)
         self._slot_of.update(zip(frames.tolist(), slots.tolist(), strict=True))
         self._state.frame[slots] = frames
@@ -220,6 +237,8 @@ class FrameCache:
         self._room -= len(frames)
 
     def _evict(self, batch: int, slots: Int64) -> int:
+        """Evict frames that the batch does not show. Return how many of them a later batch is known to show."""
+        # A slot that a batch in flight shows or writes makes room only when that batch is delivered.
         free_from, count = np.unique(self._state.free_from(batch, slots), return_counts=True)
         for at, freed in zip(free_from.tolist(), count.tolist(), strict=True):
             if at == batch:
@@ -229,7 +248,7 @@ class FrameCache:
         return self._forget(batch, slots)
 
     def _forget(self, batch: int, slots: Int64) -> int:
-        """Take frames out of the cache. Return how many of them a later batch is known to show."""
+        """Remove frames from the cache. Return how many of them a later batch is known to show."""
         for frame in self._state.frame[slots].tolist():
             del self._slot_of[frame]
         self._state.frame[slots] = NONE
@@ -238,11 +257,11 @@ class FrameCache:
 
 
 class _Slots:
-    """What the slots of a camera hold, and which of them are free.
+    """Contents of a camera's slots, and the slots that are free.
 
     Attributes:
-        frame: Frame that is kept in each slot. `NONE` if none is.
-        next_use: Batch that shows it next.
+        frame: Frame that is cached in each slot. `NONE` if none is.
+        next_use: Batch that shows that frame next. `NEVER` if none is known.
         touched: Last batch that writes or shows each slot.
     """
 
@@ -251,28 +270,30 @@ class _Slots:
         self.frame = np.full(count, NONE, np.int64)
         self.next_use = np.full(count, NEVER, np.int64)
         self.touched = np.full(count, -in_flight, np.int64)
-        self._free = np.arange(count, dtype=np.int64)[::-1].copy()  # a stack: memory that was never used is used last
+        # The free slots are a stack, so slots that were used before are used first. The system provides the memory of a slot
+        # only when it is first written.
+        self._free = np.arange(count, dtype=np.int64)[::-1].copy()
         self._free_count = count
-        self._later = defaultdict[int, list[Int64]](list)  # slots that are free from a batch on
+        self._later = defaultdict[int, list[Int64]](list)  # {batch: slots that become free when it is planned}
 
     def begin(self, batch: int) -> None:
-        """Give back the slots that are free from this batch on."""
+        """Release the slots that become free with this batch."""
         for slots in self._later.pop(batch, ()):
             self._give_back(slots)
 
     def take(self, batch: int, count: int) -> Int64:
-        """Return free slots, to be written for a batch."""
+        """Allocate `count` free slots, which are written for a batch."""
         self._free_count -= count
         slots = self._free[self._free_count : self._free_count + count][::-1].copy()
         self.touched[slots] = batch
         return slots
 
     def free_from(self, batch: int, slots: Int64) -> Int64:
-        """Return the batch from which on each slot may be written: when the batches that write or show it are delivered."""
+        """Return the first batch that may write each slot: the batches that write or show it now are delivered by then."""
         return np.maximum(self.touched[slots] + self._in_flight, batch)
 
     def free_later(self, batch: int, slots: Int64) -> None:
-        """Give slots back as soon as they may be written again."""
+        """Release slots as soon as they may be written again."""
         free_from = self.free_from(batch, slots)
         self._give_back(slots[free_from == batch])
         for at in np.unique(free_from[free_from > batch]).tolist():

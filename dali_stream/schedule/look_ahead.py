@@ -1,4 +1,4 @@
-"""The batches ahead, as far as the order has been read, and when each frame is shown next."""
+"""Next uses of frames by the batches ahead, which have been read from the order but not planned."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from dali_stream.schedule.episodes import EpisodeTable
 from dali_stream.schedule.samples import Samples
 
 Int64 = npt.NDArray[np.int64]
-NEVER = np.iinfo(np.int64).max  # later than what has been read of the order
-_BATCH = (1 << 32) - 1  # bits of a use that hold the number of the batch
+NEVER = np.iinfo(np.int64).max  # the next use of a frame that no batch read so far shows
+_BATCH = (1 << 32) - 1  # mask of the bits of a use that hold the number of the batch
 
 
 class Uses:
-    """The uses of frames by the batches ahead.
+    """Uses of frames by the batches ahead.
 
-    A use is one number: the frame in the upper bits, and the batch in the lower 32. Uses lie in sorted runs, so that a binary
-    search finds the next use of a frame. A batch is added as a run of its own, and runs of equal length are merged.
+    A use is one number: frame · 2^32 + batch. Uses are stored in sorted arrays, called runs, so that a binary search finds the
+    next use of a frame. Each batch is added as a new run, which is merged with previous runs that are not longer, so that the
+    number of runs stays small.
     """
 
     def __init__(self) -> None:
-        self._runs: list[Int64] = []  # the batches of each run come before those of the next
+        self._runs: list[Int64] = []  # all batches of a run are earlier than those of the next run
 
     def add(self, batch: int, frames: Int64, now: int) -> None:
-        """Add a batch, the one after the last that was added. Batches up to `now` have passed.
+        """Add the next batch, and drop the uses of some batches that have been planned.
 
         Args:
-            batch: Number of the batch.
-            frames: Frames that it shows, increasing.
+            batch: Number of the batch, one more than that of the batch that was added before.
+            frames: Frames that it shows, in increasing order.
             now: Number of the batch that was planned last.
         """
         run = frames << 32 | batch
         while self._runs and len(self._runs[-1]) <= len(run):
             run = np.concatenate([self._runs.pop(), run])
+            # For int64, NumPy's stable sort is Timsort, which merges the two sorted runs in linear time.
             run = np.sort(run[run & _BATCH > now], kind="stable")
         self._runs.append(run)
 
@@ -42,7 +44,7 @@ class Uses:
         """Return the first batch after `now` that shows each frame, or `NEVER`."""
         found = np.full(len(frames), NEVER, np.int64)
         wanted = frames << 32 | now + 1
-        for run in reversed(self._runs):  # so that the soonest use is written last
+        for run in reversed(self._runs):  # from the latest batches to the earliest, so that the first use overwrites later ones
             if len(run):
                 use = run[np.minimum(np.searchsorted(run, wanted), len(run) - 1)]
                 hit = (use >> 32 == frames) & (use >= wanted)
@@ -51,15 +53,15 @@ class Uses:
 
 
 class Window:
-    """A window of frames that cameras have in common.
+    """Window of frames around each sample, shared by all cameras with the same offsets.
 
     Args:
-        table: Episodes.
+        table: Table of the open episodes.
         offsets: Frame offsets, shape (T,), or (M, T) for M datasets.
-        dataset_of: Dataset of each episode, shape (E,). None if there is one.
+        dataset_of: Dataset of each episode, shape (E,). Ignored if M is 1.
 
     Attributes:
-        offsets: See above.
+        offsets: Frame offsets, shape (M, T), with M = 1 for one dataset.
         uses: Uses of frames through this window by the batches ahead.
     """
 

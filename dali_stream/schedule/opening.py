@@ -1,12 +1,19 @@
-"""Which rows and indices are read when, so that episodes are open before the batches that use them are planned.
+"""Schedule of reading rows and indices, so that episodes are open before the batches that use them are planned.
 
-request    what to begin to read, and which episodes and indices to evict for it
-due        what must be read before the next batch is planned
-observe    what was read, or could not be read
-advance    the next batch was planned
+These methods of `Opening` are called in turn for each batch:
 
-Rows and indices share a room. The batches of the look-ahead pin what they use. Of all else, the least recently used is evicted.
-Reads for the first batch run alone. After that, reads for later batches begin ahead, up to a limit.
+request    returns the reads to begin, and decides which rows and indices to evict for them
+due        returns the reads that must be complete before the next batch is planned
+observe    takes the result of a read
+ready      returns the episodes that can be opened
+advance    moves on to the next batch
+
+Rows and indices share one `Room`. The batches of the look-ahead pin the entries that they use. Other entries are evicted, least
+recently used first.
+
+The look-ahead grows with the number n of batches that were planned. Batch n waits for the reads of batches up to
+n + min(GROWTH · n, look_ahead). By then, reads may have begun for batches up to n + min(2 · GROWTH · n, 5/4 · look_ahead).
+The reads for the first batch run alone, so that training starts soon.
 """
 
 from __future__ import annotations
@@ -30,17 +37,17 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Storage:
-    """What there is to read.
+    """Rows and indices of a dataset, with the memory that they need and may take.
 
     Attributes:
         files: {camera with video files: number of each episode's file, shape (E,)}. -1 if the episode has none.
         lengths: Number of frames of each episode, shape (E,).
-        row_bytes: Memory of a row of each episode, about, shape (E,) or ().
-        table_bytes: Memory of a row in the tables that say where its frames are.
-        index_bytes: {camera: memory of the index of a file, about}.
+        row_bytes: Approximate memory of a row of each episode in bytes, shape (E,) or ().
+        table_bytes: Memory of a row's entries in the tables that locate frames, in bytes.
+        index_bytes: {camera: approximate memory of the index of a file, in bytes}.
         room: Bytes that rows, tables and indices may take together.
-        more: Bytes that they may take beyond that if one batch needs it.
-        index_share: Bytes of that for indices, see `Room`.
+        more: Bytes that they may take in addition if one batch needs it.
+        index_share: Bytes of `room` for indices. See `Room`.
         look_ahead: Maximum number of batches to read ahead.
     """
 
@@ -55,7 +62,7 @@ class Storage:
     look_ahead: int = 0
 
     def keys(self, episodes: list[int]) -> list[Key]:
-        """Return the rows of episodes, and the indices of their files."""
+        """Return the keys of the rows of some episodes, and of the indices of their files."""
         keys: list[Key] = [("", episode) for episode in episodes]
         for camera, files in self.files.items():
             own = files[episodes]
@@ -63,7 +70,7 @@ class Storage:
         return keys
 
     def with_table(self, episode: int, row_bytes: int) -> int:
-        """Return the memory of an episode's rows and of the tables that say where its frames are."""
+        """Return the memory of an episode's rows, `row_bytes`, plus that of the tables that locate its frames, in bytes."""
         return row_bytes + int(self.lengths[episode]) * self.table_bytes
 
 
@@ -71,11 +78,11 @@ class Read(NamedTuple):
     """Rows or an index to read.
 
     Attributes:
-        batch: Batch that needs it first.
-        step: Batch before whose planning it must be read.
+        batch: First batch that needs it.
+        step: Batch before whose planning the read must be complete.
         camera: Camera of the index. Empty for rows.
-        number: Number of the episode, or of the file.
-        again: Whether it was read before: rows in this epoch, an index at any time.
+        number: Number of the episode for rows, and of the file for an index.
+        again: Whether the same was read before: rows in this epoch, an index at any time.
     """
 
     batch: int
@@ -86,12 +93,12 @@ class Read(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Key of what it reads."""
+        """Key of the rows or of the index."""
         return self.camera, self.number
 
 
 class _Pinned(NamedTuple):
-    """A batch of the look-ahead whose reads have begun, with what it uses."""
+    """Batch of the look-ahead whose reads have begun, with the keys of the rows and indices that it uses."""
 
     number: int
     epoch: int
@@ -100,13 +107,13 @@ class _Pinned(NamedTuple):
 
 
 class Opening:
-    """Decides what is read and evicted. Pure: the same calls give the same decisions.
+    """Schedule of the reads and evictions of rows and indices. The same calls always give the same decisions.
 
     Args:
-        storage: What there is to read.
+        storage: Rows and indices of the dataset.
 
     Attributes:
-        room: What is in memory or on its way.
+        room: Rows and indices that are in memory or being read.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -114,22 +121,22 @@ class Opening:
         self._row_bytes = np.broadcast_to(storage.row_bytes + storage.table_bytes, len(storage.lengths))
         self._index_bytes = dict(storage.index_bytes)
         self._pinned: deque[_Pinned] = deque()
-        self._due = self._requested = -1  # batches whose reads are done, and have begun
-        self._retry = 0  # batch from which on to try to read ahead again, after there was no room
-        self._read_in = np.full(len(storage.lengths), -1, np.int32)  # the last epoch that read the rows of each episode
-        self._seen: set[Key] = set()  # indices
-        self._read_again = 0  # indices, since they were counted last
+        self._due = self._requested = -1  # last batch whose reads are complete, and last batch whose reads have begun
+        self._retry = 0  # after the room was full: next batch at which to try to read ahead
+        self._read_in = np.full(len(storage.lengths), -1, np.int32)  # last epoch that read the rows of each episode
+        self._seen: set[Key] = set()  # keys of the indices that were read
+        self._read_again = 0  # number of indices that were read again since the last `take_indices_read_again`
 
     def horizon(self, now: int) -> int:
-        """Number of batches after the next one whose reads may begin."""
+        """Return the number of batches after batch `now`, the next one, whose reads may begin."""
+        # This is farther than `_last_due`, so that reads have begun some batches before they are waited for.
         return min(2 * GROWTH * now, self._storage.look_ahead * 5 // 4)
 
     def request(self, ahead: Iterable[Samples]) -> list[Read]:
-        """Return what to begin to read before the next batch is planned.
+        """Return the reads to begin before the next batch is planned. The evictions for them are recorded in `room`.
 
         Args:
-            ahead: The next batch, and `horizon` batches after it.
-
+            ahead: Next batch, and `horizon` batches after it.
         """
         reads: list[Read] = []
         now = -1
@@ -137,21 +144,23 @@ class Opening:
             now = samples.number if now < 0 else now
             if samples.number > now and (samples.number <= self._requested or now < self._retry):
                 continue
+            # The next batch is looked at even if its reads have begun: a failed read of it is repeated.
             batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
             missing = [key for key in batch.keys if key not in self.room]
             need = sum(map(self._estimate, missing))
             if not self.room.make(need):
                 if batch.number == now:
-                    self._make_room_for_now(need)  # an estimate: `ready` raises an error if it is right
+                    self._make_room_for_now(need)  # `need` is an estimate, so only `ready` raises an error
                 else:
                     self._unpin_last()
+                    # Room appears when batches before this one are planned. Waiting for a quarter of them saves attempts.
                     self._retry = now + 1 + (samples.number - now) // 4
                     break
             reads += [self._read(key, batch, now) for key in missing]
         return reads
 
     def due(self) -> list[Read]:
-        """Return what must be passed to `observe` before the next batch is planned, the soonest need first."""
+        """Return the reads whose results must be passed to `observe` before the next batch is planned, most urgent first."""
         due: dict[Key, Read] = {}
         for batch in self._newly_due():
             for key in batch.keys:
@@ -160,15 +169,15 @@ class Opening:
         return list(due.values())
 
     def observe(self, key: Key, size: int | None, others: Mapping[int, int] | None = None) -> list[int]:
-        """Take note of what was read.
+        """Take the result of a read.
 
         Args:
-            key: What was read.
-            size: Bytes that it takes. None if it could not be read, which `request` repeats for the batch that needs it.
-            others: {episode whose rows came along: bytes that they take}, the soonest need first.
+            key: Key of the rows or of the index that was read.
+            size: Size in bytes. None if the read failed. `request` then repeats it for the batch that needs it.
+            others: {other episode whose rows were read with it: their size in bytes}, most urgent first.
 
         Returns:
-            Which of the others to keep: as many as there is room for.
+            Episodes of `others` to keep, as many as fit.
         """
         self.room.coming.discard(key)
         if size is None:
@@ -176,10 +185,11 @@ class Opening:
             return []
         camera, number = key
         if camera:
-            self._index_bytes[camera] = size or self._index_bytes.get(camera, 0)  # a broken index takes nothing
+            # The last index is the estimate for those of other files. The size of a broken index is 0, which says nothing.
+            self._index_bytes[camera] = size or self._index_bytes.get(camera, 0)
             self._seen.add(key)
         self.room.hold(key, size if camera else self._storage.with_table(number, size))
-        while not self.room.make(0) and len(self._pinned) > 1:  # it is larger than expected: read less far ahead
+        while not self.room.make(0) and len(self._pinned) > 1:  # the size exceeds the estimate: read less far ahead
             self._unpin_last()
         kept: list[int] = []
         for episode, more in (others or {}).items():
@@ -191,10 +201,10 @@ class Opening:
         return kept
 
     def ready(self) -> list[int]:
-        """Return the episodes, of the batches that `due` covers, whose rows and indices are in memory.
+        """Return the episodes whose rows and indices are in memory, among those of the batches that `due` covers.
 
         Raises:
-            MemoryBudgetError: If the next batch alone needs too much.
+            MemoryBudgetError: If the rows and indices of the next batch alone exceed the memory.
         """
         self._make_room_for_now(0)
         if self.room.free + self._storage.more < 0:
@@ -210,26 +220,28 @@ class Opening:
         return list(ready)
 
     def advance(self) -> None:
-        """Take note that the next batch was planned."""
+        """Unpin the next batch, which was planned. The batch after it becomes the next one."""
         self._due = max(self._due, self._last_due())
         self.room.unpin(self._pinned.popleft().keys)
 
     def take_indices_read_again(self) -> int:
-        """Return how many indices that had been evicted were read since the last call."""
+        """Return the number of indices that were read again after an eviction, since the last call."""
         count, self._read_again = self._read_again, 0
         return count
 
     def _last_due(self) -> int:
+        """Return the last batch whose reads must be complete before the next batch is planned."""
         now = self._pinned[0].number
         return min(now + min(GROWTH * now, self._storage.look_ahead), self._requested)
 
     def _newly_due(self) -> list[_Pinned]:
-        """Return the next batch, and those that are due since it became the next one."""
+        """Return the next batch, and the batches that became due when it became the next one."""
         last = self._last_due()
         later = itertools.takewhile(lambda batch: batch.number <= last, itertools.islice(self._pinned, 1, None))
         return [self._pinned[0], *(batch for batch in later if batch.number > self._due)]
 
     def _pin(self, samples: Samples) -> _Pinned:
+        """Add a batch to the look-ahead, and pin its rows and indices."""
         episodes = np.unique(samples.episode).tolist()
         batch = _Pinned(samples.number, samples.epoch, episodes, self._storage.keys(episodes))
         self.room.pin(batch.keys)
@@ -238,17 +250,22 @@ class Opening:
         return batch
 
     def _make_room_for_now(self, need: int) -> None:
-        """Make room for the next batch, at the cost of later ones and of encoded video."""
+        """Make room for the next batch. Evict rows and indices of later batches if necessary.
+
+        If even that is not enough, the room is exceeded at the cost of encoded video.
+        """
         while not self.room.make(need) and len(self._pinned) > 1:
             self._unpin_last()
         self.room.make(need, as_far_as_possible=True)
 
     def _unpin_last(self) -> None:
+        """Remove the last batch of the look-ahead. It is requested again later."""
         batch = self._pinned.pop()
         self.room.unpin(batch.keys)
         self._requested = batch.number - 1
 
     def _read(self, key: Key, batch: _Pinned, now: int) -> Read:
+        """Begin a read: count it in the room, and return it."""
         camera, number = key
         again = key in self._seen if camera else bool(self._read_in[number] == batch.epoch)
         if camera:
@@ -258,10 +275,12 @@ class Opening:
             self._read_in[number] = batch.epoch
         self.room.hold(key, self._estimate(key))
         self.room.coming.add(key)
+        # The first n from `now` on with batch.number <= n + min(GROWTH * n, look_ahead), see `_last_due`.
         step = max(now, batch.number - self._storage.look_ahead, -(-batch.number // (1 + GROWTH)))
         return Read(batch.number, step, camera, number, again)
 
     def _estimate(self, key: Key) -> int:
+        """Return the approximate size of rows, with their tables, or of an index, in bytes."""
         camera, number = key
         if camera:
             return self._index_bytes.get(camera, 0)

@@ -1,4 +1,4 @@
-"""The plan of each batch: what it decodes, shows, keeps, fetches and evicts."""
+"""Plan of each batch: which frames it shows and decodes, and which encoded video it fetches and evicts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.video import BLOCK, VideoPlan, VideoPlanner
 
 Int64 = npt.NDArray[np.int64]
-_AT_ONCE = 8  # batches read of the order for each one planned, until all of the horizon is read
+_AT_ONCE = 8  # number of batches that are read from the order for each planned one, until the whole horizon has been read
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far the planner looks, and how much it keeps.
+    """Limits of the look-ahead and of the caches.
 
     Attributes:
-        kept: Number of decoded frames of each camera that may be kept for later batches.
-        in_flight: Number of batches that may be planned and not delivered yet.
+        kept: Maximum number of decoded frames of each camera that are cached for later batches.
+        in_flight: Maximum number of batches that are planned and not delivered yet.
         horizon: Number of samples that the order is read ahead.
-        advise: Number of frames that a larger cache would keep, which is tried on the first camera to see whether it would
-            help. 0 for none.
+        advise: Number of frames that a larger cache would keep. It is simulated for the first camera, to see whether more
+            memory would help. 0 to simulate none.
         block: Bytes of a block of encoded video.
         look_ahead: Maximum number of batches whose encoded video is fetched ahead.
     """
@@ -45,13 +45,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What to do for a batch.
+    """Plan of one batch.
 
     Attributes:
-        samples: What the batch shows.
-        frames: {camera whose frames are cached: what is decoded, and where it goes}.
-        packets: {other camera: packets of the frames that it shows, shape (B, T)}. `NONE` where there is none.
-        video: What to fetch and evict.
+        samples: Samples of the batch.
+        frames: {camera whose frames are cached: plan of its frames}.
+        packets: {other camera: packets of the frames that the batch shows, shape (B, T)}. `NONE` if a frame has no packet.
+        video: Encoded video to fetch and evict.
     """
 
     samples: Samples
@@ -67,22 +67,22 @@ class BatchPlan:
 
 
 class BatchPlanner:
-    """Plans batch after batch. Pure: the same arguments and the same observations give the same plans.
+    """Planner of one batch after another. The same arguments and observations always give the same plans.
 
     Args:
         table: Table of the open episodes, with the cameras of `windows` and `uncached`.
-        batches: What the batches show, from where the run begins.
+        batches: Iterator over the samples of each batch, beginning with the first batch to plan.
         batch_size: Maximum number of samples of a batch.
         windows: {camera whose frames are cached: its frame offsets}, of shape (T,), or (M, T) for M datasets.
-        limits: How far to look, and how much to keep.
+        limits: Limits of the look-ahead and of the caches.
         uncached: {camera whose frames are not cached: its frame offsets}.
-        dataset_of: Dataset of each episode, shape (E,). None if there is one.
+        dataset_of: Dataset of each episode, shape (E,). It may be None if all offsets have shape (T,).
 
     Attributes:
         table: See above.
-        frames: {camera: its decoded frames}.
-        video: The encoded video.
-        advice: The effect of more memory, once that is known and worth it.
+        frames: {camera: cache of its decoded frames}.
+        video: Planner of the encoded video.
+        advice: Effect of a larger frame cache. None until it is known, and if it is not worth the memory.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class BatchPlanner:
     ) -> None:
         self.table = table
         self._batches, self._horizon = batches, max(limits.horizon // batch_size, 1)
-        self._ahead: deque[Samples] = deque()  # batches that have been read and not planned
-        equal: dict[bytes, Window] = {}  # cameras with equal windows share one, so that uses are searched in few places
+        self._ahead: deque[Samples] = deque()  # batches that have been read from the order and not planned
+        equal: dict[bytes, Window] = {}  # cameras with equal offsets share a window, which saves work and memory
         self._windows = {
             camera: equal.setdefault(values.tobytes(), Window(self.table, values, dataset_of))
             for camera, values in {**windows, **(uncached or {})}.items()
@@ -117,11 +117,11 @@ class BatchPlanner:
     advice: Advice | None
 
     def ahead(self, count: int, most: int | None = None) -> list[Samples]:
-        """Return the next batches, beginning with the one that `plan` will plan. Read the order if necessary.
+        """Return the batches that `plan` will plan next. Read them from the order if necessary.
 
         Args:
             count: Number of batches.
-            most: Number of batches to return if as many have been read anyway. Default: `count`.
+            most: Maximum number of batches to return if more than `count` have been read already. Default: `count`.
         """
         while len(self._ahead) < count:
             self._read()
@@ -133,12 +133,12 @@ class BatchPlanner:
         return episodes[~self.table.is_open(episodes)].tolist()
 
     def observe(self, opened: Iterable[OpenEpisode] = (), closed: Iterable[int] = (), video_room: int | None = None) -> None:
-        """Take note of what has happened outside.
+        """Update the planner after episodes were closed and opened.
 
         Args:
             opened: Episodes that were opened.
-            closed: Episodes that were closed before that.
-            video_room: Bytes that encoded video may take from now on. None if that has not changed.
+            closed: Episodes that were closed before those were opened.
+            video_room: Bytes that encoded video may take from now on. None if unchanged.
         """
         if video_room is not None:
             self.video.room = video_room
@@ -152,8 +152,9 @@ class BatchPlanner:
         """Plan the next batch. Its episodes must be open.
 
         Raises:
-            MemoryBudgetError: If memory_budget is too small for what the batch reads.
+            MemoryBudgetError: If memory_budget does not hold the encoded video of the batch.
         """
+        # Reading the whole horizon first would delay the first batch, so it is read a few batches at a time.
         for _ in range(_AT_ONCE):
             if len(self._ahead) <= self._horizon:
                 self._read()
@@ -172,7 +173,7 @@ class BatchPlanner:
         return BatchPlan(samples, frames, packets, self.video.plan(samples, decoded, self._ahead))
 
     def _read(self) -> None:
-        """Read one batch further ahead."""
+        """Read one more batch from the order, and register the uses of its frames."""
         samples = next(self._batches)
         now = self._ahead[0].number - 1 if self._ahead else samples.number - 1
         frames = {window: np.unique(window.frames(samples)) for window in set(self._windows.values())}
@@ -184,7 +185,7 @@ class BatchPlanner:
         self._ahead.append(samples)
 
     def _compare(self, frames: dict[str, FramePlan], batch: int, shown: Mapping[Window, Int64]) -> None:
-        """Plan the batch for a larger cache as well, until it is known whether that would help."""
+        """Plan the batch for a larger cache as well, until the effect of that cache is known."""
         if self._advisor:
             larger = self._advisor.larger.plan(batch, shown[self._windows[self._advised]])
             if self._advisor.compare(frames[self._advised], larger):

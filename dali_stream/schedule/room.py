@@ -1,4 +1,4 @@
-"""What is in memory of rows and indices, and which of it is evicted for others."""
+"""Memory accounting and eviction of rows and indices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Key = tuple[str, int]
 
 
 class Room:
-    """Rows and indices within a number of bytes. What is not pinned is evicted, the least recently used first.
+    """Rows and indices within a limit of bytes. Entries that are not pinned are evicted, least recently used first.
 
     Args:
         size: Bytes that rows and indices may take together.
-        index_share: Bytes of that for indices. Indices are evicted first if they take more, and rows otherwise.
+        index_share: Bytes of `size` for indices. Indices are evicted first if they take more, and rows otherwise.
 
     Attributes:
         size: See above.
-        coming: What is on its way. If it is evicted, whatever arrives of it is dropped.
-        evicted: What was evicted since `take_evicted` was called.
+        coming: Keys of entries that are being read. The result of a read whose key was evicted meanwhile is dropped.
+        evicted: Keys of entries that were evicted since the last call of `take_evicted`.
     """
 
     def __init__(self, size: int, index_share: int) -> None:
@@ -40,27 +40,33 @@ class Room:
 
     @property
     def free(self) -> int:
-        """Bytes that are left. Negative if something is larger than expected."""
+        """Number of free bytes. Negative if entries are larger than expected."""
         return self.size - sum(self._bytes.values())
 
     def hold(self, key: Key, size: int, used: bool = True) -> None:
-        """Count something, or correct its size. If it was not `used` yet, it is evicted before all else."""
+        """Add an entry, or correct its size.
+
+        Args:
+            key: Key of the entry.
+            size: Size of the entry in bytes.
+            used: Whether the entry counts as the most recently used one. If not, it is the first to be evicted of its kind.
+        """
         kind = bool(key[0])
         self._bytes[kind] += size - self._sizes[kind].get(key, 0)
         self._sizes[kind][key] = size
         self._sizes[kind].move_to_end(key, last=used)
 
     def drop(self, key: Key) -> None:
-        """Count something no longer."""
+        """Remove an entry, if it exists."""
         kind = bool(key[0])
         self._bytes[kind] -= self._sizes[kind].pop(key, 0)
 
     def pin(self, keys: Iterable[Key]) -> None:
-        """Keep these until they are unpinned as often."""
+        """Protect entries from eviction until they have been unpinned as many times as pinned."""
         self._pins.update(keys)
 
     def unpin(self, keys: Iterable[Key]) -> None:
-        """Undo `pin`. They are now used most recently."""
+        """Undo one `pin`. The entries become the most recently used ones."""
         for key in keys:
             self._pins[key] -= 1
             if not self._pins[key]:
@@ -69,9 +75,14 @@ class Room:
                 self._sizes[bool(key[0])].move_to_end(key)
 
     def make(self, need: int, as_far_as_possible: bool = False) -> bool:
-        """Evict something so that `need` bytes are free. Return False if that is not possible.
+        """Evict entries until `need` bytes are free.
 
-        Nothing is evicted then, except `as_far_as_possible`.
+        Args:
+            need: Number of bytes.
+            as_far_as_possible: Whether to evict entries even if that does not free enough.
+
+        Returns:
+            Whether `need` bytes are free. If not, nothing is evicted unless `as_far_as_possible` is True.
         """
         short, evicted = need - self.free, list[Key]()
         first = self._bytes[True] > self._index_share
@@ -91,6 +102,6 @@ class Room:
         return short <= 0
 
     def take_evicted(self) -> list[Key]:
-        """Return what was evicted since the last call."""
+        """Return the keys of the entries that were evicted since the last call."""
         evicted, self.evicted = self.evicted, []
         return evicted

@@ -1,4 +1,4 @@
-"""The batches of a rank, one after the other and epoch after epoch, read from the order."""
+"""Batches of a rank, read from the order epoch after epoch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Samples(NamedTuple):
-    """The samples of one rank's batch.
+    """Samples of one rank's batch.
 
     Attributes:
-        number: of the batch, counted from 0 over all epochs from where the run began.
-        epoch: that it belongs to.
-        order: of that epoch.
-        position: (B,) places in the epoch's order.
-        episode, frame: (B,) indices of selected episodes, and frames within them.
-        padded: how many samples at the end only fill the batch up.
+        number: Number of the batch, counted from 0 over all epochs from the batch at which this iterator began.
+        epoch: Epoch of the batch.
+        order: Order of that epoch.
+        position: Position of each sample in the epoch's order, shape (B,).
+        episode: Episode of each sample, as an index into the selected episodes, shape (B,).
+        frame: Frame of each sample within its episode, shape (B,).
+        padded: Number of samples at the end that only fill the batch.
     """
 
     number: int
@@ -37,23 +38,25 @@ class Samples(NamedTuple):
 
 
 def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epoch: int, position: int) -> Iterator[Samples]:
-    """The batches from a position on, without end: one epoch follows another.
+    """Yield the batches of a rank from a position of an epoch. The iterator never ends: the next epoch follows each epoch.
 
     Args:
-        order: the order of an epoch.
-        batches: how an epoch is cut.
-        rank: whose share of each batch.
-        epoch, position: where to begin.
+        order: Function from an epoch to its order.
+        batches: Division of an epoch into global batches.
+        rank: Rank whose share of each global batch is yielded.
+        epoch: Epoch of the first batch.
+        position: Position in that epoch at which the first batch begins.
     """
     world, number = batches.world_size, 0
     for now in itertools.count(epoch):
         current = order(now)
         while batches.count(position):
             start, stop = batches.span(position)
+            # A rank has every position p with p % world == rank, wherever its batch begins.
             places = np.arange(start + (rank - start) % world, stop, world)
             episode, frame = current.read(start, len(places), rank, world)
             padded = batches.batch_size - len(places) if batches.last_batch == "pad" else 0
-            if padded:
+            if padded:  # with the rank's first samples of the epoch, repeated if they are too few
                 again = current.read(0, padded, rank, world)
                 more = (rank + world * np.arange(len(again[0])), *again)
                 places, episode, frame = (
