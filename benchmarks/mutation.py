@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = {  # modules, and the test files
     "order": (["order"], "order mixture_order batches windows resume selection augment"),
     "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
-    "cache": (["cache"], "reads frame_cache cache windows open_files loader"),
+    "cache": (["cache"], "reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults"),
     "decode": (["decode"], "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability"),
     "mp4": (["mp4"], "damage index_memory parameter_sets clips index timestamps codecs"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),

@@ -173,6 +173,19 @@ def test_samples_of_different_descriptions_are_not_packed_together(videos: Calla
         pack(v.store, v.tables, [0, 0])
 
 
+def test_descriptions_of_one_file_are_not_packed_together(videos: Callable[[str], Videos], tmp_path: Path) -> None:
+    """A file that was put together from others has two. Frames of each are packed."""
+    v = videos("h264-12 of two descriptions")
+    (tmp_path / "joined.mp4").write_bytes(data.joined(*(Path(v.store.address) / f"{i}.mp4" for i in range(2))))
+    store = LocalStore(str(tmp_path))
+    table = read_index(store, "joined.mp4")
+    first, last = 0, len(table) - 1
+    with pytest.raises(DecodeError, match="different sample descriptions"):
+        pack(store, [table] * 2, [first, last])
+    for packet in (first, last):
+        assert len(pack(store, [table], [packet]).frames) == 1
+
+
 def test_a_file_that_became_shorter_is_an_error(videos: Callable[[str], Videos], tmp_path: Path) -> None:
     v = videos("av1-2")
     path = tmp_path / "0.mp4"
