@@ -214,7 +214,7 @@ class FrameCache:
                 near_held, near_coming, near_hits = np.split(near, np.cumsum([len(part) for part in parts])[:-1])
                 keep[keep], stays[stays] = near_coming, near_hits
                 evicted += self._evict(batch, held[~near_held])
-            # The slots of some evicted frames are still used by batches in flight. Cache fewer new frames.
+            # If the slots of some evicted frames are still used by batches in flight, cache fewer new frames.
             if (excess := int(keep.sum() - self._room - (~stays).sum())) > 0:
                 farthest = np.flatnonzero(keep)[np.argsort(-after[keep], kind="stable")]
                 keep[farthest[:excess]] = False

@@ -144,7 +144,7 @@ class Opening:
             now = samples.number if now < 0 else now
             if samples.number > now and (samples.number <= self._requested or now < self._retry):
                 continue
-            # The next batch is looked at even if its reads have begun: a failed read of it is repeated.
+            # The next batch is checked even if its reads have begun, since a failed read is repeated for it.
             batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
             missing = [key for key in batch.keys if key not in self.room]
             need = sum(map(self._estimate, missing))
@@ -153,7 +153,7 @@ class Opening:
                     self._make_room_for_now(need)  # `need` is an estimate, so only `ready` raises an error
                 else:
                     self._unpin_last()
-                    # Room appears when batches before this one are planned. Waiting for a quarter of them saves attempts.
+                    # Memory is freed when batches before this one are planned. Waiting for a quarter of them saves attempts.
                     self._retry = now + 1 + (samples.number - now) // 4
                     break
             reads += [self._read(key, batch, now) for key in missing]
