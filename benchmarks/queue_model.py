@@ -21,8 +21,8 @@ from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.pipeline.reading import FETCHERS
-from dali_stream.schedule.budget import ROW_SPARE, Sizes, batches_in_progress, divide, look_ahead, order_horizon
-from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
+from dali_stream.schedule.budget import Sizes, batches_in_progress, divide, look_ahead, order_horizon
+from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.opening import Opening, Read, Storage
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples

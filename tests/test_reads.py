@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.slow import examples
 
 from dali_stream import MemoryBudgetError
-from dali_stream.mp4.blocks import cut
+from dali_stream.mp4.blocks import Blocks, cut
 from dali_stream.mp4.clip import span
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
@@ -306,3 +306,46 @@ def test_blocks_are_whole_gops_that_hold_what_their_frames_need(gop: int) -> Non
         first, last = span(index, packet)
         assert found.start[found.first[frame]] <= index.offset[first]
         assert index.offset[last] + index.size[last] <= found.stop[found.last[frame]]
+
+
+@examples(60)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=12).map(np.array),
+    steps=st.lists(st.integers(0, 11), max_size=60),
+    fetched=st.booleans(),
+)
+def test_the_table_holds_what_was_opened_and_little_more(lengths: np.ndarray, steps: list[int], fetched: bool) -> None:
+    """Episodes are opened and closed in any order. Closed ones leave no more than a quarter of free rows after an opening."""
+    table, opened = EpisodeTable(lengths, [CAMERA], [CAMERA] if fetched else []), set[int]()
+    for step in steps:
+        episode = step % len(lengths)
+        if episode in opened:
+            table.close(episode)
+            opened.remove(episode)
+            continue
+        frame = np.arange(lengths[episode])
+        blocks = Blocks(np.array([episode]), np.array([episode + 1]), 0 * frame, 0 * frame) if fetched else None
+        located = Located(100 * episode + frame, frame // 4 * 4, blocks)
+        columns = {"value": 1000.0 * episode + frame, "text": np.array([f"{episode} {f}" for f in frame], object)}
+        table.open(OpenEpisode(episode, {CAMERA: located}, columns))
+        opened.add(episode)
+        held = int(lengths[[*opened]].sum())
+        assert table._rows.live == held
+        assert table._rows.used <= held * 5 / 4
+        for each in opened:
+            frames = np.arange(lengths[each])
+            rows = table.rows(table.first_frame[each] + frames)
+            assert table.frames(rows).tolist() == (table.first_frame[each] + frames).tolist()
+            camera = table.cameras[CAMERA]
+            assert camera.packet[rows].tolist() == (100 * each + frames).tolist()
+            assert (camera.gops(rows) - rows[0]).tolist() == (frames // 4 * 4).tolist()
+            assert camera.members(camera.gops(rows[:1])).tolist() == rows[:4].tolist()
+            whole = np.full(len(frames), each)
+            assert table.gather("value", whole, frames).tolist() == (1000.0 * each + frames).tolist()
+            assert table.gather("text", whole, frames).tolist() == [f"{each} {f}" for f in frames]
+            if fetched:
+                blocks_of = camera.blocks
+                assert blocks_of is not None
+                assert set(camera.first_block[rows].tolist()) == {blocks_of.first[each]}
+        if fetched:
+            assert (table.cameras[CAMERA].first_block >= 0).sum() == held

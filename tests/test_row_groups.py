@@ -293,3 +293,24 @@ def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path
     opened, _ = episodes.finish(opening, [batch])
     assert [each.number for each in opened] == first.tolist()
     assert taken < 4 << 20  # what is kept, and the rows of the episodes; all of the row groups are 40 MB
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\x16" + b"\xff" * 300_000 + b"\0",  # a number without end
+        b"\x19\xf1" + b"\xff\xff\xff\xff\xff\x7f",  # a list of 2^41 truth values
+        b"\x1c" * 3000 + b"\0" * 3000,  # structures in structures
+    ],
+)
+def test_a_damaged_footer_is_left_to_pyarrow_at_once(damage: bytes) -> None:
+    _, footer = file_of(numbers(20))
+    with pytest.raises((OSError, ValueError)):
+        RowGroups(footer[:-1] + damage + b"\0")
+
+
+def test_negative_numbers_of_rows_are_not_cut() -> None:
+    _, footer = file_of(numbers(20))
+    changed = footer.replace(b"\x16\x0c\x26", b"\x16\x0b\x26")  # 6 rows, as a variable-length integer: -6
+    assert changed != footer
+    assert RowGroups(changed).rows.min() == -6

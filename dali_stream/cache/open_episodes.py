@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -17,8 +17,7 @@ from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.rows import Columns, Found, RowMemory
 from dali_stream.lerobot.source import Source
 from dali_stream.mp4.index import VideoIndex
-from dali_stream.schedule.budget import ROW_SPARE
-from dali_stream.schedule.episodes import EpisodeTable, OpenEpisode
+from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, OpenEpisode
 from dali_stream.schedule.opening import Opening, Read
 from dali_stream.schedule.room import Key
 from dali_stream.schedule.samples import Samples
@@ -83,7 +82,7 @@ class OpenEpisodes:
             self._coming[read.key] = self._readers.submit(call, read, priority=(read.step, 0))
         return closed
 
-    def finish(self, opening: Opening, ahead: Sequence[Samples]) -> tuple[list[OpenEpisode], list[int]]:
+    def finish(self, opening: Opening, ahead: Sequence[Samples]) -> tuple[Iterator[OpenEpisode], list[int]]:
         """Wait for the reads that are due before the next batch is planned.
 
         Args:
@@ -91,7 +90,8 @@ class OpenEpisodes:
             ahead: Next batch and some batches after it. If a read returns rows of their episodes in addition, these are kept.
 
         Returns:
-            Episodes that were opened, and numbers of the episodes that were closed before.
+            Episodes that are opened, each when it is asked for so that its rows are in memory once, and numbers of the episodes
+            that were closed before.
 
         Raises:
             DatasetError: If rows of the next batch are missing or broken.
@@ -125,8 +125,8 @@ class OpenEpisodes:
                     except (KeyError, DaliStreamError):  # evicted meanwhile, or broken, which is reported when a batch needs it
                         opening.observe(("", episode), None)
             closed += self._evict(opening.room.take_evicted())
-        opened = [self._opened(episode) for episode in opening.ready() if episode not in self._open]
-        return opened, closed
+        ready = [episode for episode in opening.ready() if episode not in self._open]
+        return map(self._opened, ready), closed
 
     def load(self, episodes: Iterable[int]) -> dict[int, OpenEpisode]:
         """Read and open episodes, for a program without a schedule.

@@ -128,7 +128,7 @@ def _split(footer: bytes) -> _Layout | None:
             else:
                 at = _skip(footer, at, kind)
             values[field] = begin, at
-    except (IndexError, KeyError):  # the footer is truncated, or its fields have another order
+    except (IndexError, KeyError, RecursionError):  # the footer is truncated, or its fields have another order
         return None
     if entries is None or max(values) > _LAST_FIELD or at != len(footer) - 1:
         return None
@@ -157,12 +157,17 @@ def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, 
         return None
     starts.append(_skip(footer, starts[-1], _STRUCT))
     rows, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
+    total, _ = _read_varint(footer, num_rows[0])
     for group, (start, stop) in enumerate(itertools.pairwise(starts)):
         ending = _ENDING.search(footer, max(start, stop - _LONGEST_ENDING), stop)
         if ending is None:
             return None
-        sizes[group], rows[group] = (_read_varint(ending[i], 0)[0] >> 1 for i in (1, 2))
-    if int(rows.sum()) != _read_varint(footer, num_rows[0])[0] >> 1:
+        values = [_read_varint(ending[i], 0)[0] for i in (1, 2)]
+        if any(value & 1 or value >> 64 for value in values):  # negative, or no i64
+            return None
+        sizes[group], rows[group] = (value >> 1 for value in values)
+        total -= values[1]
+    if total:  # an entry was found in the wrong place
         return None
     return np.array(starts, np.int64), rows, sizes
 
@@ -216,6 +221,8 @@ def _skip(data: bytes, at: int, kind: int) -> int:
         return at + length
     if kind in (9, 10):
         count, of, at = _list(data, at)
+        if count > len(data) - at:  # each element takes a byte at least
+            raise IndexError
         for _ in range(count):
             at = at + 1 if of in (1, 2) else _skip(data, at, of)
         return at
@@ -234,6 +241,8 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """Return the value of the variable-length integer at `at`, and the offset at which it ends."""
     value = shift = 0
     while (byte := data[at]) > 127:
+        if shift > 63:
+            raise IndexError
         value |= (byte & 127) << shift
         at, shift = at + 1, shift + 7
     return value | byte << shift, at + 1

@@ -71,7 +71,11 @@ class Found(Mapping[int, Columns]):
             Row groups.
         """
         assert self._group is not None
-        self._last = episode, {key: values.copy() for key, values in self[episode].items()}
+        owned = {
+            key: values if values.base is None and values.flags.owndata else values.copy()
+            for key, values in self[episode].items()
+        }
+        self._last = episode, owned
         group, self._group = self._group, None
         return group
 

@@ -12,7 +12,8 @@ from dali_stream.counters import Counters
 from dali_stream.lerobot.rows import RowMemory
 from dali_stream.pipeline.config import Config
 from dali_stream.schedule.advice import reread_remedies
-from dali_stream.schedule.budget import ROW_SPARE, Parts, Sizes, look_ahead, reads_budget
+from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
+from dali_stream.schedule.episodes import ROW_SPARE
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner
 from dali_stream.storage import Store

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
+from dali_stream.schedule.episodes import ROW_SPARE
 from dali_stream.schedule.video import BLOCK
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 Int64 = npt.NDArray[np.int64]
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead, which take some seconds to decode
 _INDEX_SPARE = 3, 2  # factor (3/2) on the estimated size of the indices in use, since those of some files compress less
-ROW_SPARE = 5, 4  # factor (5/4) on the size of the rows in use, since the table of open episodes has free rows
 
 
 class Parts(NamedTuple):

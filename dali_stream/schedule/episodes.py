@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
+ROW_SPARE = 5, 4  # factor (5/4) on the size of the rows in use, since the table of open episodes has free rows
 NONE = -1  # no row, no slot, no packet, no block
 
 
@@ -103,17 +104,23 @@ class _Rows:
 
     An episode gets the smallest free stretch that is long enough, so that few rows remain unused.
 
+    Args:
+        used: Number of rows that are allocated already, without a gap.
+
     Attributes:
+        used: Number of rows up to the last one that is or was allocated.
+        live: Number of rows that are allocated.
         capacity: Number of rows that the arrays must have.
     """
 
-    def __init__(self) -> None:
-        self._used = self.capacity = 0
+    def __init__(self, used: int = 0) -> None:
+        self.used = self.live = self.capacity = used
         self._starts: list[int] = []  # free stretches [start, stop), in increasing order
         self._stops: list[int] = []
 
     def take(self, count: int) -> int:
         """Allocate `count` adjacent rows. Return the first one."""
+        self.live += count
         fits = [(stop - start, i) for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True))
                 if stop - start >= count]  # fmt: skip
         if fits:
@@ -122,15 +129,16 @@ class _Rows:
             if self._starts[i] == self._stops[i]:
                 del self._starts[i], self._stops[i]
             return first
-        first, self._used = self._used, self._used + count
-        if self._used > self.capacity:
-            self.capacity = max(self._used, self.capacity * 9 // 8)
+        first, self.used = self.used, self.used + count
+        if self.used > self.capacity:
+            self.capacity = max(self.used, self.capacity * 9 // 8)
         return first
 
     def give_back(self, first: int, count: int) -> None:
         """Free the rows that `take(count)` allocated."""
         if not count:
             return
+        self.live -= count
         # Merge the stretch with free neighbours on both sides.
         i, stop = bisect_right(self._starts, first), first + count
         if i < len(self._starts) and self._starts[i] == stop:
@@ -217,8 +225,8 @@ class EpisodeTable:
         first = self._rows.take(length)
         rows = slice(first, first + length)
         capacity = len(self.episode)
-        if capacity < self._rows.capacity:  # doubling copies rarely, and rows that were never written take no memory
-            capacity = max(self._rows.capacity, 2 * capacity)
+        if capacity < self._rows.used:  # doubling copies rarely, and rows that were never written take no memory
+            capacity = 2 * self._rows.used
         self.episode = _grown(self.episode, capacity)
         self.episode[rows], self.first_row[opened.number] = opened.number, first
         for key, values in opened.columns.items():
@@ -238,6 +246,8 @@ class EpisodeTable:
             table.gop[first + starts] = -frames
             if table.blocks:
                 self._open_blocks(camera, opened.number, rows, located.blocks)
+        if self._rows.used * ROW_SPARE[1] > self._rows.live * ROW_SPARE[0]:
+            self._compact()
 
     def close(self, episode: int) -> None:
         """Free the rows of an episode."""
@@ -252,6 +262,26 @@ class EpisodeTable:
             assert blocks is not None
             self.cameras[camera].first_block[first : first + length] = NONE
             rows.give_back(blocks.first.pop(episode), blocks.count.pop(episode))
+
+    def _compact(self) -> None:
+        """Move the rows of open episodes together, in new arrays, so that free rows do not keep their memory."""
+        episodes = np.flatnonzero(self.first_row != NONE)
+        episodes = episodes[np.argsort(self.first_row[episodes], kind="stable")]
+        lengths = self.lengths[episodes]
+        first = np.cumsum(lengths) - lengths
+        shift = np.repeat(self.first_row[episodes] - first, lengths)
+        rows = np.arange(len(shift)) + shift
+        self.first_row[episodes], self._rows = first, _Rows(len(rows))
+        self.episode = _chosen(self.episode, rows)
+        for key in self.columns:  # one after the other, since each takes its memory twice meanwhile
+            self.columns[key] = _chosen(self.columns[key], rows)
+        for table in self.cameras.values():
+            table.packet, table.gop = _chosen(table.packet, rows), _chosen(table.gop, rows)
+            gop = table.gop[: len(rows)]
+            gop[gop >= 0] -= shift[gop >= 0].astype(np.int32)
+            if table.blocks:
+                table.first_block = _chosen(table.first_block, rows, NONE)
+                table.last_block = _chosen(table.last_block, rows)
 
     def _open_blocks(self, camera: str, episode: int, rows: slice, cut: Blocks | None) -> None:
         table, free = self.cameras[camera], self._blocks[camera]
@@ -278,3 +308,12 @@ def _grown(values: npt.NDArray[Scalar], capacity: int, fill: int | None = None) 
     if fill is not None:
         grown[len(values) :] = fill
     return grown
+
+
+def _chosen(values: npt.NDArray[Scalar], rows: Int64, fill: int | None = None) -> npt.NDArray[Scalar]:
+    """Return a new array that begins with these rows, with room for as many more. Those are uninitialized, or `fill`."""
+    chosen = np.empty((2 * len(rows), *values.shape[1:]), values.dtype)
+    np.take(values, rows, axis=0, out=chosen[: len(rows)], mode="clip")  # "raise" would copy once more
+    if fill is not None:
+        chosen[len(rows) :] = fill
+    return chosen
