@@ -33,7 +33,7 @@ from dali_stream.cli import main as dali_stream_main
 
 
 class Recorder:
-    """Wraps functions of the script so that they record what they are given and return."""
+    """Wraps functions of the script to record frames and losses."""
 
     def __init__(self, spec: dict[str, Any], file: TextIO) -> None:
         self._spec, self._file, self._steps = spec, file, 0
@@ -61,7 +61,7 @@ class Recorder:
         return result
 
     def init_logging(self, *arguments: Any, **named: Any) -> None:
-        self._init_logging(*arguments, **named)  # which removes the handlers that are there
+        self._init_logging(*arguments, **named)  # removes all handlers
         logging.getLogger().addHandler(Evaluations(self))
 
 

@@ -84,7 +84,7 @@ class Run:
         losses: Loss of each step of rank 0.
         times: Time of each batch of rank 0, in seconds.
         ranks: Frames of each batch, by rank.
-        evals: What LeRobot logged of its evaluation.
+        evals: Lines that LeRobot logged about its evaluation.
         frames: Dtype and memory format of the frames.
     """
 

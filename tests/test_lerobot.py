@@ -1,4 +1,4 @@
-"""The integration with LeRobot, as far as it goes without LeRobot. `make test-lerobot` runs LeRobot's own script."""
+"""The integration with LeRobot, tested without LeRobot. `make test-lerobot` runs LeRobot's own script."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_feature_that_is_not_delivered_is_an_error(key: str, demo: Path) -> No
 
 
 def test_a_streamed_dataset_is_read_from_the_hub(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and frames come from the repository, and nothing is written to the folder of the metadata."""
+    """Rows and frames are read from the repository, and nothing is written to the folder of the metadata."""
     (tmp_path / "meta").mkdir()
     with Hub({"datasets/owner/robot": demo}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -199,7 +199,7 @@ def test_an_unknown_transform_is_an_error(transform: Any, demo: Path) -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The stand-in for LeRobot's script, where it is imported from."""
+    """The replacement for LeRobot's script, imported under its name."""
     module = lerobot_script.script()
     for name in ("lerobot", "lerobot.scripts"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -1,4 +1,4 @@
-"""A stand-in for LeRobot's training script, with what `dali_stream.integrations.lerobot` wraps of it.
+"""A replacement for LeRobot's training script, with the functions that `dali_stream.integrations.lerobot` wraps.
 
 It has the calls of LeRobot 0.6.1 in their order. `make test-lerobot` runs the real ones.
 """
@@ -19,7 +19,7 @@ import dali_stream
 
 
 class MapDataset(torch.utils.data.Dataset[Any]):
-    """What a LeRobotDataset tells of itself. Its items are never asked for."""
+    """The attributes of a LeRobotDataset. It has no items, so a DataLoader fails."""
 
     def __init__(self, root: Path, episodes: list[int] | None = None, **attributes: Any) -> None:
         own = dali_stream.Dataset(root)

@@ -219,7 +219,7 @@ def _resume(loader: Loader, batch_size: int, checkpoint: Path, step: int) -> Non
         _log.info("resumed from %s at batch %d of epoch %d", checkpoint / STATE_FILE, loader.batch_index, loader.epoch)
         return
     saved, config = (json.loads((checkpoint / name).read_text()) for name in (_STEP_FILE, _CONFIG_FILE))
-    samples, processes = saved.get("batch_size", config["batch_size"]), saved.get("num_processes")  # 0.4.4 saves neither there
+    samples, processes = saved.get("batch_size", config["batch_size"]), saved.get("num_processes")  # 0.4.4 does not save them
     world_size = process.ranks(None, None).world_size
     if samples != batch_size or processes not in (None, world_size):
         raise ResumeError(
