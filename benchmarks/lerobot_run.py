@@ -89,7 +89,7 @@ def ordered(spec: dict[str, Any]) -> type[torch.utils.data.DataLoader[Any]]:
                     assert sorted(sampler.indices) == sorted(FrameSampler(own)), "LeRobot samples other frames"
                 sampler = FrameSampler(own, seed=spec["seed"], batch_size=arguments["batch_size"])
                 arguments |= {"sampler": sampler, "shuffle": False}
-            super().__init__(dataset, generator=torch.Generator(), **arguments)
+            super().__init__(dataset, **({"generator": torch.Generator()} | arguments))
 
     return Ordered
 

@@ -71,7 +71,7 @@ def make_loader(
         **loader_arguments,
     }
     transform = getattr(dataset, "image_transforms", None)
-    if transform is None:
+    if transform is None or not own.cameras:
         return Loader(own, batch_size=batch_size, seed=seed, **arguments)
     if unknown := unknown_parts(transform):
         own.close()
