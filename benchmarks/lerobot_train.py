@@ -27,7 +27,6 @@ import json
 import math
 import multiprocessing
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,9 +35,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from argument_types import count, new_file
 
 import dali_stream
@@ -46,11 +42,11 @@ from dali_stream.tools import environment
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # of all runs
 
-import lerobot_run
+from lerobot_programs import run as program
+from lerobot_programs.trainable import trainable
 
-PROGRAM = Path(lerobot_run.__file__)
 CONTEXT = multiprocessing.get_context("forkserver")  # a process for each run, with LeRobot imported once
-CONTEXT.set_forkserver_preload(["lerobot_run"])
+CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
 STEPS, SEED = 15, 7
 SIZE = (64, 64)  # of frames where nothing is compared with LeRobot's own
 SPEED_SIZE = (224, 224)
@@ -153,7 +149,7 @@ class Comparison:
             code = process.exitcode
         else:
             with log.open("w") as file:
-                command = [*launcher(ranks), str(PROGRAM), str(folder / "spec.json"), "--", *words]
+                command = [*launcher(ranks), program.__file__, str(folder / "spec.json"), "--", *words]
                 code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
         if (code == 0) == (kill_at is not None):
             raise Failed(f"exit code {code}: {log.read_text()[-3000:]}")
@@ -183,7 +179,7 @@ def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
-        sys.exit(lerobot_run.main(spec, words))
+        sys.exit(program.main(spec, words))
 
 
 def launcher(ranks: int) -> list[str]:
@@ -196,36 +192,6 @@ def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool
     """Whether `wanted` values are the same, and how many are."""
     same = sum(mine == its for mine, its in zip(ours, theirs, strict=False))
     return same == wanted == len(ours) == len(theirs), f"{same} of {wanted}"
-
-
-def trainable(name: str, root: Path, folder: Path) -> Path:
-    """Return a dataset with actions, states and statistics: this one, or a copy of it."""
-    info = json.loads((root / "meta/info.json").read_text())
-    if "action" in info["features"] and (root / "meta/stats.json").exists():
-        return root
-    copy = folder / name
-    copy.mkdir()
-    (copy / "videos").symlink_to(root.absolute() / "videos")
-    shutil.copytree(root / "meta", copy / "meta", copy_function=shutil.copyfile)
-    for path in sorted((root / "data").rglob("*.parquet")):
-        table = pq.read_table(path)
-        for key, shift in {"action": 1.0, "observation.state": 0.0}.items():
-            if key not in info["features"]:
-                place = table["frame_index"].to_numpy() / 10 + table["episode_index"].to_numpy() + shift
-                values = np.stack([np.sin(place), np.cos(place), np.sin(place / 3), np.cos(place / 3)], axis=1)
-                table = table.append_column(key, pa.array(list(values.astype(np.float32)), pa.list_(pa.float32())))
-        target = copy / path.relative_to(root)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, target)
-    for key in ("action", "observation.state"):
-        info["features"].setdefault(key, {"dtype": "float32", "shape": [4], "names": list("abcd")})
-    (copy / "meta/info.json").write_text(json.dumps(info))
-    if not (copy / "meta/stats.json").exists():
-        with tempfile.TemporaryDirectory() as place:
-            command = ["stats", str(copy), "--out", f"{place}/stats.json"]
-            subprocess.run([sys.executable, "-m", "dali_stream", *command], check=True, capture_output=True)
-            shutil.copyfile(f"{place}/stats.json", copy / "meta/stats.json")
-    return copy
 
 
 def of_dataset(name: str, root: Path, policy: str) -> list[str]:
@@ -380,7 +346,7 @@ def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
 
 def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) -> None:
     height, width = SPEED_SIZE
-    resize = json.dumps({"resize": {"weight": 1.0, "type": "Resize", "kwargs": {"size": [height, width]}}})
+    resize = f"{{resize: {{weight: 1.0, type: Resize, kwargs: {{size: [{height}, {width}]}}}}}}"
     stock = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=1"]
     sides = {"stock": [*stock, f"--dataset.image_transforms.tfs={resize}"], "loader": [f"--loader.image_size={height}x{width}"]}
     for trains, steps, batch_size in ((False, 46, 16), (True, 16, 4)):
@@ -397,7 +363,7 @@ def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) ->
         ratio = statistics.median(ours / its for ours, its in zip(rates["loader"], rates["stock"], strict=True))
         entry = {"data": name, "trains": trains, "batch_size": batch_size, "image_size": SPEED_SIZE, "workers_of_stock": 2}
         comparison.speed.append(entry | {"steps_per_s": rates, "ratio": ratio})
-        print(json.dumps(comparison.speed[-1]), flush=True)
+        print(comparison.speed[-1], flush=True)
         if not trains:
             comparison.check(
                 f"data alone at {height}x{width}: at least 2.5 times the steps per second", ratio >= 2.5, f"{ratio:.2f}"

@@ -1,6 +1,6 @@
 """Runs LeRobot's training script once and records what it does. benchmarks/lerobot_train.py starts it.
 
-    python benchmarks/lerobot_run.py SPEC.json -- ARGUMENTS OF lerobot-train
+    python benchmarks/lerobot_programs/run.py SPEC.json -- ARGUMENTS OF lerobot-train
 
 SPEC has
     side       "loader" for `dali-stream lerobot-train`, "stock" for the script as it is, "ordered" for the script in the order
