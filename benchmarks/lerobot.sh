@@ -30,7 +30,7 @@ failed=()
 for version in ${LEROBOT:-0.4.4 0.6.1}; do
     case $version in
         0.4.*) python=${PYTHON311:-python3.11} requirement="lerobot==$version" ;;
-        *) python=${PYTHON312:-python3.12} requirement="lerobot[training]==$version" ;;
+        *) python=${PYTHON312:-python3.12} requirement="lerobot[training,diffusion]==$version" ;;
     esac
     say "LeRobot $version in .venv-lerobot-$version"
     install ".venv-lerobot-$version" "$python" "$requirement"

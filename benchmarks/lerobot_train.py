@@ -48,7 +48,7 @@ from lerobot_programs.trainable import trainable
 CONTEXT = multiprocessing.get_context("forkserver")  # a process for each run, with LeRobot imported once
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
 STEPS, SEED = 15, 7
-SIZE = (64, 64)  # of frames where nothing is compared with LeRobot's own
+SIZE = (32, 32)  # of frames where nothing is compared with LeRobot's own
 SPEED_SIZE = (224, 224)
 COMMON = ["--policy.device=cpu", "--policy.push_to_hub=false", "--wandb.enable=false", f"--seed={SEED}", "--log_freq=1000"]
 POLICIES = {
@@ -58,8 +58,9 @@ POLICIES = {
         *("--policy.chunk_size=10", "--policy.n_action_steps=10"),
     ],
     "diffusion": [
-        *("--policy.type=diffusion", "--policy.down_dims=[32,64]", "--policy.diffusion_step_embed_dim=32"),
-        *("--policy.crop_shape=[48,48]", "--policy.spatial_softmax_num_keypoints=8"),
+        *("--policy.type=diffusion", "--policy.pretrained_backbone_weights=null", "--policy.use_group_norm=true"),
+        *("--policy.down_dims=[32,64]", "--policy.diffusion_step_embed_dim=32"),
+        *("--policy.crop_shape=[28,28]", "--policy.spatial_softmax_num_keypoints=8"),
     ],
 }
 DROP_LAST = {"act": 0, "diffusion": 7}

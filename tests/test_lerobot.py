@@ -223,7 +223,7 @@ def train(script: Any, demo: Path, tmp_path: Path) -> Train:
 
 
 def test_a_run_continues_at_the_next_sample(train: Train, tmp_path: Path) -> None:
-    """In mid-epoch and at an epoch's end, with the image size of the checkpoint, also for the policy."""
+    """In mid-epoch, also with another batch size, and at an epoch's end; the policy has the image size, too."""
     lerobot.patch(image_size=(24, 32))
     whole = train(episodes=[0], batch_size=16, steps=9, save_at=(2,))
     length = len(whole.loader)
@@ -234,6 +234,8 @@ def test_a_run_continues_at_the_next_sample(train: Train, tmp_path: Path) -> Non
         assert rest.steps == whole.steps[step:]
         assert rest.shapes == {TOP: (24, 32, 3), SIDE: (24, 32, 3)}
         assert rest.batch[TOP].shape[-2:] == (24, 32)
+    other = train(episodes=[0], batch_size=8, steps=5, resume=True, checkpoint_path=tmp_path / "2")  # which steps cannot tell
+    assert flat(other.steps) == flat(whole.steps[2:])[:24]
 
 
 def test_a_resumed_run_keeps_the_image_size(train: Train, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
