@@ -138,7 +138,7 @@ class Jitter:
 
 
 def transformed(demo: Path, **arguments: Any) -> dali_stream.Loader:
-    dataset = MapDataset(demo, image_transforms=Jitter())
+    dataset = MapDataset(demo, [0, 1], image_transforms=Jitter())
     return lerobot.make_loader(dataset, batch_size=8, device="cpu", image_size=(24, 32), consumers=8, **arguments)
 
 
@@ -181,7 +181,7 @@ def test_a_transform_is_applied_to_each_sample(demo: Path) -> None:
     """With the same numbers for no two of them, and for cameras one after the other as LeRobot does."""
     with (
         transformed(demo) as loader,
-        lerobot.make_loader(MapDataset(demo), batch_size=8, device="cpu", image_size=(24, 32), consumers=8) as plain,
+        lerobot.make_loader(MapDataset(demo, [0, 1]), batch_size=8, device="cpu", image_size=(24, 32), consumers=8) as plain,
     ):
         ours, theirs = next(iter(loader)), next(iter(plain))
     factors = [(ours[key] / theirs[key].clamp(min=1e-6)).amax(dim=(1, 2, 3)) for key in (TOP, SIDE)]
