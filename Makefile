@@ -93,5 +93,5 @@ format: install ## format the code and fix what ruff can fix
 	$(RUN) ruff format
 
 clean: ## remove the environment, the demo and every cache
-	rm -rf $(VENV) .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf $(VENV) .venv-lerobot-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Compares LeRobot's training script on a Loader with the same script on its own DataLoader, and resumes it.
 
-    python benchmarks/lerobot_train.py --data NAME=ROOT [--data NAME=ROOT ...] [--out FILE]
+    python benchmarks/lerobot_train.py --data NAME=ROOT [--data NAME=ROOT ...] [--only PART ...] [--out FILE]
 
 Run it in an environment with LeRobot, see `make test-lerobot`. Small ACT and Diffusion policies are trained on the CPU, with
 one thread each. A dataset without actions, such as a bare recording, gets some, and one without statistics gets those of
@@ -47,6 +47,7 @@ from lerobot_programs.trainable import trainable
 
 CONTEXT = multiprocessing.get_context("forkserver")  # a process for each run, with LeRobot imported once
 CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
+PARTS = ("policies", "ranks", "steps", "evaluation", "speed")
 STEPS, SEED = 15, 7
 SIZE = (32, 32)  # of frames where nothing is compared with LeRobot's own
 SPEED_SIZE = (224, 224)
@@ -377,19 +378,23 @@ def main() -> int:
         folder = Path(place)
         datasets = {name: trainable(name, root, folder) for name, root in arguments.data}
         comparison = Comparison(folder, list(datasets), arguments.out)
-        for name, root in datasets.items():
-            for policy in POLICIES:
-                compare_losses(comparison, name, root, policy)
-                compare_resumed(comparison, name, root, policy)
         names = list(datasets)
-        for policy, name in zip(POLICIES, (names[0], names[-1]), strict=True):
-            compare_more(comparison, name, datasets[name], policy)
-        name, root = next(iter(datasets.items()))
-        check_ranks(comparison, name, root)
-        check_without_state(comparison, name, root)
-        if NEW:
-            check_evaluation(comparison, name, root)
-        measure_speed(comparison, name, root, arguments.rounds)
+        first = (names[0], datasets[names[0]])
+        if "policies" in arguments.only:
+            for name, root in datasets.items():
+                for policy in POLICIES:
+                    compare_losses(comparison, name, root, policy)
+                    compare_resumed(comparison, name, root, policy)
+            for policy, name in zip(POLICIES, (names[0], names[-1]), strict=True):
+                compare_more(comparison, name, datasets[name], policy)
+        if "ranks" in arguments.only:
+            check_ranks(comparison, *first)
+        if "steps" in arguments.only:
+            check_without_state(comparison, *first)
+        if "evaluation" in arguments.only and NEW:
+            check_evaluation(comparison, *first)
+        if "speed" in arguments.only:
+            measure_speed(comparison, *first, arguments.rounds)
     passed = sum(check["passed"] for check in comparison.checks)
     print(f"{passed} of {len(comparison.checks)} checks passed")
     return 0 if passed == len(comparison.checks) else 1
@@ -398,7 +403,8 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=named, action="append", required=True, metavar="NAME=ROOT", help="a dataset of v3.0")
-    parser.add_argument("--rounds", type=count, default=2, help="turns of each side when speed is measured")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the comparison")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each side when speed is measured")
     parser.add_argument("--out", type=new_file, help="file for the report")
     return parser.parse_args()
 
