@@ -111,7 +111,7 @@ class Comparison:
     Args:
         folder: Folder for the output of all runs.
         data: Names of the datasets.
-        out: File for the report, which is written after each check. None: no file.
+        out: File for the report, which is written after each result. None: no file.
     """
 
     def __init__(self, folder: Path, data: Sequence[str], out: Path | None) -> None:
@@ -160,6 +160,14 @@ class Comparison:
     def check(self, name: str, passed: bool, detail: Any) -> None:
         self.checks.append({"check": name, "passed": passed, "detail": detail})
         print(f"{'ok    ' if passed else 'FAILED'} {name}: {detail}", flush=True)
+        self.write()
+
+    def add_speed(self, **entry: Any) -> None:
+        self.speed.append(entry)
+        print(entry, flush=True)
+        self.write()
+
+    def write(self) -> None:
         if self._out:
             self._out.write_text(environment.report_json(self.report(), indent=1) + "\n")
 
@@ -375,8 +383,7 @@ def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) ->
             "image_size": SPEED_SIZE,
             "workers_of_stock": 2,
         }
-        comparison.speed.append(entry | {"steps_per_s": rates, "ratio": ratio})
-        print(comparison.speed[-1], flush=True)
+        comparison.add_speed(**entry, steps_per_s=rates, ratio=ratio)
         if not trains:
             comparison.check(
                 f"data alone at {height}x{width}: at least 2.5 times the steps per second", ratio >= 2.5, f"{ratio:.2f}"
