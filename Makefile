@@ -15,10 +15,10 @@ SELFTEST_NEEDS := import dali_stream.cli, dali_stream.tools.selftest, torchcodec
 export PYTHON DALI_EXTRA
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo train-demo bench figures docs test test-slow test-gpu check lint format clean
+.PHONY: help install demo train-demo bench figures docs test test-slow test-gpu test-lerobot check lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: ## set up .venv with all that is needed (and FFmpeg, as root on Debian and Ubuntu)
 	@bash docker/install.sh $(VENV)
@@ -71,6 +71,9 @@ test-gpu: ## try NVDEC through DALI on this machine; without a GPU it says so
 	done; \
 	bash docker/install.sh $(VENV) && exec $(VENV)/bin/python -m dali_stream selftest $(ARGS)
 
+test-lerobot: install ## compare LeRobot's training script on a Loader with its own, for each supported version (20 GB)
+	bash benchmarks/lerobot.sh $(ARGS)
+
 check: install lint docs ## lint, format check, types, documentation site
 	$(RUN) ruff check
 	$(RUN) ruff format --check
@@ -90,5 +93,5 @@ format: install ## format the code and fix what ruff can fix
 	$(RUN) ruff format
 
 clean: ## remove the environment, the demo and every cache
-	rm -rf $(VENV) .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf $(VENV) .venv-lerobot-* .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

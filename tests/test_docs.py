@@ -27,6 +27,7 @@ from support.slow import slow
 
 import dali_stream
 from dali_stream.cli import app, main
+from dali_stream.integrations.lerobot.arguments import ARGUMENTS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -103,11 +104,14 @@ def test_programs_have_the_options_that_are_named() -> None:
 
 def test_commands_and_their_options_exist() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group's
-    named = in_code(r"dali-stream +([a-z]+)([^\n#]*)")
+    named = in_code(r"dali-stream +([a-z-]+)([^\n#]*)")
     assert {m[1] for _, m in named} >= {"info", "preview", "demo", "index", "reshard"}
     assert [(where, m[0]) for where, m in named if m[1] not in commands] == []
     for where, m in named:
         options = {option for parameter in commands[m[1]].params for option in parameter.opts}
+        if m[1] == "lerobot-train":  # takes LeRobot's arguments, and names those of the Loader
+            assert set(re.findall(r"--loader\.(\w+)", m[2])) <= set(ARGUMENTS), (where, m[0])
+            continue
         assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", m[2])) <= options, (where, m[0])
 
 

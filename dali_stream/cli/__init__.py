@@ -21,6 +21,7 @@ from dali_stream.cli.demo import demo
 from dali_stream.cli.doctor import doctor
 from dali_stream.cli.index import index
 from dali_stream.cli.info import info
+from dali_stream.cli.lerobot_train import lerobot_train
 from dali_stream.cli.preview import preview
 from dali_stream.cli.reshard import convert, reshard
 from dali_stream.cli.selftest import selftest
@@ -47,6 +48,10 @@ app.command(short_help="Make a small dataset, stream and measure it.")(demo)
 app.command(short_help="Diagnose this machine and a dataset.")(doctor)
 app.command(short_help="Read a remote dataset's index into a cache.")(index)
 app.command(short_help="Describe a dataset.")(info)
+app.command(
+    short_help="Run LeRobot's training script on a Loader.",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)(lerobot_train)
 app.command(short_help="Draw a batch as the model sees it.")(preview)
 app.command(short_help="Rewrite a dataset for streaming.")(reshard)
 app.command(short_help="Compute the statistics that normalize needs.")(stats)

@@ -1,0 +1,112 @@
+"""Runs LeRobot's training script once and records what it does. benchmarks/lerobot_train.py starts it.
+
+    python benchmarks/lerobot_programs/run.py SPEC.json -- ARGUMENTS OF lerobot-train
+
+SPEC has
+    side       "loader" for `dali-stream lerobot-train`, "stock" for the script as it is, "ordered" for the script in the order
+               of a Loader: its DataLoader gets a FrameSampler, and a generator of its own, because creating an iterator draws
+               from torch's global one
+    trains     whether the policy is trained; without, a step only takes a batch through the preprocessor
+    kill_at    number of the step of this process at which it kills itself, or null
+    seed, drop_last   of the FrameSampler
+    out        file to write, with the rank appended to its name; a JSON object per line: the frames of each batch and its time,
+               the loss of each step, and what LeRobot logs of its evaluation
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from lerobot.scripts import lerobot_train as script
+
+from dali_stream import Dataset, FrameSampler
+from dali_stream.cli import main as dali_stream_main
+
+
+class Recorder:
+    """Wraps functions of the script to record frames and losses."""
+
+    def __init__(self, spec: dict[str, Any], file: TextIO) -> None:
+        self._spec, self._file, self._steps = spec, file, 0
+        self._cycle, self._update, self._init_logging = script.cycle, script.update_policy, script.init_logging
+        script.cycle, script.update_policy, script.init_logging = self.cycle, self.update, self.init_logging
+
+    def record(self, **entry: Any) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+
+    def cycle(self, loader: Any) -> Iterator[Any]:
+        for batch in self._cycle(loader):
+            self._steps += 1
+            if self._steps == self._spec["kill_at"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            frames = [value for key, value in batch.items() if "image" in key and torch.is_tensor(value) and value.ndim > 3]
+            described = sorted({f"{value.dtype}, {'' if value.is_contiguous() else 'not '}contiguous" for value in frames})
+            self.record(index=batch["index"].tolist(), time=time.perf_counter(), frames=described)
+            yield batch
+
+    def update(self, tracker: Any, *arguments: Any, **named: Any) -> Any:
+        if not self._spec["trains"]:
+            return tracker, {}
+        result = self._update(tracker, *arguments, **named)
+        self.record(loss=result[0].metrics["loss"].val)
+        return result
+
+    def init_logging(self, *arguments: Any, **named: Any) -> None:
+        self._init_logging(*arguments, **named)  # removes all handlers
+        logging.getLogger().addHandler(Evaluations(self))
+
+
+class Evaluations(logging.Handler):
+    """Records the losses of evaluations, which LeRobot only logs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "eval_loss=" in (text := record.getMessage()):
+            self._recorder.record(eval=text)
+
+
+def ordered(spec: dict[str, Any]) -> type[torch.utils.data.DataLoader[Any]]:
+    """Return a class of DataLoader, for accelerate asks isinstance, that samples a training set in the order of a Loader."""
+
+    class Ordered(torch.utils.data.DataLoader[Any]):
+        def __init__(self, dataset: Any, **arguments: Any) -> None:
+            sampler = arguments.get("sampler")
+            if sampler is not None or arguments.get("shuffle"):
+                own = Dataset(dataset.root, episodes=dataset.episodes, drop_last=spec["drop_last"])
+                if hasattr(sampler, "indices"):
+                    assert sorted(sampler.indices) == sorted(FrameSampler(own)), "LeRobot samples other frames"
+                sampler = FrameSampler(own, seed=spec["seed"], batch_size=arguments["batch_size"])
+                arguments |= {"sampler": sampler, "shuffle": False}
+            super().__init__(dataset, **({"generator": torch.Generator()} | arguments))
+
+    return Ordered
+
+
+def main(spec: dict[str, Any], words: list[str]) -> int:
+    """Run the script, and return its exit code."""
+    torch.set_num_threads(1)  # so that sums have one order
+    with Path(f"{spec['out']}.{os.environ.get('RANK', '0')}").open("w", buffering=1) as file:
+        Recorder(spec, file)
+        if spec["side"] == "loader":
+            return dali_stream_main(["lerobot-train", *words])
+        if spec["side"] == "ordered":
+            torch.utils.data.DataLoader = ordered(spec)
+        sys.argv = ["lerobot-train", *words]
+        script.main()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(Path(sys.argv[1]).read_text()), sys.argv[3:]))

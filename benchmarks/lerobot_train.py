@@ -1,0 +1,439 @@
+"""Compares LeRobot's training script on a Loader with the same script on its own DataLoader, and resumes it.
+
+    python benchmarks/lerobot_train.py --data NAME=ROOT [--data NAME=ROOT ...] [--only PART ...] [--out FILE]
+
+Run it in an environment with LeRobot, see `make test-lerobot`. Small ACT and Diffusion policies are trained on the CPU, with
+one thread each. A dataset without actions, such as a bare recording, gets some, and one without statistics gets those of
+`dali-stream stats`, in a copy. Checked for each policy and dataset:
+
+losses       15 of 15 equal those of the script's own DataLoader in the same order, with frames as recorded
+resumed      after 5 steps in mid-epoch, and after 10 at the end of an epoch, losses and frames equal the uninterrupted run's
+transforms   the same in mid-epoch with image_transforms enabled, of ACT on the first dataset and Diffusion on the last
+streaming    with streaming=true, the losses are those of the dataset on disk, of the same
+
+And of the first dataset: two ranks see 800 of 800 frames once, a run that is killed on two ranks, then on one, and continues on
+two sees each frame of the epoch once, a checkpoint without a state resumes by its number of steps or is refused, an evaluation
+has the loss of LeRobot's own (0.6.1), and steps per second of both, with --loader.image_size and with torchvision's Resize.
+
+The exit code is 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from argument_types import count, new_file
+
+import dali_stream
+from dali_stream.tools import environment
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # of all runs
+
+from lerobot_programs import run as program
+from lerobot_programs.trainable import trainable
+
+CONTEXT = multiprocessing.get_context("forkserver")  # a process for each run, with LeRobot imported once
+CONTEXT.set_forkserver_preload(["lerobot_programs.run"])
+PARTS = ("policies", "ranks", "steps", "evaluation", "speed")
+STEPS, SEED = 15, 7
+SIZE = (32, 32)  # of frames where nothing is compared with LeRobot's own
+SPEED_SIZE = (224, 224)
+COMMON = ["--policy.device=cpu", "--policy.push_to_hub=false", "--wandb.enable=false", f"--seed={SEED}", "--log_freq=1000"]
+POLICIES = {
+    "act": [
+        *("--policy.type=act", "--policy.pretrained_backbone_weights=null", "--policy.dim_model=32", "--policy.n_heads=2"),
+        *("--policy.dim_feedforward=64", "--policy.n_encoder_layers=1", "--policy.n_vae_encoder_layers=1"),
+        *("--policy.chunk_size=10", "--policy.n_action_steps=10"),
+    ],
+    "diffusion": [
+        *("--policy.type=diffusion", "--policy.pretrained_backbone_weights=null", "--policy.use_group_norm=true"),
+        *("--policy.down_dims=[32,64]", "--policy.diffusion_step_embed_dim=32"),
+        *("--policy.crop_shape=[28,28]", "--policy.spatial_softmax_num_keypoints=8"),
+    ],
+}
+DROP_LAST = {"act": 0, "diffusion": 7}
+JITTER = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=2"]
+LOADER = [f"--loader.image_size={SIZE[0]}x{SIZE[1]}", "--loader.num_threads=1"]
+NEW = importlib.metadata.version("lerobot") >= "0.6"
+
+
+class Failed(Exception):
+    """A run of the script that ended with an error."""
+
+
+class Run:
+    """One run of the script.
+
+    Attributes:
+        index: Frames of each batch of rank 0.
+        losses: Loss of each step of rank 0.
+        times: Time of each batch of rank 0, in seconds.
+        ranks: Frames of each batch, by rank.
+        evals: Lines that LeRobot logged about its evaluation.
+        frames: Dtype and memory format of the frames.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.ranks, self.losses, self.times, self.evals = [], [], [], []
+        self.frames: list[str] = []
+        for path in sorted(folder.glob("out.*")):
+            entries = [json.loads(line) for line in path.read_text().splitlines()]
+            self.ranks.append([entry["index"] for entry in entries if "index" in entry])
+            if path.suffix == ".0":
+                self.losses = [entry["loss"] for entry in entries if "loss" in entry]
+                self.times = [entry["time"] for entry in entries if "time" in entry]
+                self.evals = [entry["eval"] for entry in entries if "eval" in entry]
+                self.frames = next((entry["frames"] for entry in entries if "frames" in entry), [])
+        self.index = self.ranks[0] if self.ranks else []
+
+    @property
+    def steps_per_s(self) -> float:
+        """Rate after the first five batches."""
+        return (len(self.times) - 6) / (self.times[-1] - self.times[5])
+
+
+class Comparison:
+    """The runs and their report.
+
+    Args:
+        folder: Folder for the output of all runs.
+        data: Names of the datasets.
+        out: File for the report, which is written after each result. None: no file.
+    """
+
+    def __init__(self, folder: Path, data: Sequence[str], out: Path | None) -> None:
+        self._folder, self._data, self._out, self._number = folder, data, out, 0
+        self.checks: list[dict[str, Any]] = []
+        self.speed: list[dict[str, Any]] = []
+
+    def run(
+        self,
+        side: str,
+        arguments: Sequence[str],
+        *,
+        ranks: int = 1,
+        kill_at: int | None = None,
+        trains: bool = True,
+        drop_last: int = 0,
+        output: str | None = None,
+    ) -> tuple[Run, Path]:
+        """Run the script, and return what it did and its output folder.
+
+        Raises:
+            Failed: If it ends with another exit code than it should.
+        """
+        self._number += 1
+        folder = self._folder / f"{self._number:03d}"
+        folder.mkdir()
+        target = Path(output) if output else folder / "run"
+        spec = {"side": side, "trains": trains, "kill_at": kill_at, "out": str(folder / "out")}
+        spec |= {"seed": SEED, "drop_last": drop_last}
+        (folder / "spec.json").write_text(json.dumps(spec))
+        words = [*COMMON, *arguments, f"--output_dir={target}"]
+        log = folder / "log"
+        if ranks == 1:
+            process = CONTEXT.Process(target=alone, args=(spec, words, log))
+            process.start()
+            process.join()
+            code = process.exitcode
+        else:
+            with log.open("w") as file:
+                command = [*launcher(ranks), program.__file__, str(folder / "spec.json"), "--", *words]
+                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        if (code == 0) == (kill_at is not None):
+            raise Failed(f"exit code {code}: {log.read_text()[-3000:]}")
+        return Run(folder), target
+
+    def check(self, name: str, passed: bool, detail: Any) -> None:
+        self.checks.append({"check": name, "passed": passed, "detail": detail})
+        print(f"{'ok    ' if passed else 'FAILED'} {name}: {detail}", flush=True)
+        self.write()
+
+    def add_speed(self, **entry: Any) -> None:
+        self.speed.append(entry)
+        print(entry, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self._out:
+            self._out.write_text(environment.report_json(self.report(), indent=1) + "\n")
+
+    def report(self) -> dict[str, Any]:
+        versions = {name: importlib.metadata.version(name) for name in ("lerobot", "accelerate", "torchvision")}
+        report = {"lerobot": versions, "data": self._data, "checks": self.checks, "speed": self.speed}
+        return report | environment.ran_on("cpu")
+
+    def attempt(self, name: str, check: Callable[[], tuple[bool, Any]]) -> None:
+        """Do a check; a run that fails is a check that fails."""
+        try:
+            self.check(name, *check())
+        except Failed as error:
+            self.check(name, False, str(error))
+
+
+def alone(spec: dict[str, Any], words: list[str], log: Path) -> None:
+    """Run the script in this process, with its output in a file."""
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+        sys.exit(program.main(spec, words))
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that starts a program as several ranks. It calls them --multi_gpu, on CPUs too."""
+    launch = ["--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1", "--mixed_precision", "no"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend", "no", "--main_process_port", "0"]
+
+
+def equal(ours: Sequence[Any], theirs: Sequence[Any], wanted: int) -> tuple[bool, str]:
+    """Whether `wanted` values are the same, and how many are."""
+    same = sum(mine == its for mine, its in zip(ours, theirs, strict=False))
+    return same == wanted == len(ours) == len(theirs), f"{same} of {wanted}"
+
+
+def of_dataset(name: str, root: Path, policy: str) -> list[str]:
+    return [f"--dataset.repo_id=local/{name}", f"--dataset.root={root}", *POLICIES[policy]]
+
+
+def continued(output: Path, step: int, steps: int) -> list[str]:
+    """Arguments of a run that resumes a checkpoint."""
+    config = output / f"checkpoints/{step:06d}/pretrained_model/train_config.json"
+    return ["--resume=true", f"--config_path={config}", f"--steps={steps}"]
+
+
+def compare_losses(comparison: Comparison, name: str, root: Path, policy: str) -> None:
+    arguments = [
+        *of_dataset(name, root, policy),
+        f"--steps={STEPS}",
+        "--batch_size=2",
+        "--num_workers=0",
+        "--save_checkpoint=false",
+    ]
+
+    def losses() -> tuple[bool, Any]:
+        stock, _ = comparison.run("ordered", arguments, drop_last=DROP_LAST[policy])
+        ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+        same, said = equal(ours.losses, stock.losses, STEPS)
+        return same and ours.index == stock.index and ours.frames == stock.frames, {
+            "equal": said,
+            "same frames": ours.index == stock.index,
+            "frames": ours.frames,
+            "losses": ours.losses,
+        }
+
+    comparison.attempt(f"{policy} on {name}: losses equal those of LeRobot's DataLoader", losses)
+
+
+def of_epoch(name: str, root: Path, policy: str) -> list[str]:
+    """Arguments of a run whose epoch has 10 steps, with a checkpoint every 5."""
+    episode = dali_stream.Dataset(root, episodes=[0])
+    batch_size = math.ceil((int(episode.lengths[0]) - DROP_LAST[policy]) / 10)
+    short = ["--dataset.episodes=[0]", f"--batch_size={batch_size}", "--save_freq=5", "--num_workers=0"]
+    return [*of_dataset(name, root, policy), *short, *LOADER]
+
+
+def compare_resumed(
+    comparison: Comparison, name: str, root: Path, policy: str, more: Sequence[str] = (), at: Sequence[int] = (5, 10)
+) -> Run | None:
+    """Compare the rest of a run that is resumed after some steps with that of an uninterrupted one, which is returned."""
+    label = f"{policy} on {name}{' with image_transforms' if more else ''}"
+    try:
+        whole, output = comparison.run("loader", [*of_epoch(name, root, policy), *more, f"--steps={STEPS}"])
+    except Failed as error:
+        comparison.check(f"{label}: uninterrupted", False, str(error))
+        return None
+
+    def resumed(step: int) -> tuple[bool, Any]:
+        rest, _ = comparison.run("loader", [*continued(output, step, STEPS), "--save_checkpoint=false"])  # arguments as saved
+        same, said = equal(rest.losses, whole.losses[step:], STEPS - step)
+        return same and rest.index == whole.index[step:], said
+
+    for step in at:
+        where = "in mid-epoch" if step % 10 else "at the end of an epoch"
+        comparison.attempt(f"{label}: resumed {where} equals uninterrupted", functools.partial(resumed, step))
+    return whole
+
+
+def compare_more(comparison: Comparison, name: str, root: Path, policy: str) -> None:
+    """Image transforms, and streaming, which transforms too."""
+    whole = compare_resumed(comparison, name, root, policy, JITTER, at=(5,))
+
+    def streamed() -> tuple[bool, Any]:
+        arguments = [*of_epoch(name, root, policy), *JITTER, "--steps=5", "--save_checkpoint=false"]
+        ours, _ = comparison.run("loader", [*arguments, "--dataset.streaming=true"])
+        same, said = equal(ours.losses, whole.losses[:5] if whole else [], 5)
+        return same and whole is not None and ours.index == whole.index[:5], said
+
+    comparison.attempt(f"{policy} on {name}: streaming=true gives the same losses", streamed)
+
+
+def check_ranks(comparison: Comparison, name: str, root: Path) -> None:
+    arguments = [*of_dataset(name, root, "act"), "--num_workers=0", *LOADER]
+
+    def distinct() -> tuple[bool, Any]:
+        run, _ = comparison.run("loader", [*arguments, "--steps=20", "--batch_size=20", "--save_checkpoint=false"], ranks=2)
+        seen = [index for rank in run.ranks for batch in rank for index in batch]
+        return len(seen) == len(set(seen)) == 800, f"{len(set(seen))} of {len(seen)}"
+
+    comparison.attempt("two ranks: distinct frames", distinct)
+
+    def killed() -> tuple[bool, Any]:
+        """Two ranks are killed in step 7, then one in step 11, after steps 4 and 8 were saved. Two take the rest."""
+        frames = int(dali_stream.Dataset(root).lengths[0])
+        short = [*arguments, "--dataset.episodes=[0]", "--batch_size=8", "--save_freq=4", "--steps=1000"]
+        first, output = comparison.run("loader", short, ranks=2, kill_at=7, trains=False)
+        second, _ = comparison.run(
+            "loader", continued(output, 4, 1000), kill_at=7, trains=False, output=str(output)
+        )  # the seventh step of this process is step 11
+        left = frames - 4 * 16 - 4 * 8
+        third, _ = comparison.run(
+            "loader", [*continued(output, 8, 8 + math.ceil(left / 16)), "--save_checkpoint=false"], ranks=2, trains=False
+        )
+        seen = [index for rank in first.ranks for batch in rank[:4] for index in batch]
+        seen += [index for batch in second.index[:4] for index in batch]
+        seen += [index for rank in third.ranks for batch in rank for index in batch]
+        lost = frames - len(set(seen))
+        return sorted(seen) == sorted(
+            set(seen)
+        ) and not lost, f"{len(seen)} frames, {len(seen) - len(set(seen))} twice, {lost} lost"
+
+    comparison.attempt("killed on 2 ranks, then on 1, continued on 2: each frame of the epoch once", killed)
+
+
+def check_without_state(comparison: Comparison, name: str, root: Path) -> None:
+    """As the checkpoints that LeRobot writes by itself."""
+    arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0]", "--num_workers=0", "--batch_size=8"]
+    try:
+        whole, output = comparison.run("loader", [*arguments, *LOADER, "--steps=8", "--save_freq=4"], trains=False)
+    except Failed as error:
+        comparison.check("a checkpoint without a state", False, str(error))
+        return
+    for path in output.glob("checkpoints/000004/training_state/dali_stream*"):
+        path.unlink()
+
+    def resumed() -> tuple[bool, Any]:
+        rest, _ = comparison.run("loader", [*continued(output, 4, 8), *LOADER], trains=False)
+        same, said = equal(rest.index, whole.index[4:], 4)
+        return same, said
+
+    def refused() -> tuple[bool, Any]:
+        try:
+            comparison.run("loader", [*continued(output, 4, 8), *LOADER, "--batch_size=4"], trains=False)
+        except Failed as error:
+            said = str(error).strip().splitlines()[-1]
+            return "number does not determine a position" in said, said
+        return False, "not refused"
+
+    comparison.attempt("a checkpoint without a state resumes by its number of steps", resumed)
+    comparison.attempt("a checkpoint without a state is refused with another batch size", refused)
+
+
+def check_evaluation(comparison: Comparison, name: str, root: Path) -> None:
+    for most in (0, 20):
+        arguments = [*of_dataset(name, root, "act"), "--dataset.episodes=[0,1]", "--dataset.eval_split=0.5", "--eval_steps=2"]
+        arguments += ["--steps=2", "--batch_size=8", "--num_workers=0", f"--max_eval_samples={most}", "--save_checkpoint=false"]
+
+        def evaluated(arguments: list[str] = arguments) -> tuple[bool, Any]:
+            stock, _ = comparison.run("ordered", arguments)
+            ours, _ = comparison.run("loader", [*arguments, "--loader.num_threads=1"])
+            return bool(ours.evals) and ours.evals == stock.evals, {"loader": ours.evals, "stock": stock.evals}
+
+        comparison.attempt(f"evaluation with max_eval_samples={most} has the loss of LeRobot's own", evaluated)
+
+
+def measure_speed(comparison: Comparison, name: str, root: Path, rounds: int) -> None:
+    height, width = SPEED_SIZE
+    resize = f"{{resize: {{weight: 1.0, type: Resize, kwargs: {{size: [{height}, {width}]}}}}}}"
+    stock = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.max_num_transforms=1"]
+    sides = {"stock": [*stock, f"--dataset.image_transforms.tfs={resize}"], "loader": [f"--loader.image_size={height}x{width}"]}
+    epoch = dali_stream.Dataset(root).num_frames // 16
+    # A Loader keeps decoded frames for later batches, so without a model it is timed over its whole first epoch.
+    for trains, batch_size, steps in ((False, 16, {"stock": 46, "loader": epoch}), (True, 4, {"stock": 16, "loader": 16})):
+        arguments = [*of_dataset(name, root, "act"), f"--batch_size={batch_size}", "--num_workers=2"]
+        rates: dict[str, list[float]] = {side: [] for side in sides}
+        try:
+            for _ in range(rounds):
+                for side, own in sides.items():
+                    run, _ = comparison.run(
+                        side, [*arguments, *own, f"--steps={steps[side]}", "--save_checkpoint=false"], trains=trains
+                    )
+                    rates[side].append(run.steps_per_s)
+        except Failed as error:
+            comparison.check("speed", False, str(error))
+            return
+        ratio = statistics.median(ours / its for ours, its in zip(rates["loader"], rates["stock"], strict=True))
+        entry = {
+            "data": name,
+            "trains": trains,
+            "batch_size": batch_size,
+            "steps": steps,
+            "image_size": SPEED_SIZE,
+            "workers_of_stock": 2,
+        }
+        comparison.add_speed(**entry, steps_per_s=rates, ratio=ratio)
+        if not trains:
+            comparison.check(
+                f"data alone at {height}x{width}: at least 2.5 times the steps per second", ratio >= 2.5, f"{ratio:.2f}"
+            )
+
+
+def main() -> int:
+    arguments = parsed()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        datasets = {name: trainable(name, root, folder) for name, root in arguments.data}
+        comparison = Comparison(folder, list(datasets), arguments.out)
+        names = list(datasets)
+        first = (names[0], datasets[names[0]])
+        if "policies" in arguments.only:
+            for name, root in datasets.items():
+                for policy in POLICIES:
+                    compare_losses(comparison, name, root, policy)
+                    compare_resumed(comparison, name, root, policy)
+            for policy, name in zip(POLICIES, (names[0], names[-1]), strict=True):
+                compare_more(comparison, name, datasets[name], policy)
+        if "ranks" in arguments.only:
+            check_ranks(comparison, *first)
+        if "steps" in arguments.only:
+            check_without_state(comparison, *first)
+        if "evaluation" in arguments.only and NEW:
+            check_evaluation(comparison, *first)
+        if "speed" in arguments.only:
+            measure_speed(comparison, *first, arguments.rounds)
+    passed = sum(check["passed"] for check in comparison.checks)
+    print(f"{passed} of {len(comparison.checks)} checks passed")
+    return 0 if passed == len(comparison.checks) else 1
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--data", type=named, action="append", required=True, metavar="NAME=ROOT", help="a dataset of v3.0")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the comparison")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each side when speed is measured")
+    parser.add_argument("--out", type=new_file, help="file for the report")
+    return parser.parse_args()
+
+
+def named(text: str) -> tuple[str, Path]:
+    """A name and the folder of a dataset."""
+    name, _, root = text.partition("=")
+    if not name or not (Path(root) / "meta/info.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=ROOT, with the folder of a dataset")
+    return name, Path(root)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

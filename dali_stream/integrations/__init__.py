@@ -1,0 +1,1 @@
+"""A Loader inside the training programs of other projects."""

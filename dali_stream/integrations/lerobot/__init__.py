@@ -1,0 +1,19 @@
+"""LeRobot's training script with a Loader in place of its DataLoader, and a Loader for a dataset of LeRobot's.
+
+    dali-stream lerobot-train --dataset.repo_id=... --policy.type=act --loader.image_size=224x224
+
+The same in Python:
+
+    from lerobot.scripts import lerobot_train
+    from dali_stream.integrations import lerobot
+
+    lerobot.patch(image_size=(224, 224))
+    lerobot_train.main()
+
+LeRobot is imported when a function needs it. This package does not require it.
+"""
+
+from dali_stream.integrations.lerobot.loader import make_loader
+from dali_stream.integrations.lerobot.script import patch
+
+__all__ = ["make_loader", "patch"]

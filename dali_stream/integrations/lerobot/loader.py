@@ -1,0 +1,92 @@
+"""A Loader for a dataset of LeRobot's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dali_stream.dataset import Dataset
+from dali_stream.integrations.lerobot.transforms import TransformingLoader, unknown_parts
+from dali_stream.loader import Loader
+
+_TOLERANCE_S = 1e-4  # LeRobot's default
+
+
+def make_loader(
+    dataset: Any,
+    policy_config: Any = None,
+    *,
+    batch_size: int,
+    seed: int = 0,
+    frames: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    **loader_arguments: Any,
+) -> Loader:
+    """Make a Loader that delivers the samples of a LeRobotDataset.
+
+    It reads the same files, revision and episodes, with the same windows and tolerance. By default, frames are contiguous, they
+    are uint8 if the dataset returns uint8, and the last batch of an epoch is partial, as in LeRobot's training script. Image
+    transforms are applied to each sample, after `image_size`. Their random numbers are a function of the seed, the epoch and
+    the position in its order, so a resumed run repeats them.
+
+    Args:
+        dataset: LeRobotDataset, StreamingLeRobotDataset or LeRobotDatasetMetadata. A StreamingLeRobotDataset is read from where
+            it streams, without a download. Metadata are read from their folder, or from the Hub if it has no rows.
+        policy_config: Configuration of a policy. Its `drop_n_last_frames` last frames of each episode are not sampled. It
+            provides the windows if the dataset has no `delta_timestamps`.
+        batch_size: Number of samples per batch and rank.
+        seed: Seed of the order and of the transforms.
+        frames: Frames to sample, see `Dataset`. Default: all.
+        loader_arguments: Other arguments of `Loader`.
+
+    Raises:
+        ValueError: If the dataset has a feature or a transform that a Loader does not deliver, such as depth or language.
+        DatasetError: See `Dataset`.
+    """
+    meta = getattr(dataset, "meta", dataset)
+    deltas = getattr(dataset, "delta_timestamps", None)
+    if deltas is None and policy_config is not None:
+        deltas = importlib.import_module("lerobot.datasets.factory").resolve_delta_timestamps(policy_config, meta)
+    uri, revision = _address(dataset, meta)
+    own = Dataset(
+        uri,
+        revision=revision,
+        episodes=getattr(dataset, "episodes", None) if dataset is not meta else None,
+        frames=None if frames is None else dict(frames),
+        drop_last=getattr(policy_config, "drop_n_last_frames", 0),
+        tolerance_s=getattr(dataset, "tolerance_s", _TOLERANCE_S),
+    )
+    if left_out := [key for key in meta.features if key not in own.features]:
+        own.close()
+        raise ValueError(
+            f"the dataset must have no features but those that a Loader delivers, got {', '.join(left_out)}. Train with "
+            "LeRobot's own DataLoader, or remove them from a copy of the dataset"
+        )
+    arguments = {
+        "delta_timestamps": deltas,
+        "image_dtype": "uint8" if getattr(dataset, "_return_uint8", False) else "float32",
+        "memory_format": "contiguous",
+        "last_batch": "partial",
+        **loader_arguments,
+    }
+    transform = getattr(dataset, "image_transforms", None)
+    if transform is None or not own.cameras:
+        return Loader(own, batch_size=batch_size, seed=seed, **arguments)
+    if unknown := unknown_parts(transform):
+        own.close()
+        raise ValueError(
+            f"image_transforms must consist of those of LeRobot and torchvision, got {unknown[0]!r}, whose random numbers a "
+            "resumed run may not repeat. Apply it to the batches of the Loader"
+        )
+    return TransformingLoader(own, transform, batch_size=batch_size, seed=seed, **arguments)
+
+
+def _address(dataset: Any, meta: Any) -> tuple[str, str | None]:
+    """Return where a dataset of LeRobot's is read from, and the revision of a Hub repository."""
+    downloaded = Path(meta.root, "data").is_dir() if dataset is meta else getattr(dataset, "streaming_from_local", True)
+    if downloaded:
+        return str(meta.root), None
+    if getattr(meta, "repo_type", "dataset") == "bucket":
+        return f"hf://buckets/{meta.repo_id}", None
+    return f"hf://datasets/{meta.repo_id}", meta.revision

@@ -1,0 +1,294 @@
+"""The integration with LeRobot, tested without LeRobot. `make test-lerobot` runs LeRobot's own script."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import lerobot_script
+from support.clouds import Hub
+from support.lerobot_script import MapDataset
+
+import dali_stream
+from dali_stream.cli import main
+from dali_stream.integrations import lerobot
+from dali_stream.integrations.lerobot.arguments import split_arguments
+
+TOP, SIDE = "observation.images.top", "observation.images.side"
+Train = Callable[..., Any]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+# ----------------------------------------------------------------------- command line
+
+
+def test_arguments_of_the_loader_are_separated() -> None:
+    words = [
+        "--batch_size=8",
+        "--loader.image_size=224x320",
+        "--loader.shuffle",
+        "global",
+        "--loader.num_threads=2",
+        "--steps",
+        "9",
+    ]
+    given, rest = split_arguments([*words, "--loader.shuffle=false"])
+    assert given == {"image_size": (224, 320), "shuffle": False, "num_threads": 2}
+    assert rest == ["--batch_size=8", "--steps", "9"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--loader.prefetch=many", "--loader.prefetch must be an integer, got 'many'"),
+        ("--loader.image_size=224", "--loader.image_size must be HEIGHTxWIDTH"),
+        ("--loader.max_substitutes=x", "--loader.max_substitutes must be a number, got 'x'"),
+        ("--loader.decode", "--loader.decode must have a value"),
+        ("--loader.batch_size=8", "got 'batch_size'. LeRobot's own arguments set all others"),
+    ],
+)
+def test_a_wrong_argument_of_the_loader_is_an_error(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lerobot-train", word, "--batch_size=8"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_lerobot_the_error_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lerobot", None)
+    assert main(["lerobot-train", "--help"]) == 1
+    assert "pip install 'lerobot[training]'" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------- make_loader
+
+
+def test_a_loader_follows_the_dataset_and_the_policy(demo: Path) -> None:
+    policy = SimpleNamespace(drop_n_last_frames=5)
+    own = dali_stream.Dataset(demo, episodes=[0, 2], drop_last=5, tolerance_s=1e-4)
+    with lerobot.make_loader(MapDataset(demo, [0, 2]), policy, batch_size=8, seed=4, device="cpu") as loader:
+        windows = {"action": [0.0, 1 / own.fps]}
+        with dali_stream.Loader(
+            own, batch_size=8, seed=4, delta_timestamps=windows, device="cpu", memory_format="contiguous", last_batch="partial"
+        ) as wanted:
+            for ours, theirs in zip(loader, wanted, strict=True):
+                assert ours["index"].tolist() == theirs["index"].tolist()
+                assert torch.equal(ours[TOP], theirs[TOP])
+                assert ours[TOP].is_contiguous()
+                assert ours["action"].shape[1] == 2
+
+
+def test_frames_have_the_dtype_of_the_dataset(demo: Path) -> None:
+    for uint8, dtype in ((True, torch.uint8), (False, torch.float32)):
+        with lerobot.make_loader(MapDataset(demo, _return_uint8=uint8), batch_size=4, device="cpu") as loader:
+            assert next(iter(loader))[TOP].dtype == dtype
+
+
+@pytest.mark.parametrize("key", ["observation.depth", "language_persistent"])
+def test_a_feature_that_is_not_delivered_is_an_error(key: str, demo: Path) -> None:
+    dataset = MapDataset(demo)
+    dataset.meta.features[key] = {"dtype": "language", "shape": (1,)}
+    with pytest.raises(ValueError, match=rf"no features but those that a Loader delivers, got {key}"):
+        lerobot.make_loader(dataset, batch_size=4)
+
+
+def test_a_streamed_dataset_is_read_from_the_hub(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and frames are read from the repository, and nothing is written to the folder of the metadata."""
+    (tmp_path / "meta").mkdir()
+    with Hub({"datasets/owner/robot": demo}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        streamed = MapDataset(demo, streaming_from_local=False)
+        streamed.meta.root = tmp_path
+        metadata = streamed.meta
+        for dataset in (streamed, metadata):
+            with (
+                lerobot.make_loader(dataset, batch_size=4, device="cpu", image_size=(24, 32)) as loader,
+                lerobot.make_loader(MapDataset(demo), batch_size=4, device="cpu", image_size=(24, 32)) as local,
+            ):
+                assert loader.dataset.uri.startswith("hf://datasets/owner/robot@")
+                ours, theirs = next(iter(loader)), next(iter(local))
+                assert torch.equal(ours[TOP], theirs[TOP])
+    assert [path.name for path in tmp_path.rglob("*")] == ["meta"]
+
+
+# ----------------------------------------------------------------------- image transforms
+
+
+class Jitter:
+    """A transform as torchvision has them: random numbers of torch's."""
+
+    __module__ = "torchvision.stand_in"
+
+    def __init__(self, *parts: Any) -> None:
+        self.transforms = list(parts)
+
+    def __call__(self, frame: torch.Tensor) -> torch.Tensor:
+        return frame * torch.rand(1)
+
+
+def transformed(demo: Path, **arguments: Any) -> dali_stream.Loader:
+    dataset = MapDataset(demo, [0, 1], image_transforms=Jitter())
+    return lerobot.make_loader(dataset, batch_size=8, device="cpu", image_size=(24, 32), consumers=8, **arguments)
+
+
+def by_frame(loader: dali_stream.Loader, steps: int) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for _, batch in zip(range(steps), loader, strict=False):  # takes no batch more
+        found |= dict(zip(batch["index"].tolist(), batch[TOP], strict=True))
+    return found
+
+
+def test_transforms_are_repeated_by_a_resumed_run(demo: Path) -> None:
+    """On another number of ranks, and in every epoch with other numbers."""
+    with transformed(demo) as loader:
+        whole = by_frame(loader, 6)
+        again = by_frame(loader, len(loader))
+    with transformed(demo) as loader:
+        for _ in zip(range(2), loader, strict=False):
+            pass
+        state = loader.state_dict()
+    resumed: dict[int, torch.Tensor] = {}
+    for rank in range(2):
+        with transformed(demo, rank=rank, world_size=2) as loader:
+            loader.load_state_dict(state)
+            resumed |= by_frame(loader, 2)
+    assert len(resumed) == 32
+    assert all(torch.equal(frame, whole[index]) for index, frame in resumed.items())
+    assert not any(torch.equal(frame, again[index]) for index, frame in whole.items())
+
+
+def test_transforms_leave_the_random_numbers_of_training(demo: Path) -> None:
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    with transformed(demo) as loader:
+        by_frame(loader, 2)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_transform_is_applied_to_each_sample(demo: Path) -> None:
+    """With the same numbers for no two of them, and for cameras one after the other as LeRobot does."""
+    with (
+        transformed(demo) as loader,
+        lerobot.make_loader(MapDataset(demo, [0, 1]), batch_size=8, device="cpu", image_size=(24, 32), consumers=8) as plain,
+    ):
+        ours, theirs = next(iter(loader)), next(iter(plain))
+    factors = [(ours[key] / theirs[key].clamp(min=1e-6)).amax(dim=(1, 2, 3)) for key in (TOP, SIDE)]
+    assert len({round(factor, 3) for factor in torch.cat(factors).tolist()}) == 16
+
+
+@pytest.mark.parametrize("transform", [lambda frame: frame, Jitter(Jitter(), lambda frame: frame)])
+def test_an_unknown_transform_is_an_error(transform: Any, demo: Path) -> None:
+    with pytest.raises(ValueError, match="must consist of those of LeRobot and torchvision"):
+        lerobot.make_loader(MapDataset(demo, image_transforms=transform), batch_size=4)
+
+
+# ----------------------------------------------------------------------- the script
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The replacement for LeRobot's script, imported under its name."""
+    module = lerobot_script.script()
+    for name in ("lerobot", "lerobot.scripts"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "lerobot.scripts.lerobot_train", module)
+    monkeypatch.setattr(Accelerator, "prepare", Accelerator.prepare)  # undone after the test
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9" if name == "lerobot" else version(name))
+    return module
+
+
+@pytest.fixture
+def train(script: Any, demo: Path, tmp_path: Path) -> Train:
+    """Trains, and closes the Loader."""
+
+    def trained(**values: Any) -> Any:
+        result = script.train(lerobot_script.config(demo, tmp_path, **values))
+        result.loader.close()
+        return result
+
+    return trained
+
+
+def test_a_run_continues_at_the_next_sample(train: Train, tmp_path: Path) -> None:
+    """In mid-epoch, also with another batch size, and at an epoch's end; the policy has the image size, too."""
+    lerobot.patch(image_size=(24, 32))
+    whole = train(episodes=[0], batch_size=16, steps=9, save_at=(2,))
+    length = len(whole.loader)
+    assert 2 < length < 9
+    train(episodes=[0], batch_size=16, steps=length, save_at=(length,))
+    for step in (2, length):
+        rest = train(episodes=[0], batch_size=16, steps=9, resume=True, checkpoint_path=tmp_path / str(step))
+        assert rest.steps == whole.steps[step:]
+        assert rest.shapes == {TOP: (24, 32, 3), SIDE: (24, 32, 3)}
+        assert rest.batch[TOP].shape[-2:] == (24, 32)
+    other = train(episodes=[0], batch_size=8, steps=5, resume=True, checkpoint_path=tmp_path / "2")  # which steps cannot tell
+    assert flat(other.steps) == flat(whole.steps[2:])[:24]
+
+
+def test_a_resumed_run_keeps_the_image_size(train: Train, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lerobot.patch(image_size=(24, 32))
+    train(steps=2, save_at=(2,))
+    monkeypatch.setitem(sys.modules, "lerobot.scripts.lerobot_train", lerobot_script.script())
+    another = lerobot.patch()  # as another process that is not told the size
+    result = another.train(lerobot_script.config(demo, tmp_path, steps=3, resume=True, checkpoint_path=tmp_path / "2"))
+    result.loader.close()
+    assert result.batch[TOP].shape[-2:] == (24, 32)
+
+
+def test_a_checkpoint_without_a_state_is_resumed_by_its_steps(train: Train, tmp_path: Path) -> None:
+    lerobot.patch()
+    whole = train(steps=5, save_at=(3,))
+    for path in (tmp_path / "3/training_state").glob("dali_stream*"):
+        path.unlink()
+    assert train(steps=5, resume=True, checkpoint_path=tmp_path / "3").steps == whole.steps[3:]
+    with pytest.raises(dali_stream.ResumeError, match=r"8 samples .* now have 4 .* Resume with the same numbers"):
+        train(steps=5, batch_size=4, resume=True, checkpoint_path=tmp_path / "3")
+
+
+@pytest.mark.parametrize("most", [0, 20])
+def test_an_evaluation_has_a_loader_of_its_own(most: int, train: Train, demo: Path) -> None:
+    """In the recorded order, without the frames that the policy drops in training."""
+    lerobot.patch()
+    policy = SimpleNamespace(device="cpu", drop_n_last_frames=7)
+    result = train(episodes=[0], eval_episodes=[2], max_eval_samples=most, policy=policy)
+    own = dali_stream.Dataset(demo)
+    first = int(own.lengths[:2].sum())
+    assert flat(result.evaluated) == list(range(first, first + (most or int(own.lengths[2]))))
+
+
+def test_each_frame_of_an_epoch_is_seen_once(train: Train, demo: Path) -> None:
+    lerobot.patch()
+    result = train(episodes=[1], batch_size=8, steps=-(-int(dali_stream.Dataset(demo).lengths[1]) // 8))
+    assert len(set(flat(result.steps))) == len(flat(result.steps)) == dali_stream.Dataset(demo).lengths[1]
+
+
+def test_a_script_without_the_parts_that_are_wrapped_is_refused(script: Any) -> None:
+    del script.save_checkpoint
+    with pytest.raises(dali_stream.DaliStreamError, match=r"must be one of 0.4.4 and 0.6.1, got 0.9, .* no save_checkpoint"):
+        lerobot.patch()
+
+
+def test_a_script_that_prepares_no_dataloader_is_refused(script: Any, demo: Path) -> None:
+    lerobot.patch()
+    script.make_train_eval_datasets(SimpleNamespace(resume=False, root=demo, episodes=None, eval_episodes=None))
+    with pytest.raises(dali_stream.DaliStreamError, match="prepares no DataLoader of its dataset"):
+        Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))
+
+
+def test_a_script_is_patched_once(script: Any) -> None:
+    lerobot.patch()
+    with pytest.raises(dali_stream.DaliStreamError, match="once per process"):
+        lerobot.patch()
