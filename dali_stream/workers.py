@@ -48,7 +48,7 @@ class Workers:
                 heapq.heappush(self._jobs, (priority, next(self._number), future, call, args))
                 self._changed.notify()
                 return future
-        _run(future, call, args)
+        _run(future, call, args, Exception)  # an interrupt is for the caller
         return future
 
     def stop(self) -> None:
@@ -78,12 +78,14 @@ class Workers:
             return None if self._stopping else heapq.heappop(self._jobs)
 
 
-def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(
+    future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...], caught: type[BaseException] = BaseException
+) -> None:
     """Run a job and set its future. If the future is cancelled, only wake the threads that wait for it."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call(*args))
-        except BaseException as error:
+        except caught as error:
             future.set_exception(error)
 
 

@@ -100,7 +100,8 @@ def needed(program: Path) -> list[str]:
     """Arguments that a program does not run without, or ends with."""
     if program.name == "simulate.py":
         return ["--json"]
-    return ["URI", "--out", "run"] if program.name in ("train.py", "plain_loop.py", "lightning_module.py") else ["URI"]
+    with_out = ("train.py", "plain_loop.py", "lightning_module.py", "ray_train.py", "transformers_trainer.py")
+    return ["URI", "--out", "run"] if program.name in with_out else ["URI"]
 
 
 def test_all_programs_are_found() -> None:
