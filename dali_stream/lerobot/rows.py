@@ -20,6 +20,7 @@ from dali_stream.lerobot.dataset import DatasetFiles
 from dali_stream.lerobot.features import Feature
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import RowFile
+from dali_stream.process import trim_memory
 from dali_stream.storage import Store
 from dali_stream.workers import Once
 
@@ -282,6 +283,8 @@ class RowReader:
             file = self._files.get(path)
         if file is None:
             file = self._once(path, lambda: RowFile(self._dataset, self._store, number, list(self.features)))
+            if len(file.groups.rows) > _MANY:  # whose footer had some MB
+                trim_memory()
         with self._lock:
             self._files[path] = file
             self._files.move_to_end(path)
@@ -331,6 +334,7 @@ def check_rising(where: str, timestamp: npt.NDArray[Any]) -> None:
         )
 
 
+_MANY = 1000  # row groups
 _EPISODE_INDEX = Feature(dtype="int64", shape=[1])
 
 
