@@ -272,16 +272,17 @@ class EpisodeTable:
         shift = np.repeat(self.first_row[episodes] - first, lengths)
         rows = np.arange(len(shift)) + shift
         self.first_row[episodes], self._rows = first, _Rows(len(rows))
-        self.episode = _chosen(self.episode, rows)
+        capacity = 2 * len(rows)
+        self.episode = _copied(self.episode, rows, capacity)
         for key in self.columns:  # one after the other, since each takes its memory twice meanwhile
-            self.columns[key] = _chosen(self.columns[key], rows)
+            self.columns[key] = _copied(self.columns[key], rows, capacity)
         for table in self.cameras.values():
-            table.packet, table.gop = _chosen(table.packet, rows), _chosen(table.gop, rows)
+            table.packet, table.gop = _copied(table.packet, rows, capacity), _copied(table.gop, rows, capacity)
             gop = table.gop[: len(rows)]
             gop[gop >= 0] -= shift[gop >= 0].astype(np.int32)
             if table.blocks:
-                table.first_block = _chosen(table.first_block, rows, NONE)
-                table.last_block = _chosen(table.last_block, rows)
+                table.first_block = _copied(table.first_block, rows, capacity, NONE)
+                table.last_block = _copied(table.last_block, rows, capacity)
 
     def _open_blocks(self, camera: str, episode: int, rows: slice, cut: Blocks | None) -> None:
         table, free = self.cameras[camera], self._blocks[camera]
@@ -301,19 +302,13 @@ class EpisodeTable:
 
 def _grown(values: npt.NDArray[Scalar], capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
     """Return an array with room for `capacity` entries. New entries are `fill`, or uninitialized if that is None."""
-    if len(values) >= capacity:
-        return values
-    grown = np.empty((capacity, *values.shape[1:]), values.dtype)
-    grown[: len(values)] = values
-    if fill is not None:
-        grown[len(values) :] = fill
-    return grown
+    return values if len(values) >= capacity else _copied(values, np.arange(len(values)), capacity, fill)
 
 
-def _chosen(values: npt.NDArray[Scalar], rows: Int64, fill: int | None = None) -> npt.NDArray[Scalar]:
-    """Return a new array that begins with these rows, with room for as many more. Those are uninitialized, or `fill`."""
-    chosen = np.empty((2 * len(rows), *values.shape[1:]), values.dtype)
-    np.take(values, rows, axis=0, out=chosen[: len(rows)], mode="clip")  # "raise" would copy once more
+def _copied(values: npt.NDArray[Scalar], rows: Int64, capacity: int, fill: int | None = None) -> npt.NDArray[Scalar]:
+    """Return a new array that begins with these rows. Its other entries are `fill`, or uninitialized if that is None."""
+    copied = np.empty((capacity, *values.shape[1:]), values.dtype)
+    np.take(values, rows, axis=0, out=copied[: len(rows)], mode="clip")  # "raise" would copy once more
     if fill is not None:
-        chosen[len(rows) :] = fill
-    return chosen
+        copied[len(rows) :] = fill
+    return copied
