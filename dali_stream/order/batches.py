@@ -73,3 +73,7 @@ class Batches:
         if self.last_batch == "partial" and self.count(position) == 1:
             return position, self.frames
         return position, min(position + self.stride, self.frames)
+
+    def first(self, position: int, rank: int) -> int:
+        """Return the first position from `position` on that a rank serves: it has every p with p % world_size == rank."""
+        return position + (rank - position) % self.world_size

@@ -52,8 +52,7 @@ def samples(order: Callable[[int], EpochOrder], batches: Batches, rank: int, epo
         current = order(now)
         while batches.count(position):
             start, stop = batches.span(position)
-            # A rank has every position p with p % world == rank, wherever its batch begins.
-            places = np.arange(start + (rank - start) % world, stop, world)
+            places = np.arange(batches.first(start, rank), stop, world)
             episode, frame = current.read(start, len(places), rank, world)
             padded = batches.batch_size - len(places) if batches.last_batch == "pad" else 0
             if padded:  # with the rank's first samples of the epoch, repeated if they are too few

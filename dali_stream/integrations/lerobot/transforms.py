@@ -49,7 +49,7 @@ class TransformingLoader(Loader):
         for batch in batches:
             after = self.state_dict()
             start = before["position"] if before["epoch"] == after["epoch"] else 0
-            position = start + (self._ranks.rank - start) % self._ranks.world_size
+            position = self._config.batches.first(start, self._ranks.rank)
             cameras = [key for key in self.dataset.cameras if key in batch]
             frames: dict[str, list[torch.Tensor]] = {key: [] for key in cameras}
             for row in range(len(batch["index"])):
