@@ -24,6 +24,7 @@ from dali_stream.errors import DaliStreamError, ResumeError
 from dali_stream.integrations.lerobot.arguments import ARGUMENTS, check_names
 from dali_stream.integrations.lerobot.loader import make_loader
 from dali_stream.loader import Loader
+from dali_stream.state_file import load_state, write_state
 
 _log = logging.getLogger("dali_stream")
 STATE_FILE = Path("training_state", "dali_stream.json")
@@ -140,7 +141,7 @@ class _Run:
             result = save(checkpoint_dir, *arguments, **named)
             assert self._loader is not None  # `preparing` has made sure
             given = {name: value for name, value in self._arguments.items() if name in ARGUMENTS}
-            Path(checkpoint_dir, ARGUMENTS_FILE).write_text(json.dumps(given))
+            write_state(Path(checkpoint_dir, ARGUMENTS_FILE), given)
             self._loader.save(Path(checkpoint_dir, STATE_FILE))
             return result
 
@@ -206,10 +207,8 @@ class _Run:
 
 def _saved_arguments(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments of the Loader in a checkpoint, and none for a checkpoint of LeRobot's own."""
-    try:
-        saved = json.loads((checkpoint / ARGUMENTS_FILE).read_text())
-    except FileNotFoundError:
-        return {}
+    saved: dict[str, Any] = {}
+    load_state(checkpoint / ARGUMENTS_FILE, saved.update)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
 
 
