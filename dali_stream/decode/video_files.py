@@ -38,7 +38,9 @@ class VideoFiles:
         if len(index.configs) > 1:
             _, first = np.unique(index.config[packets], return_index=True)
             packets = packets[first]
-        for packet in packets[: len(index.configs)].tolist():
+        else:
+            packets = packets[:1]
+        for packet in packets.tolist():
             self._check_size(index, self.format(index, packet), episode)
 
     def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:

@@ -52,6 +52,7 @@ class Reading:
         block = parts.block if remote else None
         memory = RowMemory(at_once=parts.opened)
         self.episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, memory, block, counters)
+        # Local files are read in place, and no plan fetches blocks of them. Remote files are read through views of blocks.
         self._in_place = dict.fromkeys(dataset.videos, self._store)
         self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
         self.names = self._readers.submit(dataset.names)
