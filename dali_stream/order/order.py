@@ -37,10 +37,11 @@ class EpochOrder(ABC):
     Args:
         positions: Number of positions of the epoch.
         consumers: Number of consumers, which the world size must divide. None, if any world size can share the order.
+        episodes: Number of episodes.
     """
 
-    def __init__(self, positions: int, consumers: int | None) -> None:
-        self._positions, self._consumers = positions, consumers
+    def __init__(self, positions: int, consumers: int | None, episodes: int) -> None:
+        self._positions, self._consumers, self._episode_count = positions, consumers, episodes
         self._block: tuple[tuple[int, int, int], Int64] | None = None  # rank, world size and number; episodes and frames
         self._lock = threading.Lock()
 
@@ -76,6 +77,27 @@ class EpochOrder(ABC):
         episode, frame = np.concatenate(samples, 1)
         return episode, frame
 
+    def find(self, episode: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the positions of an episode's frames in this epoch.
+
+        The cost does not depend on the number of episodes: of a consumer's run, only the parts that contain the episode are drawn.
+
+        Args:
+            episode: Number of the episode, counted as by `read`.
+
+        Returns:
+            (position, frame), two int64 arrays by rising position. A mixture may show a frame several times, or not at all.
+
+        Raises:
+            ValueError: If there is no such episode.
+        """
+        if not 0 <= episode < self._episode_count:
+            raise ValueError(f"episode must be at least 0 and below {self._episode_count}, got {episode}")
+        with self._lock:
+            position, frame = self._find(episode)
+        rising = np.argsort(position, kind="stable")
+        return position[rising], frame[rising]
+
     def _read_block(self, rank: int, world_size: int, block: int) -> Int64:
         key = (rank, world_size, block)
         if self._block is None or self._block[0] != key:
@@ -86,6 +108,10 @@ class EpochOrder(ABC):
     @abstractmethod
     def _samples(self, positions: Int64) -> Int64:
         """Return episodes and frames, shape (2, N), of positions that a rank serves one after the other."""
+
+    @abstractmethod
+    def _find(self, episode: int) -> tuple[Int64, Int64]:
+        """Return positions and frames of an episode, both of shape (N,), in any order."""
 
 
 class Order(EpochOrder):
@@ -118,7 +144,7 @@ class Order(EpochOrder):
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; it counts from 0")
         frames, key = int(lengths.sum()), (seed, epoch)
-        super().__init__(frames, consumers if shuffle is True else None)
+        super().__init__(frames, consumers if shuffle is True else None, len(lengths))
         if shuffle is True:
             self._episodes = np.argsort(philox("episodes", *key).random_raw(len(lengths)), kind="stable")
             ends = np.cumsum(lengths[self._episodes])
@@ -134,6 +160,12 @@ class Order(EpochOrder):
         laid = self._walk.at(positions)
         run = np.searchsorted(self._ends, laid, side="right")
         return np.stack([self._episodes[run], laid - self._starts[run]])
+
+    def _find(self, episode: int) -> tuple[Int64, Int64]:
+        place = int(np.flatnonzero(self._episodes == episode)[0])
+        start = int(self._starts[place])
+        position, laid = self._walk.find(start, int(self._ends[place]))
+        return position, laid - start
 
 
 def default_pools(
@@ -212,6 +244,10 @@ class _Recorded:
     def at(self, positions: Int64) -> Int64:
         return positions
 
+    def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
+        places = np.arange(start, stop, dtype=np.int64)
+        return places, places
+
 
 class Permutation:
     """A keyed permutation of [0, n) computed per index: no memory, any position at once.
@@ -238,11 +274,28 @@ class Permutation:
             outside = outside[value[outside] >= self._n]
         return value.astype(np.int64)
 
+    def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
+        """Return the positions of the values in [start, stop), and these values: the walk, backwards."""
+        values = np.arange(start, stop, dtype=np.int64)
+        position = self._step_back(values.astype(np.uint64))
+        outside = np.flatnonzero(position >= self._n)
+        while len(outside):
+            position[outside] = self._step_back(position[outside])
+            outside = outside[position[outside] >= self._n]
+        return position.astype(np.int64), values
+
     def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         low, high = value & self._low_mask, value >> self._low
         for for_low, for_high in self._keys:
             low ^= mix(high ^ for_low) & self._low_mask
             high ^= mix(low ^ for_high) & self._high_mask
+        return high << self._low | low
+
+    def _step_back(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        low, high = value & self._low_mask, value >> self._low
+        for for_low, for_high in self._keys[::-1]:
+            high ^= mix(low ^ for_high) & self._high_mask
+            low ^= mix(high ^ for_low) & self._low_mask
         return high << self._low | low
 
 
@@ -267,12 +320,27 @@ class _Pools:
             laid[i::turn] = self._run(consumer).draw(draw, len(laid[i::turn]))
         return laid
 
+    def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
+        """Return the positions of the places in [start, stop), and these places."""
+        found = [np.empty((2, 0), np.int64)]
+        for consumer in range(self._count):
+            begin, end = self._bounds(consumer)
+            if begin < stop and start < end:
+                draw, places = self._run(consumer).find(start, stop)
+                found.append(np.stack([draw * self._count + consumer, places]))
+        position, places = np.concatenate(found, 1)
+        return position, places
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """Return the first place of a consumer's run, and the one after its last."""
+        short, longer = divmod(self._frames, self._count)
+        start = index * short + min(index, longer)
+        return start, start + short + (index < longer)
+
     def _run(self, index: int) -> Run:
         run = self._runs.get(index)
         if run is None:
-            short, longer = divmod(self._frames, self._count)
-            start = index * short + min(index, longer)
-            stop = start + short + (index < longer)
+            start, stop = self._bounds(index)
             run = self._runs[index] = Run(self._ends, start, stop, (*self._key, index), self._pool, index, self._count)
         return run
 
