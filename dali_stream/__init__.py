@@ -15,6 +15,7 @@ from dali_stream.order.mixture import MixtureOrder
 if TYPE_CHECKING:
     from dali_stream import augment, tools, types
     from dali_stream.loader import Loader
+    from dali_stream.replay import batch_at
     from dali_stream.sampler import FrameSampler
 
 __version__ = "0.1.0"
@@ -33,12 +34,13 @@ __all__ = [
     "ResumeError",
     "StorageError",
     "augment",
+    "batch_at",
     "tools",
     "types",
 ]
 
 # Imported on first use: torch and DALI take a second, and orders and metadata do not need them.
-_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader"}
+_LAZY = {"FrameSampler": "dali_stream.sampler", "Loader": "dali_stream.loader", "batch_at": "dali_stream.replay"}
 
 
 def __getattr__(name: str) -> Any:

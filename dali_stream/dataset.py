@@ -109,7 +109,7 @@ class Dataset(DatasetFiles):
         one_of("clock", clock, CLOCKS)
         self.clock = clock
         self.uri, self.cache_dir = os.fspath(uri), cache_dir
-        self._own_stats = None if stats is None else _own_stats(stats)
+        self.own_stats = None if stats is None else _own_stats(stats)
         limits: dict[str, Any] = {
             "cache_dir": cache_dir,
             "cache_bytes": None if cache_bytes is None else byte_count(cache_bytes, "cache_bytes"),
@@ -126,6 +126,7 @@ class Dataset(DatasetFiles):
             self.revision = self.store.revision
             self._read(cameras, episodes, episode_filter)
             self._sample(frames, from_zero("drop_first", drop_first), from_zero("drop_last", drop_last))
+            self.drops = (int(drop_first), int(drop_last)) if frames is None else None
             self.tolerance_s = _tolerance(tolerance_s, self.fps)
         except BaseException:
             self.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from dali_stream import bottleneck, process
+from dali_stream import bottleneck, process, run_config
 from dali_stream.arguments import INSTEAD_OF_DATALOADER, from_zero, known_arguments_or, one_of
 from dali_stream.bottleneck import Bottleneck
 from dali_stream.counters import Counters
@@ -20,6 +20,7 @@ from dali_stream.decode.route import DECODE, Route
 from dali_stream.errors import DaliStreamError, ResumeError, counted
 from dali_stream.loader_config import make_config, make_normalizer, open_dataset
 from dali_stream.memory_limit import memory_limit
+from dali_stream.metrics import metrics
 from dali_stream.mixture import Mixture
 from dali_stream.normalize import Modes
 from dali_stream.order import Shuffle
@@ -109,6 +110,7 @@ class Loader:
     _epoch = _position = 0  # epoch of the next batch, and position in its order
     _iteration = 0  # number of the current iteration
     _began = _abandoned = False  # whether any iteration has begun, and whether the current epoch is incomplete
+    _begin: dict[str, int] | None = None  # loaded place, if it is not a multiple of the global batch
     _closed = _told_left_out = _bottleneck_logged = False
 
     @known_arguments_or(INSTEAD_OF_DATALOADER)
@@ -166,7 +168,9 @@ class Loader:
         self.normalizer = make_normalizer(self._config, normalize)
         self._counters, self._recent = Counters(), bottleneck.Recent()
         self._constructed, self._pid = time.perf_counter(), os.getpid()
+        self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
         self._source = self._make_source(decode, dali_graph)
+        self._described: dict[str, Any] = {"windows": delta_timestamps or {}, "decode": decode, "dali_graph": dali_graph}
         self._warn_if_uneven()
 
     def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:
@@ -293,9 +297,26 @@ class Loader:
             self._warn_if_uneven()
         if not config.batches.count(position):
             self._end_epoch()
+        on_grid = self._position % self._config.batches.stride == 0
+        self._begin = None if on_grid else {"epoch": self._epoch, "position": self._position}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the content of this run's batches, as a JSON-serialisable dict that is the same on each rank.
+
+        `batch_at` makes any batch again from it, and `dali-stream preview --config` shows it. It contains the dataset with the
+        commit of a Hub repository, all arguments of the Loader that decide what a batch contains, as they were resolved, the
+        name and arguments of `dali_graph`, and versions. It contains no credentials.
+
+        It describes the batches of this Loader. If the run was resumed with another global batch or world size, batches before
+        that have the description of the Loader that delivered them.
+        """
+        routes, modes = self.routes, self.normalizer.modes
+        return run_config.describe(
+            self.dataset, self._config, routes=routes, normalize=modes, begin=self._begin, **self._described
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `state_dict()` to a JSON file, which `restore` reads.
+        """Write `state_dict()` and `describe()` to a JSON file, which `restore`, `batch_at` and `dali-stream preview` read.
 
         The file is replaced atomically, so a run that is killed at any moment leaves a complete state. Each rank may call this
         method, but only rank 0 writes, since the state is the same on each rank.
@@ -308,7 +329,7 @@ class Loader:
         """
         state = self.state_dict()
         if self._ranks.rank == 0:
-            write_state(path, state)
+            write_state(path, state | {"config": self.describe()})
 
     def restore(self, path: str | os.PathLike[str]) -> bool:
         """Continue from a file that `save` has written. Call it before the first iteration, on each rank.
@@ -406,6 +427,22 @@ class Loader:
         """Return the part of `stats` that is cheap to compute: counters, times and traffic."""
         traffic = {name: sum(getattr(store.traffic, name) for store in self.dataset.stores) for name in TRAFFIC}
         return asdict(self._counters) | traffic
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the loader did since the last call, as a flat dict of floats for TensorBoard, W&B or MLflow.
+
+        - `samples_per_s`: Samples delivered per second.
+        - `wait_share`: Share of the time that the training loop waited for batches, 0 to 1.
+        - `decodes_per_frame`: Number of frames decoded per frame delivered.
+        - `frame_cache_hit_share`: Share of the delivered frames that an earlier batch had decoded, 0 to 1.
+        - `network_bytes`, `disk_cache_bytes`: Bytes read over the network and from `cache_dir`.
+        - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`, `resident_bytes`: Memory in use now, see `stats`.
+
+        Rates and shares are 0 if no batch was delivered since the last call. The first call begins with the construction.
+        """
+        now = self.stats()
+        before, self._metered = self._metered, now
+        return metrics(before, now)
 
     def bottleneck(self, since: Mapping[str, Any] | None = None) -> Bottleneck | None:
         """Return the stage that limits this loader, and the change that would help most. Print it to read it as text.

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
 from typing import Any, NoReturn
 
 import numpy as np
@@ -114,7 +115,8 @@ class Mixture(CombinedSource[Dataset]):
             close_opened(opened, datasets)
             raise
         self.uri = f"the mixture of {', '.join(opened)}"
-        self._keys = {name: dict((keys or {}).get(name, {})) for name in opened}
+        self.renamed_keys = {name: dict((keys or {}).get(name, {})) for name in opened}
+        self.shares_given = _plain(weights=weights, repeats=repeats, temperature=temperature, epoch_samples=epoch_samples)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Mixture:
@@ -147,7 +149,9 @@ class Mixture(CombinedSource[Dataset]):
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits over the names, keys and fingerprints of the datasets. Shares do not count."""
-        parts = [[name, dataset.fingerprint, sorted(self._keys[name].items())] for name, dataset in self.datasets.items()]
+        parts = [
+            [name, dataset.fingerprint, sorted(self.renamed_keys[name].items())] for name, dataset in self.datasets.items()
+        ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def has_fingerprint(self, found: object) -> bool:
@@ -207,6 +211,19 @@ class Mixture(CombinedSource[Dataset]):
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {target:.3g}" for name, target in zip(self.datasets, self.shares.targets, strict=True))
         return f"Mixture({counted(len(self.datasets), 'dataset')}, {counted(len(self), 'sample')} an epoch: {parts})"
+
+
+def _plain(**given: Any) -> dict[str, Any]:
+    """Return the arguments that are not None, with numbers that JSON can hold."""
+
+    def number(value: Any) -> int | float:
+        return int(value) if isinstance(value, Integral) else float(value)
+
+    return {
+        name: {key: number(each) for key, each in value.items()} if isinstance(value, Mapping) else number(value)
+        for name, value in given.items()
+        if value is not None
+    }
 
 
 def check_names(what: str, given: object, datasets: Mapping[str, Any], every: bool) -> None:

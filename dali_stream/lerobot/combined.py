@@ -46,7 +46,7 @@ class CombinedSource(Generic[D]):
     """
 
     def __init__(self, datasets: Mapping[str, D], keys: Mapping[str, Mapping[str, str]], missing: str = "error") -> None:
-        self.datasets, self._missing = dict(datasets), missing
+        self.datasets, self.missing = dict(datasets), missing
         self._parts = list(self.datasets.values())
         self._own = [own_keys(name, part, keys.get(name, {})) for name, part in self.datasets.items()]
         self.dataset_names = tuple(self.datasets)
@@ -199,7 +199,7 @@ class CombinedSource(Generic[D]):
             name: {own: key for key, own in own_keys.items() if key not in keys}
             for name, own_keys in zip(self.datasets, self._own, strict=True)
         }
-        CombinedSource.__init__(rest, left, renamed, self._missing)
+        CombinedSource.__init__(rest, left, renamed, self.missing)
         return rest
 
     def __getstate__(self) -> dict[str, Any]:

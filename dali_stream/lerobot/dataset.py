@@ -50,7 +50,8 @@ class DatasetFiles:
     tolerance_s: float
     store: Store
     data_store: Store
-    _own_stats: metadata.Stats | None
+    drops: tuple[int, int] | None  # frames dropped at both ends of each episode. None, if `frames` was given
+    own_stats: metadata.Stats | None  # that were given
 
     def _read(
         self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None
@@ -138,7 +139,7 @@ class DatasetFiles:
         The latter are of all episodes of the dataset, whichever are selected. In v2.1 they are aggregated from those of
         `meta/episodes_stats.jsonl`, as LeRobot's converter to v3.0 does.
         """
-        return self.stored_stats if self._own_stats is None else self._own_stats
+        return self.stored_stats if self.own_stats is None else self.own_stats
 
     @functools.cached_property
     def stored_stats(self) -> metadata.Stats:
@@ -179,6 +180,11 @@ class DatasetFiles:
         return digest.hexdigest()
 
     @property
+    def stored_features(self) -> dict[str, Feature]:
+        """Features of `meta/info.json`, selected or not."""
+        return self._info.features
+
+    @property
     def stored_splits(self) -> dict[str, Any]:
         """`splits` of `meta/info.json`, as it stands there."""
         return self._info.splits
@@ -191,7 +197,7 @@ class DatasetFiles:
     @property
     def stats_place(self) -> str:
         """Where `stats` are from, for messages."""
-        return self.stored_stats_place if self._own_stats is None else "stats="
+        return self.stored_stats_place if self.own_stats is None else "stats="
 
     @functools.cached_property
     def stored_stats_place(self) -> str:

@@ -100,8 +100,9 @@ class Interleave:
     def find(self, dataset: int, consumer: Int64, sample: Int64) -> Int64:
         """Return the draws of samples of a dataset, the inverse of `at`.
 
-        Of the first x draws at a node, floor((x * a + t) / w) go to its first child, and floor((x * (w - a) + w - 1 - t) / w) to
-        its second. So sample number s of a child, whose weight is a, is the least draw x with (x + 1) * a + t >= (s + 1) * w.
+        Of the first x draws at a node of weight w with threshold t, floor((x * a + t) / w) go to the first child, of weight a,
+        and floor((x * (w - a) + w - 1 - t) / w) to the second. So sample s of the first child is the least draw x with
+        (x + 1) * a + t >= (s + 1) * w.
 
         Args:
             dataset: Number of the dataset.

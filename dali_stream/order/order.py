@@ -80,7 +80,7 @@ class EpochOrder(ABC):
     def find(self, episode: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the positions of an episode's frames in this epoch.
 
-        The cost does not depend on the number of episodes: of a consumer's run, only the parts that contain the episode are drawn.
+        The epoch is not read for it: of a consumer's run, only the parts that contain the episode are drawn.
 
         Args:
             episode: Number of the episode, counted as by `read`.

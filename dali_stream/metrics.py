@@ -1,0 +1,35 @@
+"""A loader's counters as metrics: what happened between two results of `Loader.stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TRAFFIC = {"network_bytes": "fetched_bytes", "disk_cache_bytes": "cached_bytes"}
+_MEMORY = ("row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes", "resident_bytes")
+
+
+def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of `Loader.metrics`.
+
+    Args:
+        before: Earlier result of `Loader.stats`. Empty for the beginning.
+        now: Later result.
+    """
+
+    def grown(name: str) -> float:
+        return float(now[name] - before.get(name, 0))
+
+    seconds, frames = grown("wait_s") + grown("training_s"), grown("frames")
+    found = {
+        "samples_per_s": _ratio(grown("samples"), seconds),
+        "wait_share": _ratio(grown("wait_s"), seconds),
+        "decodes_per_frame": _ratio(grown("decoded_frames"), frames),
+        "frame_cache_hit_share": _ratio(grown("frame_cache_hits"), frames),
+    }
+    traffic = {name: grown(counter) for name, counter in _TRAFFIC.items()}
+    return found | traffic | {name: float(now[name]) for name in _MEMORY}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

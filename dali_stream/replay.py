@@ -1,0 +1,110 @@
+"""Batches of a run once more, from its description alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dali_stream import run_config
+from dali_stream.dataset import Dataset
+from dali_stream.errors import ResumeError
+from dali_stream.loader import Loader
+from dali_stream.mixture import Mixture
+from dali_stream.pipeline.stream import Batch
+
+if TYPE_CHECKING:
+    from dali_stream.pipeline.graph import Graph
+
+_log = logging.getLogger("dali_stream")
+
+
+def batch_at(
+    config: Mapping[str, Any],
+    epoch: int,
+    batch: int,
+    dali_graph: Graph | None = None,
+    *,
+    rank: int = 0,
+    dataset: Dataset | Mixture | None = None,
+) -> Batch:
+    """Return the batch that a run's Loader delivered, without those before it.
+
+    The batch has the same samples, and on the same kind of device with the same software the same bits: frames, augmentation
+    and normalization. A warning names other software, another device, and cameras that another decoder decodes here.
+
+    Args:
+        config: Result of `Loader.describe`, or the content of a file of `Loader.save`.
+        epoch: Epoch of the batch, from 0.
+        batch: Number of the batch in its epoch, from 0: `Loader.batch_index` before the batch was delivered.
+        dali_graph: Function that the run had as `dali_graph`, since JSON cannot hold it. Default: the run had none.
+        rank: Rank whose share of the global batch is returned.
+        dataset: Opened dataset of the run, if the one in `config` cannot be opened as it is: credentials are not part of
+            `config`, and the data may have moved. It stays open. Default: the dataset of `config`.
+
+    Returns:
+        A dict, see `Loader`.
+
+    Raises:
+        ValueError: If an epoch has no such batch, `dali_graph` is missing or has other arguments, or `config` is invalid.
+        ResumeError: If the dataset has changed, or `config` was written by a version of dali_stream with another order.
+        DaliStreamError: See `Loader`.
+    """
+    described = run_config.checked(config)
+    _check_graph(described["dali_graph"], run_config.described_graph(dali_graph))
+    opened = run_config.open_described(described["dataset"]) if dataset is None else dataset
+    try:
+        with _loader(opened, described, dali_graph, rank) as loader:
+            position = run_config.position_of(described, epoch, batch, opened.orders().positions)
+            try:
+                loader.load_state_dict(described["state"] | {"epoch": epoch, "position": position})
+            except ResumeError as error:
+                raise ResumeError(f"the config does not fit: {error}") from error
+            _warn_of_differences(described, loader)
+            return next(iter(loader))
+    finally:
+        if dataset is None:
+            opened.close()
+
+
+def _loader(dataset: Dataset | Mixture, config: Mapping[str, Any], dali_graph: Graph | None, rank: int) -> Loader:
+    """Return a Loader like that of the run, which makes one batch at a time."""
+    arguments = dict(config["loader"])
+    if arguments["device"] == "cuda":
+        arguments["device"] = "auto"
+    if arguments["decode"] == "fastest":  # which another measurement may answer differently
+        arguments["decode"] = "torchcodec" if set(config["routes"].values()) == {"torchcodec"} else "auto"
+    size = arguments["image_size"]
+    arguments["image_size"] = None if size is None else tuple(size)
+    return Loader(dataset, **arguments, dali_graph=dali_graph, rank=rank, prefetch=1, audit=0)
+
+
+def _check_graph(recorded: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> None:
+    if recorded is None and given is not None:
+        raise ValueError(f"dali_graph must be None, since the run had none, got {given['function']}")
+    if recorded is None:
+        return
+    arguments = recorded["arguments"]
+    which = recorded["function"] + (f" with the arguments {arguments}" if arguments else "")
+    if given is None:
+        raise ValueError(
+            f"dali_graph must be the function of the run, {which}, got None. JSON does not hold functions: pass it"
+        )
+    if None not in (arguments, given["arguments"]) and arguments != given["arguments"]:
+        raise ValueError(f"dali_graph must be the function of the run, {which}, got the arguments {given['arguments']}")
+
+
+def _warn_of_differences(config: Mapping[str, Any], loader: Loader) -> None:
+    """Log in what this machine differs from that of the run, if pixels may differ because of it."""
+    here = loader.describe()
+    found = [
+        f"{what} was {before} and is {now}"
+        for what, before, now in (
+            *((name, config["software"].get(name), version) for name, version in here["software"].items()),
+            ("device", config["loader"]["device"], here["loader"]["device"]),
+            *((f"the decoder of {key}", config["routes"].get(key), decoder) for key, decoder in here["routes"].items()),
+        )
+        if before != now
+    ]
+    if found:
+        _log.warning("Pixels may differ from those of the run: %s", "; ".join(found))

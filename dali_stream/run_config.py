@@ -1,0 +1,246 @@
+"""The description of a run: what decides the content of its batches, as JSON.
+
+    software    versions of the packages that make the pixels
+    dataset     arguments of a `Dataset`, or of a `Mixture` with those of its datasets in `datasets`
+    loader      arguments of the `Loader`, as they were resolved
+    dali_graph  name and arguments of the function, which JSON cannot hold
+    routes      decoder of each camera
+    state       the part of the Loader's state that is the same at each position
+    begin       where the Loader began, if that is not a multiple of the global batch
+
+Credentials are not part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.arguments import from_zero
+from dali_stream.dataset import Dataset
+from dali_stream.decode.route import Route
+from dali_stream.errors import ResumeError
+from dali_stream.mixture import Mixture
+from dali_stream.order.batches import Batches
+from dali_stream.order.state import STATE_VERSION
+from dali_stream.pipeline.config import Config
+
+VERSION = 1
+PARTS = ("software", "dataset", "loader", "dali_graph", "routes", "state", "begin")
+_PACKAGES = ("dali-stream", "torch", "torchcodec", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
+_log = logging.getLogger("dali_stream")
+
+
+# ---- to JSON
+
+
+def describe(
+    dataset: Dataset | Mixture,
+    config: Config,
+    *,
+    windows: Mapping[str, Sequence[float]],
+    normalize: Mapping[str, str],
+    decode: str,
+    routes: Mapping[str, Route],
+    dali_graph: Callable[..., Any] | None,
+    begin: Mapping[str, int] | None,
+) -> dict[str, Any]:
+    """Return the description of a Loader. See `Loader.describe`.
+
+    Args:
+        dataset: Dataset of the Loader.
+        config: Configuration of its pipeline.
+        windows: Argument `delta_timestamps` of the Loader.
+        normalize: Mode of each normalized key.
+        decode: Argument of the Loader.
+        routes: {camera: decoder}.
+        dali_graph: Argument of the Loader.
+        begin: Epoch and position at which the Loader began. None, if no batch is cut differently because of it.
+    """
+    arguments, batches = config.arguments, config.batches
+    loader = {
+        "batch_size": batches.batch_size,
+        "world_size": batches.world_size,
+        "delta_timestamps": {key: [float(second) for second in seconds] for key, seconds in windows.items()},
+        "image_size": config.image_size,
+        "image_dtype": config.image_dtype,
+        "memory_format": config.memory_format,
+        "normalize": dict(normalize),
+        "shuffle": arguments.shuffle,
+        "seed": int(arguments.seed),
+        "consumers": int(arguments.consumers),
+        "episode_pool_size": int(arguments.episode_pool_size),
+        "device": "cpu" if config.gpu is None else "cuda",
+        "decode": decode,
+        "memory_budget": config.memory_budget,
+        "last_batch": batches.last_batch,
+        "on_error": "raise" if config.max_substitutes is None else "substitute",
+        "max_substitutes": 1.0 if config.max_substitutes is None else config.max_substitutes,
+    }
+    described = {
+        "version": VERSION,
+        "software": software(),
+        "dataset": described_dataset(dataset),
+        "loader": loader,
+        "dali_graph": described_graph(dali_graph),
+        "routes": {camera: route.decoder for camera, route in routes.items()},
+        "state": {"version": STATE_VERSION, "dataset": dataset.fingerprint, "order": config.order_state()},
+        "begin": begin,
+    }
+    found: dict[str, Any] = json.loads(json.dumps(described))  # equal to what a file brings back
+    return found
+
+
+@functools.cache
+def software() -> dict[str, str]:
+    """Return the versions of the packages that make batches, of those that are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
+    """Return the arguments of a dataset or a mixture for JSON, with the commit that a Hub repository was resolved to."""
+    if isinstance(dataset, Mixture):
+        parts = dataset.datasets
+        keys = {
+            name: {own: key for own, key in renamed.items() if own in parts[name].features}
+            for name, renamed in dataset.renamed_keys.items()
+        }
+        return {
+            "datasets": {name: described_dataset(part) for name, part in parts.items()},
+            **dataset.shares_given,
+            "keys": keys,
+            "missing": dataset.missing,
+            "nearest": dataset.nearest,
+        }
+    found: dict[str, Any] = {"uri": dataset.store.address}
+    if dataset.data_store is not dataset.store:
+        found["data_files_root"] = dataset.data_store.address
+    if dataset.num_episodes < len(dataset.table.index):
+        found["episodes"] = _ranges(dataset.episodes)
+    if dataset.drops is not None:
+        found["drop_first"], found["drop_last"] = dataset.drops
+    elif dataset.frame_ranges is not None:
+        ranges, frames = dataset.frame_ranges, dict[str, list[tuple[int, int]]]()
+        for episode, start, stop in zip(ranges.episode.tolist(), ranges.start.tolist(), ranges.stop.tolist(), strict=True):
+            frames.setdefault(str(dataset.episodes[episode]), []).append((start, stop))
+        found["frames"] = frames
+    if dataset.own_stats is not None:
+        found["stats"] = {key: {name: v.tolist() for name, v in own.items()} for key, own in dataset.own_stats.items()}
+    missing = {key: feature for key, feature in dataset.stored_features.items() if key not in dataset.features}
+    cameras = {"cameras": list(dataset.cameras)} if any(feature.is_camera for feature in missing.values()) else {}
+    without = {"without": [key for key, feature in missing.items() if not feature.is_camera]}
+    return found | cameras | without | {"clock": dataset.clock, "tolerance_s": dataset.tolerance_s}
+
+
+def described_graph(dali_graph: Callable[..., Any] | None) -> dict[str, Any] | None:
+    """Return name and keyword arguments of a function for JSON. Arguments that JSON cannot hold are None."""
+    if dali_graph is None:
+        return None
+    function, arguments, positional = dali_graph, dict[str, Any](), False
+    while isinstance(function, functools.partial):
+        arguments, positional = {**function.keywords, **arguments}, positional or bool(function.args)
+        function = function.func
+    name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    try:
+        held = None if positional else json.loads(json.dumps(arguments))
+    except (TypeError, ValueError):
+        held = None
+    return {"function": name, "arguments": held}
+
+
+def _ranges(episodes: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Return rising numbers as ranges [start, stop)."""
+    parts = np.split(episodes, np.flatnonzero(np.diff(episodes) != 1) + 1)
+    return [[int(part[0]), int(part[-1]) + 1] for part in parts]
+
+
+# ---- from JSON
+
+
+def checked(config: object) -> dict[str, Any]:
+    """Return the description in `config`: the result of `Loader.describe`, or a file of `Loader.save`, which contains one.
+
+    Raises:
+        ValueError: If it is neither.
+        ResumeError: If another version of dali_stream wrote it.
+    """
+    found = config.get("config", config) if isinstance(config, Mapping) else config
+    if not isinstance(found, Mapping) or "version" not in found or any(part not in found for part in PARTS):
+        raise ValueError(
+            f"config must be the result of Loader.describe(), or the content of a file of Loader.save(), got {str(config)[:80]}"
+        )
+    if found["version"] != VERSION:
+        raise ResumeError(f"version of the config must be {VERSION}, got {found['version']}. Use the dali_stream that wrote it")
+    return dict(found)
+
+
+def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> Dataset | Mixture:
+    """Open the dataset of a description.
+
+    Args:
+        described: Entry `dataset` of a description.
+        where: Arguments of `Dataset` that a description does not contain or that have changed, such as `uri`, `cache_dir` and
+            `storage_options`. For a mixture, they are given to each of its datasets.
+
+    Raises:
+        ValueError: If `where` has a `uri` for a mixture, or an argument is invalid.
+        DatasetError, StorageError: See `Dataset`.
+    """
+    arguments, where = dict(described), {name: value for name, value in (where or {}).items() if value is not None}
+    if "datasets" in arguments:
+        if "uri" in where:
+            raise ValueError(f"uri must not be given for the run's mixture of datasets, got {where['uri']!r}")
+        parts = arguments.pop("datasets")
+        opened: dict[str, Dataset] = {}
+        with contextlib.ExitStack() as stack:
+            for name, part in parts.items():
+                opened[name] = cast(Dataset, open_described(part, where))
+                stack.callback(opened[name].close)
+            mixture = Mixture(opened, **arguments)
+            stack.pop_all()
+        return mixture
+    without = arguments.pop("without", [])
+    if "episodes" in arguments:
+        arguments["episodes"] = [episode for start, stop in arguments["episodes"] for episode in range(start, stop)]
+    dataset = Dataset(**(arguments | where))
+    return dataset.without(without) if without else dataset
+
+
+def position_of(config: Mapping[str, Any], epoch: int, batch: int, frames: int) -> int:
+    """Return the position at which a batch of the run begins.
+
+    Args:
+        config: Description of the run.
+        epoch: Number of the epoch.
+        batch: Number of the batch in the epoch, as `Loader.batch_index` counts.
+        frames: Number of positions of an epoch.
+
+    Raises:
+        ValueError: If the epoch has no such batch, or a Loader with another global batch delivered it.
+    """
+    epoch, batch = from_zero("epoch", epoch), from_zero("batch", batch)
+    loader, begin = config["loader"], config["begin"]
+    batches = Batches(frames, loader["batch_size"], loader["world_size"], loader["last_batch"])
+    first, start = 0, 0
+    if begin is not None and epoch == begin["epoch"]:
+        start = begin["position"]
+        first = batches.count(0) - batches.count(start)
+    if not first <= batch < batches.count(0):
+        least = f"at least {first}, where the run was resumed with another global batch, and " if first else ""
+        raise ValueError(
+            f"batch must be {least}below {batches.count(0)}, the number of batches of an epoch, got {batch}; of a count from "
+            "the start of training, divmod(count, len(loader)) is (epoch, batch)"
+        )
+    return start + (batch - first) * batches.stride
