@@ -129,7 +129,7 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
         found["data_files_root"] = dataset.data_store.address
     if dataset.num_episodes < len(dataset.table.index):
         found["episodes"] = _ranges(dataset.episodes)
-    if dataset.drops is not None:
+    if dataset.frame_ranges is not None and dataset.drops is not None:
         found["drop_first"], found["drop_last"] = dataset.drops
     elif dataset.frame_ranges is not None:
         ranges, frames = dataset.frame_ranges, dict[str, list[tuple[int, int]]]()
@@ -139,9 +139,11 @@ def described_dataset(dataset: Dataset | Mixture) -> dict[str, Any]:
     if dataset.own_stats is not None:
         found["stats"] = {key: {name: v.tolist() for name, v in own.items()} for key, own in dataset.own_stats.items()}
     missing = {key: feature for key, feature in dataset.stored_features.items() if key not in dataset.features}
-    cameras = {"cameras": list(dataset.cameras)} if any(feature.is_camera for feature in missing.values()) else {}
-    without = {"without": [key for key, feature in missing.items() if not feature.is_camera]}
-    return found | cameras | without | {"clock": dataset.clock, "tolerance_s": dataset.tolerance_s}
+    if any(feature.is_camera for feature in missing.values()):
+        found["cameras"] = list(dataset.cameras)
+    if without := [key for key, feature in missing.items() if not feature.is_camera]:
+        found["without"] = without
+    return found | {"clock": dataset.clock, "tolerance_s": dataset.tolerance_s}
 
 
 def described_graph(dali_graph: Callable[..., Any] | None) -> dict[str, Any] | None:
@@ -218,6 +220,34 @@ def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None
     return dataset.without(without) if without else dataset
 
 
+def last_batch(config: Mapping[str, Any], state: Mapping[str, Any], frames: int) -> tuple[int, int]:
+    """Return epoch and number of the batch after which a state was saved.
+
+    Args:
+        config: Description of the run.
+        state: Result of `Loader.state_dict`.
+        frames: Number of positions of an epoch.
+
+    Raises:
+        ValueError: If no batch had been delivered.
+    """
+    epoch, position = state["epoch"], state["position"]
+    batches = batches_of(config, frames)
+    if not position and epoch:
+        return epoch - 1, batches.count(0) - 1
+    if not position or config["begin"] == {"epoch": epoch, "position": position}:
+        raise ValueError(
+            f"state must be one that was saved after a batch, got the beginning at epoch {epoch}, position {position}"
+        )
+    return epoch, batches.count(0) - batches.count(position) - 1
+
+
+def batches_of(config: Mapping[str, Any], frames: int) -> Batches:
+    """Return the batches of an epoch of a run, which has so many positions."""
+    loader = config["loader"]
+    return Batches(frames, loader["batch_size"], loader["world_size"], loader["last_batch"])
+
+
 def position_of(config: Mapping[str, Any], epoch: int, batch: int, frames: int) -> int:
     """Return the position at which a batch of the run begins.
 
@@ -231,8 +261,7 @@ def position_of(config: Mapping[str, Any], epoch: int, batch: int, frames: int) 
         ValueError: If the epoch has no such batch, or a Loader with another global batch delivered it.
     """
     epoch, batch = from_zero("epoch", epoch), from_zero("batch", batch)
-    loader, begin = config["loader"], config["begin"]
-    batches = Batches(frames, loader["batch_size"], loader["world_size"], loader["last_batch"])
+    batches, begin = batches_of(config, frames), config["begin"]
     first, start = 0, 0
     if begin is not None and epoch == begin["epoch"]:
         start = begin["position"]

@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import dali_stream
-from dali_stream import Dataset, DatasetError, Mixture
-from dali_stream.cli import arguments, console
+from dali_stream import Dataset, DatasetError, Mixture, run_config
+from dali_stream.cli import arguments, console, runs
 from dali_stream.errors import counted
 
 _PLOTTED = 4  # episodes of a dataset without cameras, at most
+_SAMPLES = 8  # on the sheet of a dataset
+_NUMBER = {"metavar": "N", "parser": arguments.natural}
+_OF_A_RUN = "--config or --state"
 
 
 def preview(
-    uris: arguments.Uris,
+    uris: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="URI...", help="The dataset; or several, or a mixture file. Optional with --config or --state."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="PNG", help="Output file.")] = Path("sheet.png"),
-    batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples on the sheet.")] = 8,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", parser=arguments.count, help="Samples on the sheet. Default: 8, or the whole batch of a run."
+        ),
+    ] = None,
     window: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CAMERA=SECONDS",
-            help="A camera's window, relative to the current frame: 'observation.images.top=-0.1,0'. May be repeated.",
+            help="A camera's window, relative to the current frame: 'observation.images.top=-0.1,0'. May be repeated. With "
+            "--plots, also the window of a feature.",
         ),
     ] = None,
     image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize frames, like Loader(image_size=...).")] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", parser=arguments.natural, help="Seed of the order; another seed shows other frames.")
-    ] = 0,
+        int | None, typer.Option(**_NUMBER, help="Seed of the order; another seed shows other frames. Default: 0.")
+    ] = None,
+    plots: Annotated[bool, typer.Option("--plots", help="Plot actions and states below the frames.")] = False,
+    normalize: Annotated[
+        str | None, typer.Option(metavar="MODE", help="Normalize actions and states: mean_std, min_max or quantiles.")
+    ] = None,
+    dali_graph: runs.GraphFunction = None,
+    config: runs.ConfigFile = None,
+    state: runs.StateFile = None,
+    epoch: Annotated[int | None, typer.Option(**_NUMBER, help="Epoch of a run's batch.")] = None,
+    batch: Annotated[int | None, typer.Option(**_NUMBER, help="Number of a run's batch in its epoch, from 0.")] = None,
+    rank: Annotated[int, typer.Option(**_NUMBER, help="Rank whose share of a run's batch is shown.")] = 0,
     episodes: arguments.Episodes = None,
     cameras: arguments.Cameras = None,
     revision: arguments.Revision = None,
@@ -41,33 +66,122 @@ def preview(
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
-    Of a dataset without cameras: plots of state and action of up to four episodes. Of several datasets, or a mixture file: a
-    batch of their mixture.
+    Of a run (--config, --state): the batch that it saw at --epoch and --batch, or before the state was saved. Frames,
+    augmentation, actions and states are those of the run. Of a dataset without cameras: plots of state and action of up to
+    four episodes. Of several datasets, or a mixture file: a batch of their mixture.
     """
     arguments.png("--out", out)
-    size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
-    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
-    place |= arguments.located_by(clock, tolerance_s)
-    place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
+    place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    if config is not None or state is not None:
+        fixed: dict[str, object] = {
+            "--window": window,
+            "--image-size": image_size,
+            "--seed": seed,
+            "--normalize": normalize,
+            "--clock": clock,
+        }
+        fixed |= {"--episodes": episodes, "--cameras": cameras, "--tolerance-s": tolerance_s}
+        _refuse(fixed, f"must not be given with {_OF_A_RUN}, which has it")
+        where = place | {"storage_options": arguments.json_object("--storage-options", storage_options)}
+        sheet = _of_run(config, state, uris or [], where, epoch, batch, rank, dali_graph)
+    else:
+        if not uris:
+            raise ValueError(f"URI must be given, or {_OF_A_RUN}")
+        _refuse({"--epoch": epoch, "--batch": batch, "--rank": rank or None}, f"must be given with {_OF_A_RUN}")
+        size, windows = arguments.size("--image-size", image_size), arguments.windows("--window", window or [])
+        selected: dict[str, Any] = place | arguments.located_by(clock, tolerance_s)
+        selected |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
+        batch_size = batch_size or _SAMPLES
+        with (
+            console.progress("decoding a batch"),
+            arguments.opened_mixture(uris, storage_options=storage_options, **selected) as dataset,
+        ):
+            if not dataset.cameras:
+                _plot(dataset, out, batch_size)
+                return
+            options = {"batch_size": batch_size, "delta_timestamps": windows, "image_size": size, "seed": seed or 0}
+            graph = runs.graph("--dali-graph", dali_graph)
+            sheet = _of_dataset(dataset, plots, options | {"normalize": normalize, "dali_graph": graph})
+    _save(sheet, out, batch_size, plots)
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """What is drawn: a title, a batch, and the keys of its frames and numbers."""
+
+    title: str
+    batch: Mapping[str, Any]
+    windows: Mapping[str, list[float]]
+    images: list[str]
+    numbers: list[str]
+
+
+def _of_dataset(dataset: Dataset | Mixture, plots: bool, options: dict[str, Any]) -> _Sheet:
+    """Return the first batch of a dataset."""
+    from dali_stream.tools import sheet
+
+    numbers = sheet.plotted(dataset)
+    for key in options["delta_timestamps"]:
+        if key not in (*dataset.cameras, *(numbers if plots else ())):
+            raise ValueError(f"--window has unknown camera {key!r}. Available: {', '.join(dataset.cameras)}")
+    dtype = "float32" if options["dali_graph"] else "uint8"  # functions for training are written for floats
+    options |= {"image_dtype": dtype, "last_batch": "partial", "rank": 0, "world_size": 1}
+    with dali_stream.Loader(dataset, **options) as loader:
+        batch = next(iter(loader))
+    title = f"{_name(dataset)}: {len(batch['index'])} of {dataset.num_frames} frames, seed {options['seed']}"
+    return _Sheet(title, batch, options["delta_timestamps"], sheet.image_keys(batch, dataset), numbers)
+
+
+def _of_run(
+    config: Path | None,
+    state: Path | None,
+    uris: list[str],
+    where: dict[str, Any],
+    epoch: int | None,
+    batch: int | None,
+    rank: int,
+    dali_graph: str | None,
+) -> _Sheet:
+    """Return the batch of a run. Frames are shown without their normalization, which would leave the range of colours."""
+    from dali_stream.tools import sheet
+
+    described, saved = runs.config_and_state(config, state)
+    if (epoch is None) != (batch is None) or (batch is None and saved is None):
+        raise ValueError(f"--epoch and --batch must be given together, got {epoch} and {batch}; or give --state")
+    if len(uris) > 1:
+        raise ValueError(f"URI must be the one dataset of the run, got {counted(len(uris), 'URI')}")
+    graph = runs.graph("--dali-graph", dali_graph, described["dali_graph"])
     with (
         console.progress("decoding a batch"),
-        arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset,
+        closing(run_config.open_described(described["dataset"], where | {"uri": uris[0] if uris else None})) as dataset,
     ):
-        if not dataset.cameras:
-            _plot(dataset, out, batch_size)
-            return
-        for key in windows:
-            if key not in dataset.cameras:
-                raise ValueError(f"--window has unknown camera {key!r}. Available: {', '.join(dataset.cameras)}")
-        with dali_stream.Loader(
-            dataset, batch_size=batch_size, delta_timestamps=windows, image_size=size, image_dtype="uint8", seed=seed,
-            last_batch="partial", rank=0, world_size=1,
-        ) as loader:  # fmt: skip
-            from dali_stream.tools import sheet
+        if epoch is None or batch is None:
+            assert saved is not None
+            epoch, batch = run_config.last_batch(described, saved, dataset.orders().positions)
+        found = dali_stream.batch_at(described, epoch, batch, graph, rank=rank, dataset=dataset)
+        normalizer = dali_stream.Normalizer(dataset, described["loader"]["normalize"])
+        images = sheet.image_keys(found, dataset)
+        scaled = {key: found[key] for key in images if key in normalizer.modes}
+        found |= normalizer.inverse(scaled | {key: found[key] for key in ("dataset_index",) if key in found})
+        where_in_run = f"epoch {epoch}, batch {batch}, rank {rank} of {described['loader']['world_size']}"
+        numbers = [key for key in sheet.plotted(dataset) if key in found]
+    return _Sheet(f"{_name(dataset)}: {where_in_run}", found, described["loader"]["delta_timestamps"], images, numbers)
 
-            shown = sheet.samples(next(iter(loader)), dataset.cameras, windows)
-    sheet.save(out, f"{_name(dataset)}: {len(shown)} of {dataset.num_frames} frames, seed {seed}", shown)
-    typer.echo(f"{out}: {counted(len(shown), 'sample')} of {', '.join(dataset.cameras)}")
+
+def _save(drawn: _Sheet, out: Path, most: int | None, plots: bool) -> None:
+    from dali_stream.tools import sheet
+
+    numbers = drawn.numbers if plots or not drawn.images else []
+    if not drawn.images and not numbers:
+        raise DatasetError(f"the batch has neither frames nor an action or observations to show, only {', '.join(drawn.batch)}")
+    shown = sheet.samples(drawn.batch, drawn.images, drawn.windows, numbers)[:most]
+    sheet.save(out, drawn.title, shown)
+    typer.echo(f"{out}: {counted(len(shown), 'sample')} of {', '.join((*drawn.images, *numbers))}")
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    if named := [name for name, value in options.items() if value not in (None, [])]:
+        raise ValueError(f"{named[0]} {why}")
 
 
 def _name(dataset: Dataset | Mixture) -> str:

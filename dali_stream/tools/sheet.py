@@ -8,6 +8,9 @@ Each sample is a cell: its cameras side by side, each camera's window as a strip
     ┌────────┬────────┐ ┌────────┬────────┐
     │        │        │ │        │        │
     └────────┴────────┘ └────────┴────────┘
+    action, now to +0.5 s       -1.2 to 1.1
+    ┌─────────────────────────────────────┐
+    └─────────────────────────────────────┘
     Push the red block to the goal on the left.
     episode 3 · frame 57 · index 412
 
@@ -32,6 +35,7 @@ from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 from dali_stream.dataset import Dataset
 from dali_stream.errors import DaliStreamError, counted
 from dali_stream.lerobot.rows import RowReader
+from dali_stream.mixture import Mixture
 
 MARGIN, CELL_GAP, CAMERA_GAP, STEP_GAP = 20, 24, 12, 3
 LEAST_CELL = 320  # wide enough for the line of indices
@@ -44,6 +48,7 @@ _WIDTH, _HEIGHT = 360, 150  # of a panel
 _LEGEND = 92  # left of the panels
 _COLOURS = ("#4c9be8", "#f0a63c", "#5fc27e", "#e2657b", "#b48ce0", "#43c2c7", "#d6c24a", "#9aa3b2")
 _MOST_FEATURES = 6
+_STRIP_HEIGHT = 56  # of a plot below the frames of a sample
 
 Frames = npt.NDArray[np.uint8]
 
@@ -65,10 +70,27 @@ class Strip:
 
 
 @dataclass(frozen=True)
+class Values:
+    """The window of one feature in numbers, plotted below the frames.
+
+    Attributes:
+        numbers: Values of shape (T, D).
+        seconds: Time of each step.
+        padded: Whether each step lies outside the episode.
+    """
+
+    key: str
+    numbers: npt.NDArray[np.float64]
+    seconds: tuple[float, ...]
+    padded: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Sample:
     """The content of a cell. `dataset` is empty without a mixture."""
 
     strips: tuple[Strip, ...]
+    values: tuple[Values, ...]
     dataset: str
     task: str
     episode: int
@@ -76,21 +98,51 @@ class Sample:
     index: int
 
 
-def samples(batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[str, Sequence[float]]) -> list[Sample]:
-    """Copies the samples of a sheet from a batch. Frames are uint8, `(B, C, H, W)` or `(B, T, C, H, W)`."""
-    strips = [_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras]
+def samples(
+    batch: Mapping[str, Any], cameras: Sequence[str], windows: Mapping[str, Sequence[float]], plots: Sequence[str] = ()
+) -> list[Sample]:
+    """Return copies of the samples of a batch.
+
+    Args:
+        batch: Batch of a Loader. Frames are uint8 or floats in [0, 1], of shape (B, C, H, W) or (B, T, C, H, W).
+        cameras: Keys of the frames to show.
+        windows: Argument `delta_timestamps` of the Loader.
+        plots: Keys of the features to plot below the frames.
+    """
+    count = len(batch["index"])
+    strips = list(zip(*(_strips(batch, camera, tuple(windows.get(camera, (0.0,)))) for camera in cameras), strict=True))
+    values = list(zip(*(_values(batch, key, tuple(windows.get(key, (0.0,)))) for key in plots), strict=True))
+    texts = (batch.get(key) or [""] * count for key in ("dataset", "task"))
     numbers = (batch[key].tolist() for key in ("episode_index", "frame_index", "index"))
-    texts = (batch.get(key) or [""] * len(batch["index"]) for key in ("dataset", "task"))
-    return [
-        Sample(tuple(shown), dataset, task, episode, frame, index)
-        for dataset, task, episode, frame, index, *shown in zip(*texts, *numbers, *strips, strict=True)
-    ]
+    nothing: list[tuple[()]] = [()] * count
+    return [Sample(*each) for each in zip(strips or nothing, values or nothing, *texts, *numbers, strict=True)]
+
+
+def image_keys(batch: Mapping[str, Any], dataset: Dataset | Mixture) -> list[str]:
+    """Return the keys of a batch that hold images: of cameras, and of outputs that a `dali_graph` has added."""
+
+    def is_image(value: Any) -> bool:
+        return getattr(value, "ndim", 0) in (4, 5) and value.shape[-3] in (1, 3, 4)
+
+    own = [key for key in dataset.cameras if key in batch]
+    return [key for key in (*own, *(key for key in batch if key not in dataset.features)) if is_image(batch[key])]
+
+
+def _values(batch: Mapping[str, Any], key: str, seconds: tuple[float, ...]) -> list[Values]:
+    """Return the values of a feature (B, ...), or (B, T, ...) if it has a window."""
+    numbers = batch[key].cpu().double().numpy().reshape(len(batch[key]), len(seconds), -1)
+    masks = batch[f"{key}_is_pad"].tolist() if f"{key}_is_pad" in batch else [[False] * len(seconds)] * len(numbers)
+    return [Values(key, each.copy(), seconds, tuple(mask)) for each, mask in zip(numbers, masks, strict=True)]
 
 
 def _strips(batch: Mapping[str, Any], camera: str, seconds: tuple[float, ...]) -> list[Strip]:
     frames = batch[camera]
     if frames.ndim == 4:
         frames = frames[:, None]
+    if frames.is_floating_point():
+        frames = (frames * 255).round().clamp(0, 255).byte()
+    if frames.shape[1] != len(seconds):  # a `dali_graph` has changed the window
+        seconds = (0.0,) * frames.shape[1]
     found = frames.movedim(-3, -1).cpu().contiguous().numpy().copy()
     if found.shape[-1] == 1:
         found = np.repeat(found, 3, -1)
@@ -116,7 +168,11 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
     strips = shown[0].strips  # all samples of a batch have frames of the same sizes, so all cells are alike
     width = max(LEAST_CELL, sum(_width(strip) + CAMERA_GAP for strip in strips) - CAMERA_GAP)
     tasks = [_wrapped(sample.task, width) for sample in shown]
-    captions = max(strip.frames.shape[1] for strip in strips) + 6  # below the top of a cell
+    plots = max((strip.frames.shape[1] + 6 for strip in strips), default=0)  # below the top of a cell
+    captions = plots + len(shown[0].values) * (line(SMALL) + _STRIP_HEIGHT + 6)
+    ranges = [
+        _range(np.concatenate([each.numbers for each in of])) for of in zip(*(sample.values for sample in shown), strict=True)
+    ]
     height = captions + 2 + max(map(len, tasks)) * line(TEXT) + line(SMALL)
     windowed = any(strip.seconds != (0.0,) for strip in strips)
     header = MARGIN + line(TITLE) + 14
@@ -132,7 +188,7 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
         columns = min(fits, key=lambda count: abs(math.log(ratios[count] * 3 / 4)))
     columns = min(columns, len(shown))
     image, pen = page(title, size(columns))
-    frames = []
+    frames, plotted = [], []
     for number, (sample, task) in enumerate(zip(shown, tasks, strict=True)):
         row, column = divmod(number, columns)
         left, top = MARGIN + column * (width + CELL_GAP), cells + row * (height + CELL_GAP)
@@ -141,8 +197,9 @@ def save(path: Path, title: str, shown: Sequence[Sample], columns: int | None = 
         which = {"sample": number, "dataset": sample.dataset, "episode": sample.episode}
         which |= {"frame": sample.frame, "index": sample.index}
         frames += [which | placed for placed in _draw_strips(image, pen, sample.strips, left, top)]
+        plotted += [which | placed for placed in _draw_values(pen, sample.values, ranges, left, top + plots, width)]
         _draw_captions(pen, sample, task, left, top + captions, width)
-    write(path, image, {"title": title, "frames": frames})
+    write(path, image, {"title": title, "frames": frames, "plots": plotted})
 
 
 def page(title: str, size: tuple[int, int]) -> tuple[Image.Image, ImageDraw.ImageDraw]:
@@ -188,6 +245,50 @@ def _draw_strips(
             yield {"camera": strip.camera, "step": step, "box": (left, top, left + width, top + height)}
             left += width + STEP_GAP
         left += CAMERA_GAP - STEP_GAP
+
+
+def _draw_values(
+    pen: ImageDraw.ImageDraw, values: Sequence[Values], ranges: Sequence[tuple[float, float]], left: int, top: int, width: int
+) -> Iterator[dict[str, Any]]:
+    """Plot the values of a sample over the steps of their windows, or one bar per dimension. Yield where each plot is."""
+    for each, (least, most) in zip(values, ranges, strict=True):
+        said = f"{least:.3g} to {most:.3g}"
+        pen.text((left + width - int(font(SMALL).getlength(said)), top), said, DIM, font(SMALL))
+        room = width - int(font(SMALL).getlength(said)) - 8
+        seconds = f", {each.seconds[0]:+.3g} to {each.seconds[-1]:+.3g} s" if len(each.seconds) > 1 else ""
+        pen.text((left, top), cut(f"{each.key}{seconds}", room, SMALL), PLAIN, font(SMALL))
+        top += line(SMALL)
+        box = (left, top, left + width, top + _STRIP_HEIGHT)
+        if len(each.seconds) > 1:
+            _draw(pen, each.numbers, box, least, most)
+            _mark_padding(pen, each.padded, box)
+        else:
+            _draw_bars(pen, each.numbers[0], box, least, most)
+        yield {"key": each.key, "box": box}
+        top += _STRIP_HEIGHT + 6
+
+
+def _mark_padding(pen: ImageDraw.ImageDraw, padded: Sequence[bool], box: tuple[int, int, int, int]) -> None:
+    """Underline the steps outside the episode."""
+    left, _, right, bottom = box
+    x = np.linspace(left + 1, right - 1, len(padded) + 1).round().astype(int).tolist()
+    for step, outside in enumerate(padded):
+        if outside:
+            pen.rectangle((x[step], bottom - 3, x[step + 1], bottom - 1), fill=PAD)
+
+
+def _draw_bars(
+    pen: ImageDraw.ImageDraw, numbers: npt.NDArray[np.float64], box: tuple[int, int, int, int], least: float, most: float
+) -> None:
+    """Draw the dimensions (D,) of a feature as bars, from 0 or the nearest value in the range."""
+    left, top, right, bottom = box
+    pen.rectangle(box, outline=DIM)
+    x = np.linspace(left + 2, right - 2, len(numbers) + 1)
+    base, *ends = (bottom - 1 - (bottom - top - 2) * (np.clip([0.0, *numbers], least, most) - least) / (most - least)).tolist()
+    for dimension, end in enumerate(ends):
+        if math.isfinite(end):
+            ends_at = (x[dimension] + 1, min(base, end), x[dimension + 1] - 1, max(base, end))
+            pen.rectangle(tuple(map(round, ends_at)), fill=_COLOURS[dimension % len(_COLOURS)])
 
 
 def _draw_captions(pen: ImageDraw.ImageDraw, sample: Sample, task: Sequence[str], left: int, top: int, width: int) -> None:
@@ -252,7 +353,7 @@ def font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-def plotted(dataset: Dataset) -> list[str]:
+def plotted(dataset: Dataset | Mixture) -> list[str]:
     """The features that are plotted: numbers that are observed, and the action."""
     keys = [key for key, f in dataset.features.items() if f.is_float and (key == "action" or key.startswith("observation."))]
     return keys[:_MOST_FEATURES]

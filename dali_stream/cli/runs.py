@@ -1,0 +1,74 @@
+"""Options that name a run: its description, its state, and the function of its `dali_graph`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dali_stream import run_config
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JSON", help="A run: Loader.describe() as JSON, or a file of Loader.save(), such as train.py's run.json."
+    ),
+]
+StateFile = Annotated[Path | None, typer.Option(metavar="JSON", help="A file of Loader.save().")]
+GraphFunction = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.py:NAME", help="Function for dali_graph. A run's recorded arguments are passed to it."),
+]
+
+
+def read(option: str, path: Path) -> dict[str, Any]:
+    """Return a JSON object in a file. Raises ValueError."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{option} must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{option} must be a JSON file, got {str(path)!r}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} must be a JSON object, got a {type(found).__name__} in {str(path)!r}")
+    return found
+
+
+def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the description of a run, and its saved state, if there is one.
+
+    Raises:
+        ValueError: If neither file contains a description, or `state` is no state.
+    """
+    saved = None if state is None else read("--state", state)
+    if saved is not None and not {"epoch", "position"} <= saved.keys():
+        raise ValueError(f"--state must be a file of Loader.save(), got {str(state)!r} without epoch and position")
+    described = read("--config", config) if config is not None else saved
+    assert described is not None
+    if config is None and "config" not in described:
+        raise ValueError(f"--config must be given, because the state in {str(state)!r} does not contain it")
+    if saved is None and {"epoch", "position"} <= described.keys():
+        saved = described
+    return run_config.checked(described), saved
+
+
+def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
+    """Return the function that FILE.py:NAME names, with the recorded arguments of a run. Raises ValueError."""
+    if named is None:
+        return None
+    file, separator, name = named.rpartition(":")
+    path = Path(file)
+    if not separator or path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"{option} must be FILE.py:NAME with an existing file, got {named!r}")
+    sys.path.insert(0, str(path.absolute().parent))  # as `python FILE.py` does, for what the file imports
+    function = getattr(importlib.import_module(path.stem), name, None)
+    if not callable(function):
+        raise ValueError(f"{option} must name a function in {file}, got {name!r}")
+    arguments = (recorded or {}).get("arguments")
+    return functools.partial(function, **arguments) if arguments else function
