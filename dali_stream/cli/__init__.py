@@ -23,6 +23,7 @@ from dali_stream.cli.index import index
 from dali_stream.cli.info import info
 from dali_stream.cli.lerobot_train import lerobot_train
 from dali_stream.cli.preview import preview
+from dali_stream.cli.receipt import receipt
 from dali_stream.cli.reshard import convert, reshard
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
@@ -53,6 +54,7 @@ app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
 )(lerobot_train)
 app.command(short_help="Draw a batch as the model sees it.")(preview)
+app.command(short_help="Say when a run has seen an episode.")(receipt)
 app.command(short_help="Rewrite a dataset for streaming.")(reshard)
 app.command(short_help="Compute the statistics that normalize needs.")(stats)
 app.command(short_help="Re-encode a dataset's videos, for example for a GPU.")(transcode)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
     from dali_stream.tools.output.work import Progress
+    from dali_stream.tools.receipts import Receipt, Seen, receipt
     from dali_stream.tools.rewriting import RewriteReport, Side, convert, reshard
     from dali_stream.tools.transcoding import TranscodedCamera, TranscodeReport, transcode
     from dali_stream.tools.transcoding.encoders import Codec, EncoderChoice
@@ -26,7 +27,9 @@ __all__ = [
     "Finding",
     "IndexReport",
     "Progress",
+    "Receipt",
     "RewriteReport",
+    "Seen",
     "Side",
     "Status",
     "TranscodeReport",
@@ -35,6 +38,7 @@ __all__ = [
     "describe",
     "doctor",
     "index",
+    "receipt",
     "reshard",
     "transcode",
 ]
@@ -45,6 +49,7 @@ _MODULES = {
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
     "output.work": ("Progress",),
+    "receipts": ("Receipt", "Seen", "receipt"),
     "rewriting": ("RewriteReport", "Side", "convert", "reshard"),
     "transcoding": ("TranscodeReport", "TranscodedCamera", "transcode"),
     "transcoding.encoders": ("Codec", "EncoderChoice"),

@@ -227,8 +227,7 @@ def _draw_header(pen: ImageDraw.ImageDraw, strips: Sequence[Strip], left: int, t
         if windowed:
             for step, seconds in enumerate(strip.seconds):
                 at = left + step * (strip.frames.shape[2] + STEP_GAP)
-                text = f"{seconds:+.4g} s" if seconds else "now"
-                pen.text((at, top + line(SMALL)), cut(text, strip.frames.shape[2], SMALL), DIM, font(SMALL))
+                pen.text((at, top + line(SMALL)), cut(_time(seconds), strip.frames.shape[2], SMALL), DIM, font(SMALL))
         left += _width(strip) + CAMERA_GAP
 
 
@@ -255,7 +254,7 @@ def _draw_values(
         said = f"{least:.3g} to {most:.3g}"
         pen.text((left + width - int(font(SMALL).getlength(said)), top), said, DIM, font(SMALL))
         room = width - int(font(SMALL).getlength(said)) - 8
-        seconds = f", {each.seconds[0]:+.3g} to {each.seconds[-1]:+.3g} s" if len(each.seconds) > 1 else ""
+        seconds = f", {_time(each.seconds[0])} to {_time(each.seconds[-1])}" if len(each.seconds) > 1 else ""
         pen.text((left, top), cut(f"{each.key}{seconds}", room, SMALL), PLAIN, font(SMALL))
         top += line(SMALL)
         box = (left, top, left + width, top + _STRIP_HEIGHT)
@@ -311,6 +310,11 @@ def _mark(pen: ImageDraw.ImageDraw, mark: str, left: int, top: int, width: int) 
 def _width(strip: Strip) -> int:
     steps, _, width = strip.frames.shape[:3]
     return steps * (width + STEP_GAP) - STEP_GAP
+
+
+def _time(seconds: float) -> str:
+    """The time of a step relative to the current frame."""
+    return f"{seconds:+.4g} s" if seconds else "now"
 
 
 def _camera_name(key: str, width: int) -> str:
