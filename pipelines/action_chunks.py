@@ -9,6 +9,7 @@ deviation 1. The same position of the order gets the same augmented pixels in ev
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,18 +22,19 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
-    """A graph function that crops, turns and colours the frames of each camera on its own. Tabular keys pass through."""
+    """Return `augment_frames` with these arguments, which `Loader.describe` then records."""
+    return functools.partial(augment_frames, cameras=list(cameras), size=size)
 
-    def graph(nodes: dict[str, Any]) -> dict[str, Any]:
-        draw = augment.Draw(nodes["sample"])
-        for key in cameras:
-            picture = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))
-            picture = augment.random_rotation(picture, draw, degrees=3)
-            picture = augment.color_jitter(picture, draw, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.03)
-            nodes[key] = math.clamp(picture, 0.0, 1.0)
-        return nodes
 
-    return graph
+def augment_frames(nodes: dict[str, Any], cameras: Sequence[str], size: Sequence[int]) -> dict[str, Any]:
+    """Crop, turn and colour the frames of each camera on its own. Tabular keys pass through."""
+    draw = augment.Draw(nodes["sample"])
+    for key in cameras:
+        picture = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))
+        picture = augment.random_rotation(picture, draw, degrees=3)
+        picture = augment.color_jitter(picture, draw, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.03)
+        nodes[key] = math.clamp(picture, 0.0, 1.0)
+    return nodes
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR
 Instead of a dataset's URI, a mixture file (.yaml, .yml, .json) names several, see docs/mixtures.md.
 
 DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
-chunks.png. A run that was killed continues with --resume at the very next sample, on any number of processes that divides
+chunks.png. It also gets run.json, with which `dali-stream preview` shows the batch of any step, see docs/replay.md. A run that was killed continues with --resume at the very next sample, on any number of processes that divides
 --consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM or Ctrl-C the current batch
 is finished, the run saved, and each process exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill
 after 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
@@ -21,6 +21,7 @@ Needs tensorboard and matplotlib: pip install -c constraints.txt '.[train]' in t
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import signal
 import sys
@@ -111,6 +112,7 @@ class Run:
         if self.file.exists():
             self._load()
         self.journal = Journal(arguments.out, self.step) if accelerator.is_main_process else None
+        self._describe()
         self._introduce()
         self._mark()
 
@@ -193,9 +195,12 @@ class Run:
             "samples_per_s": (self.step - step) * self.arguments.batch_size / seconds,
             "wait_share": (loader.stats()["wait_s"] - waited) / seconds,
             "epoch": state["epoch"],
+            "batch": loader.batch_index - 1,
             "position": state["position"],
         }
         self._note("train", values)
+        if self.journal is not None:
+            self.journal.show(self.step, "loader", loader.metrics())
         self._mark()
 
     def _mark(self) -> None:
@@ -259,8 +264,18 @@ class Run:
                 "unvalidated": self.unvalidated,
             }
             checkpoint.save(self.file, state)
+            self.data.train.save(self.arguments.out / "run.json")
         self.accelerator.wait_for_everyone()  # a process that ended earlier would have the others killed
         self._mark()
+
+    def _describe(self) -> None:
+        """Write run.json. Keep one that describes other batches, such as those of another number of processes."""
+        if self.journal is None or self.arguments.dummy:
+            return
+        path, loader = self.arguments.out / "run.json", self.data.train
+        if path.exists() and json.loads(path.read_text())["config"] != loader.describe():
+            path.rename(path.with_name(f"run_until_step_{self.step}.json"))
+        loader.save(path)
 
     def _load(self) -> None:
         state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -67,7 +67,12 @@ def graph(option: str, named: str | None, recorded: Mapping[str, Any] | None = N
     if not separator or path.suffix != ".py" or not path.is_file():
         raise ValueError(f"{option} must be FILE.py:NAME with an existing file, got {named!r}")
     sys.path.insert(0, str(path.absolute().parent))  # as `python FILE.py` does, for what the file imports
-    function = getattr(importlib.import_module(path.stem), name, None)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{option} must name a function in {file}, got {name!r}")
     arguments = (recorded or {}).get("arguments")

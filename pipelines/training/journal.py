@@ -30,6 +30,10 @@ class Journal:
     def add(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Adds a line with the `values` of a step, numbers, under `kind` on the board."""
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        self.show(step, kind, values)
+
+    def show(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Adds the `values` of a step to the board alone."""
         for name, value in values.items():
             self._board.add_scalar(f"{kind}/{name}", value, step)
 
