@@ -439,6 +439,7 @@ class Loader:
         - `row_bytes`, `index_bytes`, `encoded_bytes`, `frame_cache_bytes`, `resident_bytes`: Memory in use now, see `stats`.
 
         Rates and shares are 0 if no batch was delivered since the last call. The first call begins with the construction.
+        Decodes and cache hits are counted when a batch is made, up to `prefetch` batches before its delivery.
         """
         now = self.stats()
         before, self._metered = self._metered, now

@@ -25,7 +25,7 @@ def metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, floa
         "samples_per_s": _ratio(grown("samples"), seconds),
         "wait_share": _ratio(grown("wait_s"), seconds),
         "decodes_per_frame": _ratio(grown("decoded_frames"), frames),
-        "frame_cache_hit_share": _ratio(grown("frame_cache_hits"), frames),
+        "frame_cache_hit_share": min(_ratio(grown("frame_cache_hits"), frames), 1.0),
     }
     traffic = {name: grown(counter) for name, counter in _TRAFFIC.items()}
     return found | traffic | {name: float(now[name]) for name in _MEMORY}

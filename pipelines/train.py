@@ -9,11 +9,12 @@ accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR
 
 Instead of a dataset's URI, a mixture file (.yaml, .yml, .json) names several, see docs/mixtures.md.
 
-DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, and at the end loss.png and
-chunks.png. It also gets run.json, with which `dali-stream preview` shows the batch of any step, see docs/replay.md. A run that was killed continues with --resume at the very next sample, on any number of processes that divides
---consumers: --batch-size counts the samples of all processes, so it stays the same run. On SIGTERM or Ctrl-C the current batch
-is finished, the run saved, and each process exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill
-after 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
+DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, run.json, from which `dali-stream
+preview` shows the batch of any step (docs/replay.md), and at the end loss.png and chunks.png. A run that was killed continues
+with --resume at the very next sample, on any number of processes that divides --consumers: --batch-size counts the samples of
+all processes, so it stays the same run. On SIGTERM or Ctrl-C the current batch is finished, the run saved, and each process
+exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill after 30 s unless
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
 
 Needs tensorboard and matplotlib: pip install -c constraints.txt '.[train]' in the checkout.
 """

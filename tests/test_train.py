@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import re
 import signal
 import subprocess
@@ -14,22 +16,59 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.batches import as_bytes, equal
+from support.datasets import SIDE, TOP
+from support.programs import pictures
 from support.train import ENVIRONMENT, ROOT, SMALL, command, in_this_process, journal, losses, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dali_stream import Dataset, Loader, Mixture
+from dali_stream import Dataset, Loader, Mixture, batch_at, cli
 from dali_stream.demo import write_demo
 
-STEPS = 8
+STEPS, SPIKE = 8, 5
 
 
 @pytest.fixture(scope="module")
 def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of 8 steps that nothing interrupted."""
     out = tmp_path_factory.mktemp("train") / "run"
-    with in_this_process() as program:
-        program.main([*map(str, [demo, "--out", out, *SMALL, "--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4])])
+    seen, options = [], ["--max-steps", STEPS, "--val-episodes", 2, "--val-every", 4]
+    with in_this_process() as program, pytest.MonkeyPatch.context() as patch:
+        descend = program.Run._descend
+        patch.setattr(program.Run, "_descend", lambda run, batch: seen.append(batch) or descend(run, batch))
+        program.main([*map(str, [demo, "--out", out, *SMALL, *options])])
+    torch.save(seen[SPIKE - 1], out / "seen.pt")
     return out
+
+
+def test_the_batch_of_a_step_is_shown_again(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/replay.md does it: from the line of the step in the journal, with the frames as they were augmented."""
+    [entry] = [entry for entry in journal(finished) if entry["step"] == SPIKE and "loss" in entry]
+    seen = torch.load(finished / "seen.pt", weights_only=True)
+    line: list[Any] = ["preview", "--config", finished / "run.json", "--epoch", entry["epoch"], "--batch", entry["batch"]]
+    line += ["--dali-graph", ROOT / "pipelines/action_chunks.py:augment_frames", "--plots", "--out", tmp_path / "sheet.png"]
+    assert cli.main([*map(str, line)]) == 0
+    found = pictures(tmp_path / "sheet.png")
+    assert len(found) == 2 * 8
+    for said, picture in found:
+        assert (picture == as_bytes(seen[said["camera"]][said["sample"]][None])[0]).all()
+        assert said["index"] == seen["index"][said["sample"]]
+    config = json.loads((finished / "run.json").read_text())
+    augmented = functools.partial(import_file("action_chunks").augment_frames, cameras=[TOP, SIDE], size=[32, 32])
+    assert equal(batch_at(config, entry["epoch"], entry["batch"], augmented), seen)
+    capsys.readouterr()
+    line = ["receipt", "--config", finished / "run.json", "--log", finished / "metrics.jsonl", "--json", "--episode"]
+    for episode in (0, 1):  # the second is validated on
+        assert cli.main([*map(str, line), str(episode)]) == 0
+        steps = [step for epoch in json.loads(capsys.readouterr().out)["epochs"] for step in epoch["steps"]]
+        assert steps.count(SPIKE) == (seen["episode_index"] == episode).sum()
+
+
+def import_file(name: str) -> Any:
+    """A module of pipelines/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "pipelines"))
+        return importlib.import_module(name)
 
 
 def test_a_run_leaves_its_checkpoint_journal_and_pictures(finished: Path, demo: Path) -> None:
@@ -202,7 +241,9 @@ def test_what_does_not_go_with_a_mixture_is_said_in_a_line(
 def test_dummy_trains_nothing_and_measures_the_loader(program: Any, demo: Path, tmp_path: Path) -> None:
     program.main([*map(str, [demo, "--out", tmp_path, *SMALL, "--dummy", "--max-steps", 3])])
     assert not (tmp_path / "checkpoint.pt").exists()
-    assert [set(entry) for entry in journal(tmp_path)] == [{"step", "samples_per_s", "wait_share", "epoch", "position"}] * 3
+    assert [set(entry) for entry in journal(tmp_path)] == [
+        {"step", "samples_per_s", "wait_share", "epoch", "batch", "position"}
+    ] * 3
 
 
 @pytest.mark.parametrize(
