@@ -194,7 +194,7 @@ def open_described(described: Mapping[str, Any], where: Mapping[str, Any] | None
     Args:
         described: Entry `dataset` of a description.
         where: Arguments of `Dataset` that a description does not contain or that have changed, such as `uri`, `cache_dir` and
-            `storage_options`. For a mixture, they are given to each of its datasets.
+            `storage_options`. Each dataset of a mixture gets them.
 
     Raises:
         ValueError: If `where` has a `uri` for a mixture, or an argument is invalid.
@@ -243,7 +243,7 @@ def last_batch(config: Mapping[str, Any], state: Mapping[str, Any], frames: int)
 
 
 def batches_of(config: Mapping[str, Any], frames: int) -> Batches:
-    """Return the batches of an epoch of a run, which has so many positions."""
+    """Return the batches of an epoch of a run with this number of positions."""
     loader = config["loader"]
     return Batches(frames, loader["batch_size"], loader["world_size"], loader["last_batch"])
 

@@ -29,7 +29,7 @@ CHUNK = [step / 20 for step in range(6)]
 
 
 def through_a_file(value: Any) -> Any:
-    """What JSON brings back."""
+    """Return a value as JSON brings it back."""
     return json.loads(json.dumps(value))
 
 
@@ -124,7 +124,7 @@ def test_nothing_before_the_batch_is_read(demo_copy: Path) -> None:
 
 
 def test_a_run_that_was_resumed_with_another_global_batch(small: Path, tmp_path: Path) -> None:
-    """Its batches begin at other positions, until the epoch ends. What an earlier Loader delivered is refused."""
+    """Its batches begin at other positions, until the epoch ends. Batches of an earlier Loader are refused."""
     file, options = tmp_path / "loader.json", OPTIONS | {"consumers": 8}
     with Loader(small, **options, rank=0, world_size=1) as loader:
         first = next(iter(loader))

@@ -54,7 +54,7 @@ def preview(
     state: runs.StateFile = None,
     epoch: Annotated[int | None, typer.Option(**_NUMBER, help="Epoch of a run's batch.")] = None,
     batch: Annotated[int | None, typer.Option(**_NUMBER, help="Number of a run's batch in its epoch, from 0.")] = None,
-    rank: Annotated[int, typer.Option(**_NUMBER, help="Rank whose share of a run's batch is shown.")] = 0,
+    rank: Annotated[int, typer.Option(**_NUMBER, help="Rank that a run's batch is of.")] = 0,
     episodes: arguments.Episodes = None,
     cameras: arguments.Cameras = None,
     revision: arguments.Revision = None,
@@ -66,9 +66,9 @@ def preview(
 ) -> None:
     """Draw the first batch of an epoch as the model sees it, captioned with tasks and indices.
 
-    Of a run (--config, --state): the batch that it saw at --epoch and --batch, or before the state was saved. Frames,
-    augmentation, actions and states are those of the run. Of a dataset without cameras: plots of state and action of up to
-    four episodes. Of several datasets, or a mixture file: a batch of their mixture.
+    With --config or --state, draw the batch that a run saw at --epoch and --batch, or before the state was saved. Frames,
+    augmentation, actions and states are those of the run. A dataset without cameras gets plots of state and action of up to
+    four episodes. Several datasets, or a mixture file, get a batch of their mixture.
     """
     arguments.png("--out", out)
     place = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
@@ -142,7 +142,7 @@ def _of_run(
     rank: int,
     dali_graph: str | None,
 ) -> _Sheet:
-    """Return the batch of a run. Frames are shown without their normalization, which would leave the range of colours."""
+    """Return the batch of a run. The normalization of frames is undone, since it leaves the range of colours."""
     from dali_stream.tools import sheet
 
     described, saved = runs.config_and_state(config, state)

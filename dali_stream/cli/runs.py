@@ -41,7 +41,7 @@ def read(option: str, path: Path) -> dict[str, Any]:
 
 
 def config_and_state(config: Path | None, state: Path | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the description of a run, and its saved state, if there is one.
+    """Return the description of a run, and its saved state, if a file contains one.
 
     Raises:
         ValueError: If neither file contains a description, or `state` is no state.

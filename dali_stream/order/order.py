@@ -89,7 +89,7 @@ class EpochOrder(ABC):
             (position, frame), two int64 arrays by rising position. A mixture may show a frame several times, or not at all.
 
         Raises:
-            ValueError: If there is no such episode.
+            ValueError: If `episode` is out of range.
         """
         if not 0 <= episode < self._episode_count:
             raise ValueError(f"episode must be at least 0 and below {self._episode_count}, got {episode}")

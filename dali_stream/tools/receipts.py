@@ -1,4 +1,4 @@
-"""Where a run has seen an episode, from the order alone: no frame is read."""
+"""Positions at which a run has seen an episode, from the order alone: no frame is read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Seen:
         positions: Positions in the epoch's order at which a frame of the episode was delivered, rising.
         frames: Frame within the episode at each position.
         padded: Positions of these that also filled up the last batch of the epoch (`last_batch="pad"`), as often as they did.
-        steps: Step of the training at each position, from 1. None if the log does not say, or there is none.
+        steps: Step of the training at each position, from 1. None if no log says it.
     """
 
     epoch: int
@@ -101,7 +101,7 @@ def receipt(
         progress: Function called as (epochs done, number of epochs).
 
     Raises:
-        ValueError: If there is no such episode or dataset, or nothing says how far the run came.
+        ValueError: If the run has no such dataset or episode, or neither a state nor a log says how far it came.
         ResumeError: If the dataset has changed, or another version of dali_stream wrote `config`.
         DatasetError, StorageError: See `Dataset`.
     """

@@ -76,7 +76,7 @@ class Values:
     Attributes:
         numbers: Values of shape (T, D).
         seconds: Time of each step.
-        padded: Whether each step lies outside the episode.
+        padded: Whether each step is outside the episode.
     """
 
     key: str
