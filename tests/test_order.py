@@ -115,6 +115,13 @@ def test_an_episode_in_a_long_run_is_found_in_its_parts() -> None:
         assert list(zip(*(found.tolist() for found in order.find(episode)), strict=True)) == expected
 
 
+def test_an_episode_in_a_part_of_many_frames_is_found() -> None:
+    """More frames than are drawn at a time."""
+    order = Order([2 * EpisodePool.BLOCK, 40, 10], consumers=1, episode_pool_size=3)
+    shown = [(g, frame) for g, (one, frame) in enumerate(read(order)) if one == 1]
+    assert list(zip(*(found.tolist() for found in order.find(1)), strict=True)) == shown
+
+
 @pytest.mark.parametrize("episode", [-1, 3])
 def test_an_episode_that_does_not_exist_is_refused(episode: int) -> None:
     with pytest.raises(ValueError, match=f"below 3, got {episode}"):
