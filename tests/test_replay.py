@@ -17,6 +17,7 @@ from PIL import Image
 from support.batches import Batch, as_bytes, equal
 from support.datasets import SIDE, TOP
 from support.programs import failed, pictures
+from support.servers import Server
 
 import dali_stream
 from dali_stream import Dataset, Loader, Mixture, Order, ResumeError, augment, batch_at
@@ -192,6 +193,14 @@ def test_arguments_that_json_cannot_hold_are_none(small: Path) -> None:
         with Loader(small, **OPTIONS, dali_graph=graph) as loader:
             found = loader.describe()["dali_graph"]
         assert found["arguments"] == ({} if "lambda" in found["function"] else None)
+
+
+def test_a_description_holds_no_credentials(small: Path) -> None:
+    with Server(small) as server:
+        dataset = Dataset(server.url, storage_options={"headers": {"Authorization": "Bearer secret"}})
+        with Loader(dataset, **OPTIONS) as loader:
+            assert "secret" not in json.dumps(loader.describe())
+            assert loader.describe()["dataset"]["uri"] == server.url
 
 
 # ---------------------------------------------------------------------------------------------------------- the preview

@@ -196,6 +196,11 @@ def test_what_changes_the_run_is_said(program: Any, demo: Path, tmp_path: Path, 
     assert saved(tmp_path)["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
     run(program, demo, tmp_path, "--max-steps", 2, "--resume")
     assert "step 2 is done already" in capsys.readouterr().err
+    assert not list(tmp_path.glob("run_until_*"))  # these runs have the same batches
+    run(program, demo, tmp_path, "--max-steps", 3, "--resume", "--batch-size", 4)
+    described = [json.loads((tmp_path / name).read_text()) for name in ("run_until_step_2.json", "run.json")]
+    assert [each["config"]["loader"]["batch_size"] for each in described] == [8, 4]
+    assert [each["position"] for each in described] == [16, 20]
 
 
 def test_charts_show_recorded_and_predicted_actions_in_the_recordings_unit(
