@@ -6,6 +6,7 @@ In messages, a command is complete and in backticks. URI, OUT and DIR are placeh
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -17,12 +18,13 @@ from typing import Any
 import pytest
 import typer
 from packaging.requirements import Requirement
-from support.datasets import build
+from support.datasets import SIDE, TOP, build
 from support.servers import Server
 from support.slow import slow
 from test_docs import BLOCK, DOCUMENTS, code
 from test_install import write_wheel
 
+from dali_stream import Loader
 from dali_stream.cli import app, main
 from dali_stream.install import install_command
 
@@ -99,7 +101,7 @@ def test_the_program_takes_each_command(command: str) -> None:
         GROUP.commands[name].make_context(name, words)
 
 
-QUICK = ("info", "preview", "stats")  # the others take seconds
+QUICK = ("info", "preview", "receipt", "stats")  # the others take seconds
 # The first needs a GPU, and the second takes minutes; test_selftest.py runs parts of it.
 NOT_HERE = ("dali-stream selftest", "dali-stream selftest --device cpu")
 
@@ -114,6 +116,7 @@ def runnable() -> list[Any]:
 def places(small: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Values of the placeholders. A bucket is a server on loopback."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "pipelines"))
     (tmp_path / "mixture.yaml").write_text(f"datasets:\n  one: {{uri: {small}}}\n  two: {{uri: {small}}}\n")
     old = build(tmp_path / "v2.1", [3, 4], {}, version="v2.1")
     with Server(small) as server:
@@ -128,6 +131,19 @@ def places(small: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         }
 
 
+def write_runs(dataset: Path, folder: Path) -> dict[str, str]:
+    """Save a run with the augmentation of train.py in DIR/run.json, and one without. Return values for their batches."""
+    graph = {"dali_graph": importlib.import_module("action_chunks").augmented([TOP, SIDE], (48, 64))}
+    (folder / "DIR").mkdir()
+    for name, arguments in (("DIR/run.json", graph), ("run.json", {}), ("loader.json", {})):
+        with Loader(dataset, batch_size=4, device="cpu", image_size=(48, 64), **arguments) as loader:
+            next(iter(loader))
+            loader.save(folder / name)
+    (folder / "DIR/metrics.jsonl").write_text('{"step": 1, "epoch": 0, "position": 4}\n')
+    file = "pipelines/action_chunks.py"
+    return {"1234": "1", "199": "1", "37": "1", f"{file}:augment_frames": f"{ROOT / file}:augment_frames"}
+
+
 @pytest.mark.parametrize("command", runnable())
 def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if " convert " in command:
@@ -136,6 +152,8 @@ def test_each_command_runs(command: str, places: dict[str, str], capsys: pytest.
         places["URI"] = "new"  # it is written
     if " index " in command:
         places["URI"] = places["s3://bucket/dataset"]
+    if "--config" in command or "--state" in command:
+        places |= write_runs(Path(places["URI"]), tmp_path)
     words = [places.get(word, word) for word in shlex.split(command)[1:]]
     if words[0] == "demo" and "--episodes" not in words:
         words += ["--episodes", "2"]

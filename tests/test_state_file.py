@@ -76,7 +76,7 @@ def test_only_rank_0_writes_and_all_ranks_read(rows: Dataset, tmp_path: Path) ->
         assert names(tmp_path) == []
         next(iter(first))
         first.save(file)
-        assert json.loads(file.read_text()) == second.state_dict()
+        assert json.loads(file.read_text()) == second.state_dict() | {"config": second.describe()}
     with make(rows, rank=1, world_size=2) as resumed:
         assert resumed.restore(file)
         assert resumed.batch_index == 1
