@@ -14,7 +14,7 @@ import torch
 from support.batches import Batch, equal
 from support.datasets import ODD_CAMERA, ODD_SIZE, SIDE, TOP, Column, build, copied, image_file, noise
 
-from dali_stream import Dataset, DecodeError, Loader
+from dali_stream import Dataset, DecodeError, Loader, batch_at
 from dali_stream.demo import read_identities
 
 LENGTHS = (9, 7, 11)
@@ -65,6 +65,13 @@ def test_substitutes_are_whole_samples_of_their_batch_and_marked(root: Path, pip
         assert shown == torch.stack([batch["episode_index"], batch["frame_index"]], 1).tolist()
         marked += int(mask.sum())
     assert marked == len(BROKEN)
+
+
+def test_a_batch_with_substitutes_is_made_again(root: Path) -> None:
+    with Loader(root, on_error="substitute", **OPTIONS) as loader:
+        config, found = loader.describe(), list(loader)
+    assert sum(int(batch["is_substitute"].sum()) for batch in found) == len(BROKEN)
+    assert all(equal(batch_at(config, 0, number), batch) for number, batch in enumerate(found))
 
 
 def test_they_are_the_same_in_either_memory_format(root: Path) -> None:
