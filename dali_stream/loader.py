@@ -170,7 +170,8 @@ class Loader:
         self._constructed, self._pid = time.perf_counter(), os.getpid()
         self._metered: dict[str, Any] = {}  # counters at the last call of `metrics`
         self._source = self._make_source(decode, dali_graph)
-        self._described: dict[str, Any] = {"windows": delta_timestamps or {}, "decode": decode, "dali_graph": dali_graph}
+        windows = {key: list(map(float, seconds)) for key, seconds in (delta_timestamps or {}).items()}
+        self._described: dict[str, Any] = {"windows": windows, "decode": decode, "dali_graph": dali_graph}
         self._warn_if_uneven()
 
     def _make_source(self, decode: str, dali_graph: Graph | None) -> BatchSource:

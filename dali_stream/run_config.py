@@ -58,7 +58,7 @@ def describe(
     Args:
         dataset: Dataset of the Loader.
         config: Configuration of its pipeline.
-        windows: Argument `delta_timestamps` of the Loader.
+        windows: Argument `delta_timestamps` of the Loader, with lists of floats.
         normalize: Mode of each normalized key.
         decode: Argument of the Loader.
         routes: {camera: decoder}.
@@ -69,7 +69,7 @@ def describe(
     loader = {
         "batch_size": batches.batch_size,
         "world_size": batches.world_size,
-        "delta_timestamps": {key: [float(second) for second in seconds] for key, seconds in windows.items()},
+        "delta_timestamps": dict(windows),
         "image_size": config.image_size,
         "image_dtype": config.image_dtype,
         "memory_format": config.memory_format,
