@@ -85,7 +85,8 @@ class TorchcodecDecoder(VideoFiles):
         for row, t in np.argwhere((planned.show == LACKING) & present[:, None]).tolist():
             if row not in failed:
                 failed[row] = self._missing(episodes, int(episode[row]), int(frames[row, t]))
-        tasks = [pool.submit(self._decode, store, task) for task in self._deal(self._gops(planned, episodes))]
+        gops = self._gops(planned, episodes) if len(planned.packet) else []
+        tasks = [pool.submit(self._decode, store, task) for task in self._deal(gops)]
         return Decoded(self._slots, planned, tasks, failed)
 
     def close(self) -> None:
