@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dali_stream.decode.decoder import CLIP_FRAMES
+from dali_stream.decode.decoder import TASK_FRAMES
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
@@ -277,7 +277,7 @@ class _Rank:
         windows = dict.fromkeys(cameras, offsets.astype(np.int64))
         files = np.arange(recording.num_episodes) // recording.in_video
         frames = training.batch_size * len(cameras) * len(offsets)
-        self.depth = batches_in_progress(training.num_threads, frames, CLIP_FRAMES)
+        self.depth = batches_in_progress(training.num_threads, frames, TASK_FRAMES)
         table_bytes = EpisodeTable.row_bytes(len(cameras), len(cameras))
         sizes = Sizes(
             lengths=recording.lengths,
