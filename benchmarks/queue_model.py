@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dali_stream.decode.decoder import CLIP_FRAMES
+from dali_stream.decode.decoder import TASK_FRAMES
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
@@ -277,7 +277,7 @@ class _Rank:
         windows = dict.fromkeys(cameras, offsets.astype(np.int64))
         files = np.arange(recording.num_episodes) // recording.in_video
         frames = training.batch_size * len(cameras) * len(offsets)
-        self.depth = batches_in_progress(training.num_threads, frames, CLIP_FRAMES)
+        self.depth = batches_in_progress(training.num_threads, frames, TASK_FRAMES)
         table_bytes = EpisodeTable.row_bytes(len(cameras), len(cameras))
         sizes = Sizes(
             lengths=recording.lengths,
@@ -336,9 +336,8 @@ class _Rank:
             self._clock = max(self._clock, network.wait(self._reads.pop(read.key)))
             size = self._recording.index.nbytes if read.camera else self._recording.frames * ROW * ROW_SPARE[0] // ROW_SPARE[1]
             opening.observe(read.key, size)
-        ready = np.array(opening.ready())
-        opened = [self._recording.open(e, self._block) for e in ready[~planner.table.is_open(ready)].tolist()]
-        planner.observe(opened, self._closed(), self._encoded - sum(opening.room.bytes_by_kind))
+        opened = [self._recording.open(episode, self._block) for episode in opening.ready()]
+        planner.observe(opened, self._closed(), self._encoded - sum(opening.bytes_by_kind))
         self._step()
 
     def _step(self) -> None:
@@ -360,14 +359,14 @@ class _Rank:
         self.decoded += decodes
         self.shown += sum(planned.show.size for planned in plan.frames.values())
         self._batches.append((self._clock, list(jobs.values()), decodes))
-        taken = sum(self.opening.room.bytes_by_kind) + self.planner.video.bytes
+        taken = sum(self.opening.bytes_by_kind) + self.planner.video.bytes
         taken += sum(cache.cached for cache in frames) * self._training.frame_bytes
         self.peak = max(self.peak, taken)
 
     def _closed(self) -> list[int]:
         """The open episodes that were evicted."""
         first_row = self.planner.table.first_row
-        return [number for camera, number in self.opening.room.take_evicted() if not camera and first_row[number] >= 0]
+        return [number for camera, number in self.opening.take_evicted() if not camera and first_row[number] >= 0]
 
     def ready(self, batch: int) -> float:
         """When a batch is there, if it was planned."""

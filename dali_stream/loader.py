@@ -421,7 +421,7 @@ class Loader:
         `bottleneck` interprets the times.
         """
         counters = self._counts()
-        counters["needed_bytes"] += self._config.indices.read_bytes if self.dataset.data_store.remote else 0
+        counters["needed_bytes"] += sum(self._config.indices.bytes_read.values()) if self.dataset.data_store.remote else 0
         return counters | self._source.memory()
 
     def _counts(self) -> dict[str, Any]:
@@ -470,8 +470,7 @@ class Loader:
         self._closed = True
         if os.getpid() == self._pid:
             self._source.close()
-            for camera, file in self._config.indices.held():
-                self._config.indices.drop(camera, file)
+            self._config.indices.cached.clear()
             process.trim_memory()  # a large dataset leaves much free memory in small blocks
             self._config.substitutes.report(self._epoch + 1)  # some batches of the next epoch may have been made
             self.dataset.close()

@@ -13,12 +13,11 @@ import pytest
 from nvidia.dali.pipeline import Pipeline, StreamPolicy
 from support.batches import as_bytes, check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths
+from support.opened import open_all
 from support.servers import Server
 from torchcodec.decoders import VideoDecoder
 
 from dali_stream import Dataset, DecodeError, Loader
-from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode import dali
 from dali_stream.decode.dali import COLOUR_TOLERANCE
@@ -67,11 +66,10 @@ def test_clips_for_nvdec_hold_the_windows_of_b_frames(h264_demo: Path, monkeypat
     """
     monkeypatch.setattr(dali, "refusal", lambda *_: "")
     dataset = Dataset(h264_demo)
-    episodes = OpenEpisodes(dataset, IndexCache(dataset))
+    episodes, opened = open_all(dataset)
     episode = np.array([0, 1, 1, 0, 1])
     # Neighbours, since samples and frames are in different orders only within a GOP.
     frames = np.array([7, 20, 0, 31, 12])[:, None] + np.random.default_rng(0).permuted(np.tile(np.arange(7), (5, 1)), axis=1)
-    opened = episodes.load(range(2))
     for number, key in enumerate(dataset.cameras):
         decoder = dali.DaliDecoder(dataset, key, Counters(), None, (128, 160), None)
         packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frames, strict=True)])

@@ -121,7 +121,7 @@ class Run:
                 self.held[read.key] = size if read.camera else size + int(self.lengths[read.number]) * TABLE
                 self.close(opening, planner)
             self.open(opening, planner)
-            assert sum(opening.room.bytes_by_kind) <= self.opened_room
+            assert sum(opening.bytes_by_kind) <= self.opened_room
             step = planner.plan()
             opening.advance()
             self.carry_out(step)
@@ -132,13 +132,12 @@ class Run:
 
     def open(self, opening: Opening, planner: BatchPlanner) -> None:
         for episode in opening.ready():
-            if planner.table.first_row[episode] == NONE:
-                packet, keyframe = self.packets(episode)
-                blocks = cut(self.indices[self.file[episode]], packet, keyframe, self.block)
-                planner.observe([OpenEpisode(episode, {CAMERA: Located(packet, keyframe, blocks)})])
+            packet, keyframe = self.packets(episode)
+            blocks = cut(self.indices[self.file[episode]], packet, keyframe, self.block)
+            planner.observe([OpenEpisode(episode, {CAMERA: Located(packet, keyframe, blocks)})])
 
     def close(self, opening: Opening, planner: BatchPlanner) -> None:
-        for key in opening.room.take_evicted():
+        for key in opening.take_evicted():
             del self.held[key]
             if not key[0] and planner.table.first_row[key[1]] != NONE:
                 planner.observe(closed=[key[1]])

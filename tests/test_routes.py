@@ -17,11 +17,11 @@ import pytest
 from support import videos as video_data
 from support.batches import check_identities
 from support.datasets import TOP, copied, read_lengths
+from support.opened import open_all
 from support.tools import table_of
 
 import dali_stream
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode import capability as capability_module
 from dali_stream.decode import choice, dali, route
@@ -166,8 +166,7 @@ def test_hidden_frames_are_kept_from_nvdec(
 def packed(dataset: dali_stream.Dataset, key: str, gpu: int | None, episode: np.ndarray, frame: np.ndarray) -> dali.Clips:
     """The clips of a batch: frames (B, T) of episodes (B,)."""
     camera = dali.DaliDecoder(dataset, key, Counters(), gpu, (128, 160), None)
-    episodes = OpenEpisodes(dataset, IndexCache(dataset))
-    opened = episodes.load(range(2))
+    episodes, opened = open_all(dataset)
     packets = np.stack([opened[e].cameras[key].packet[f] for e, f in zip(episode.tolist(), frame, strict=True)])
     with ThreadPoolExecutor(2) as pool:
         step = SimpleNamespace(packets={key: packets}, samples=SimpleNamespace(episode=episode))

@@ -286,11 +286,11 @@ def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path
     order, first = Order(dataset.lengths), np.arange(0, 400, 10)
     batch = Samples(0, 0, order, np.arange(40), episode=first, frame=np.zeros(40, np.int64), padded=0)
     opening = Opening(Storage({}, dataset.lengths, dataset.row_bytes, 0, {}, 1 << 30))
-    episodes = OpenEpisodes(dataset, IndexCache(dataset), memory=RowMemory(8 << 20, 2 << 20))
+    episodes = OpenEpisodes(opening, dataset, IndexCache(dataset), memory=RowMemory(8 << 20, 2 << 20))
     before = pa.total_allocated_bytes()
-    episodes.begin(opening, [batch])
+    episodes.begin([batch])
     taken = pa.total_allocated_bytes() - before
-    opened, _ = episodes.finish(opening, [batch])
+    opened, _ = episodes.finish([batch])
     assert [each.number for each in opened] == first.tolist()
     assert taken < 4 << 20  # what is kept, and the rows of the episodes; all of the row groups are 40 MB
 

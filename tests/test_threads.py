@@ -105,14 +105,14 @@ def test_a_closed_loader_keeps_neither_its_plans_nor_its_indices(demo: Path) -> 
     batches = iter(loader)
     next(batches)
     planner = weakref.ref(loader._source._stream.planner)  # type: ignore[union-attr]
-    assert loader._config.indices.held()
+    assert loader._config.indices.cached
     gc.disable()
     try:
         loader.close()
         assert planner() is None
     finally:
         gc.enable()
-    assert not loader._config.indices.held()
+    assert not loader._config.indices.cached
 
 
 def test_after_close_in_the_middle_of_an_epoch(demo: Path) -> None:

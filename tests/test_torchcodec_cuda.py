@@ -16,11 +16,11 @@ import pytest
 import torch
 from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, copied, read_lengths
+from support.opened import open_all
 
 import dali_stream
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.counters import Counters
 from dali_stream.decode import choice, route, torchcodec, torchcodec_cuda
 from dali_stream.decode.capability import Capability
@@ -214,8 +214,7 @@ def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
     torchcodec_cuda._sessions.cache_clear()
     request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
     dataset = Dataset(h264_demo)
-    episodes = OpenEpisodes(dataset, IndexCache(dataset))
-    opened = episodes.load(range(2))
+    episodes, opened = open_all(dataset)
     decoder = torchcodec_cuda.TorchcodecCudaDecoder(dataset, TOP, Counters(), 0)
     episode, frame = np.zeros(40, np.int64), np.arange(40)[:, None]
     packets = opened[0].cameras[decoder.key].packet[frame]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, succeeded
+from dali_stream.decode.decoder import Decoded, succeeded, task_frames
 from dali_stream.decode.torchcodec import frames_at_once
 from dali_stream.errors import DecodeError
 
@@ -42,6 +42,10 @@ def test_a_batch_with_a_frame_that_failed_is_not_ready() -> None:
         assert not Decoded(slots, plan, [task("done")], failed).ready()
 
 
+def test_tasks_of_small_frames_have_more_of_them() -> None:
+    assert [task_frames(size) for size in ((1080, 1920), (480, 640), (360, 640), (224, 224), (32, 32))] == [32, 32, 42, 64, 64]
+
+
 def test_frames_that_a_thread_decodes_at_once_take_15_mib() -> None:
     assert frames_at_once((480, 640)) == (15 << 20) // (480 * 640 * 3)
-    assert [frames_at_once(size) for size in ((120, 160), (4000, 4000))] == [CLIP_FRAMES, 1]
+    assert [frames_at_once(size) for size in ((120, 160), (4000, 4000))] == [64, 1]

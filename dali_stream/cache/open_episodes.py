@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.cache.indices import IndexCache
+from dali_stream.cache.indices import IndexCache, size_of
 from dali_stream.cache.locate import locate
 from dali_stream.counters import Counters
 from dali_stream.errors import DaliStreamError, DecodeError
 from dali_stream.lerobot.combined import row_reader
 from dali_stream.lerobot.rows import Columns, Found, RowMemory
-from dali_stream.lerobot.source import Source
+from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, OpenEpisode
-from dali_stream.schedule.opening import Opening, Read
-from dali_stream.schedule.room import Key
+from dali_stream.schedule.opening import Key, Opening, Read
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
@@ -33,6 +32,7 @@ class OpenEpisodes:
     Many episodes share a video file, so indices are cached per file, in `IndexCache`.
 
     Args:
+        opening: Schedule of the reads.
         source: Episodes.
         indices: Cache of the indices of video files, which outlives this object.
         store: Session of the source's store. Default: a new session.
@@ -47,6 +47,7 @@ class OpenEpisodes:
 
     def __init__(
         self,
+        opening: Opening,
         source: Source,
         indices: IndexCache,
         store: Store | None = None,
@@ -55,38 +56,36 @@ class OpenEpisodes:
         block: int | None = None,
         counters: Counters | None = None,
     ) -> None:
-        self._source, self._indices, self._block, self._counters = source, indices, block, counters or Counters()
+        self._opening, self._source, self._indices, self._block = opening, source, indices, block
         self._store, self._readers = store or source.data_store.session(), readers or Workers("", 0)
+        self._counters = counters or Counters()
         self.table = EpisodeTable(source.lengths, source.cameras, () if block is None else source.videos)
         self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
         self._reader = row_reader(source, self._store, memory)
         self._coming: dict[Key, Future[Any]] = {}
-        self._late: dict[Key, Future[Any]] = {}  # reads of indices that were evicted before they ended
-        self._open: set[int] = set()
+        for key, size in indices.sizes().items():
+            opening.observe(key, size)
 
-    def begin(self, opening: Opening, ahead: Iterable[Samples]) -> list[int]:
-        """Begin to read the rows and indices that the next batches need. Return the episodes that were closed.
+    def begin(self, ahead: Iterable[Samples]) -> tuple[list[int], int]:
+        """Begin to read the rows and indices that the next batches need.
 
         Args:
-            opening: Schedule of the reads.
             ahead: Next batch and those after it, see `Opening.request`.
+
+        Returns:
+            Episodes that were closed, and number of indices that are read again after an eviction.
         """
-        reads = opening.request(ahead)
-        for key in [key for key, late in self._late.items() if late.done()]:
-            del self._late[key]
-            if key not in opening.room:  # it was not requested again meanwhile
-                self._indices.drop(*key)
-        closed = self._evict(opening.room.take_evicted())
+        reads = self._opening.request(ahead)
+        closed = self._evict()
         for read in reads:
             call = self._read_index if read.camera else self._read_rows
             self._coming[read.key] = self._readers.submit(call, read, priority=(read.step, 0))
-        return closed
+        return closed, sum(read.again for read in reads if read.camera)
 
-    def finish(self, opening: Opening, ahead: Sequence[Samples]) -> tuple[Iterator[OpenEpisode], list[int]]:
+    def finish(self, ahead: Sequence[Samples]) -> tuple[Iterator[OpenEpisode], list[int]]:
         """Wait for the reads that are due before the next batch is planned.
 
         Args:
-            opening: Schedule of the reads.
             ahead: Next batch and some batches after it. If a read returns rows of their episodes in addition, these are kept.
 
         Returns:
@@ -100,7 +99,7 @@ class OpenEpisodes:
         """
         closed: list[int] = []
         soon: list[int] = []  # episodes of the batches ahead, most urgent first
-        for read in opening.due():
+        for read in self._opening.due():
             if (coming := self._coming.pop(read.key, None)) is None:  # evicted for the results of earlier reads
                 continue
             try:
@@ -108,39 +107,27 @@ class OpenEpisodes:
             except (DaliStreamError, CancelledError):
                 if read.batch == ahead[0].number:
                     raise
-                opening.observe(read.key, None)  # the read is repeated for the batch that needs it
+                self._opening.observe(read.key, None)  # the read is repeated for the batch that needs it
                 continue
+            kept: list[int] = []
             if read.camera:
-                opening.observe(read.key, result)
+                self._indices.cached[read.key] = result
+                self._opening.observe(read.key, size_of(result))
             else:
+                self._rows[read.number] = result[read.number]
                 others = {e: size * ROW_SPARE[0] // ROW_SPARE[1] for e, size in result.sizes().items() if e != read.number}
                 if others and not soon:
                     soon = list(dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()))
                 others = {episode: others[episode] for episode in soon if episode in others}
-                kept = opening.observe(read.key, _bytes_of(result[read.number]), others)
-                self._rows[read.number] = result[read.number]
-                for episode in kept:
-                    try:
-                        self._rows[episode] = {key: values.copy() for key, values in result[episode].items()}
-                    except (KeyError, DaliStreamError):  # evicted meanwhile, or broken, which is reported when a batch needs it
-                        opening.observe(("", episode), None)
-            closed += self._evict(opening.room.take_evicted())
-        ready = [episode for episode in opening.ready() if episode not in self._open]
-        return map(self._opened, ready), closed
-
-    def load(self, episodes: Iterable[int]) -> dict[int, OpenEpisode]:
-        """Read and open episodes, for a program without a schedule.
-
-        Raises:
-            DatasetError: If rows are missing or broken.
-            StorageError: If rows or an index cannot be read.
-        """
-        opened = {}
-        for episode in episodes:
-            self._rows[episode] = self._reader.read(episode)[episode]
-            self.table.open(one := self._opened(episode))
-            opened[episode] = one
-        return opened
+                kept = self._opening.observe(read.key, _bytes_of(result[read.number]), others)
+            closed += self._evict()
+            for episode in kept:
+                try:
+                    self._rows[episode] = {key: values.copy() for key, values in result[episode].items()}
+                except (KeyError, DaliStreamError):  # evicted meanwhile, or broken, which is reported when a batch needs it
+                    self._opening.observe(("", episode), None)
+        ready = self._opening.ready()
+        return map(self._opened, ready), closed + self._evict()
 
     def index(self, camera: str, episode: int) -> VideoIndex:
         """Return the index of the file that contains an episode. Raises DecodeError if the file has no valid index."""
@@ -148,31 +135,26 @@ class OpenEpisodes:
 
     def _opened(self, episode: int) -> OpenEpisode:
         """Locate the frames of an episode whose rows were read."""
-        self._open.add(episode)
         source, rows = self._source, self._rows.pop(episode)
         cameras = {c: locate(source, c, episode, rows, self._index_or_none(c, episode), self._block) for c in source.cameras}
         return OpenEpisode(episode, cameras, rows)
 
     def _index_or_none(self, camera: str, episode: int) -> VideoIndex | None:
         try:
-            return self.index(camera, episode) if self._indices.has_file(camera, episode) else None
+            return None if self._indices.file(camera, episode) == ABSENT else self.index(camera, episode)
         except DecodeError:  # reported when a frame of the file is decoded
             return None
 
-    def _evict(self, keys: Iterable[Key]) -> list[int]:
+    def _evict(self) -> list[int]:
         """Drop rows and indices that the schedule has evicted. Return the episodes among them that were open."""
         closed: list[int] = []
-        for camera, number in keys:
-            coming = self._coming.pop((camera, number), None)
-            if camera and coming is not None:
-                self._late[camera, number] = coming  # its read will add the index to the cache, from which `begin` drops it
-            elif camera:
-                self._indices.drop(camera, number)
-            elif number in self._open:
-                self._open.remove(number)
+        for camera, number in self._opening.take_evicted():
+            if self._coming.pop((camera, number), None) is not None:  # its result is dropped
+                continue
+            if camera:
+                del self._indices.cached[camera, number]
+            elif self._rows.pop(number, None) is None:
                 closed.append(number)
-            else:
-                self._rows.pop(number, None)
         return closed
 
     def _read_rows(self, read: Read) -> Found:
@@ -183,11 +165,8 @@ class OpenEpisodes:
             self._counters.add(needed_bytes=group.take_bytes())
         return found
 
-    def _read_index(self, read: Read) -> int:
-        try:
-            return self._indices.read(read.camera, read.number, self._store).nbytes
-        except DecodeError:  # reported when a frame of the file is decoded
-            return 0
+    def _read_index(self, read: Read) -> VideoIndex | DecodeError:
+        return self._indices.load(read.camera, read.number, self._store)
 
 
 def _bytes_of(columns: Columns) -> int:

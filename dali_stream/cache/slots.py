@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,10 +65,12 @@ class Slots:
             {sample that failed: error of its first frame that failed}. The frames of these samples in `out` are undefined.
         """
         slots, frames = show.reshape(-1), out.reshape(-1, *out.shape[2:])
-        ends = np.linspace(0, len(slots), 1 + min(1 + len(helpers), 1 + out.nbytes // _COPY_BYTES)).astype(int).tolist()
-        shares = [(slots[a:b], frames[a:b]) for a, b in itertools.pairwise(ends)]
-        others = [helpers.submit(self._copy, *share) for share in shares[1:]]
-        self._copy(*shares[0])
+        count = max(_COPY_BYTES // max(out.nbytes // max(len(slots), 1), 1), 1)
+        starts = range(0, len(slots), count)
+        # The threads take share after share, so that one that is slowed down by other work copies fewer.
+        shares = iter([(slots[at : at + count], frames[at : at + count]) for at in starts])
+        others = [helpers.submit(self._copy, shares) for _ in range(min(len(helpers), len(starts) - 1))]
+        self._copy(shares)
         for other in others:
             other.result()
         if not self._errors:
@@ -81,7 +82,11 @@ class Slots:
                 failed[sample] = errors[0]
         return failed
 
-    def _copy(self, slots: Int64, out: npt.NDArray[Any]) -> None:
+    def _copy(self, shares: Iterator[tuple[Int64, npt.NDArray[Any]]]) -> None:
+        for slots, out in shares:
+            self._copy_share(slots, out)
+
+    def _copy_share(self, slots: Int64, out: npt.NDArray[Any]) -> None:
         if out.dtype == np.uint8 and out.flags.c_contiguous:
             # The slots are valid, and NumPy's default mode "raise" would buffer the output, which is another copy.
             np.take(self._frames, slots, axis=0, out=out, mode="wrap")

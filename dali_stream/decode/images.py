@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters
-from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named
+from dali_stream.decode.decoder import TASK_FRAMES, Decoded, Pool, even_tasks, named
 from dali_stream.decode.resize import resize
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.features import CHANNELS, Feature
@@ -39,7 +39,7 @@ class ImageDecoder:
         planned, tasks = plan.frames[self.key], []
         if len(planned.slot):
             encoded = episodes.table.gather(self.key, planned.episode, planned.frame)
-            task = even_tasks(np.arange(1, len(planned.slot) + 1))
+            task = even_tasks(np.arange(1, len(planned.slot) + 1), TASK_FRAMES)
             for part in (task == number for number in np.unique(task)):
                 own = encoded[part], planned.episode[part], planned.frame[part], planned.slot[part].tolist()
                 tasks.append(pool.submit(self._decode, *own))

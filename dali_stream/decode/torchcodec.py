@@ -18,7 +18,7 @@ import torch
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.slots import Slots
 from dali_stream.counters import Counters, Timed, untimed
-from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, Pool, even_tasks, named
+from dali_stream.decode.decoder import Decoded, Pool, even_tasks, named, task_frames
 from dali_stream.decode.resize import resize
 from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DecodeError
@@ -85,7 +85,8 @@ class TorchcodecDecoder(VideoFiles):
         for row, t in np.argwhere((planned.show == LACKING) & present[:, None]).tolist():
             if row not in failed:
                 failed[row] = self._missing(episodes, int(episode[row]), int(frames[row, t]))
-        tasks = [pool.submit(self._decode, store, task) for task in self._deal(self._gops(planned, episodes))]
+        gops = self._gops(planned, episodes) if len(planned.packet) else []
+        tasks = [pool.submit(self._decode, store, task) for task in self._deal(gops)]
         return Decoded(self._slots, planned, tasks, failed)
 
     def close(self) -> None:
@@ -135,7 +136,8 @@ class TorchcodecDecoder(VideoFiles):
         tasks = []
         for alike in by_config.values():
             ends = np.cumsum([len(gop.packets) for gop in alike])
-            task = even_tasks(ends)
+            video = self.format(alike[0].file, alike[0].packets[0])
+            task = even_tasks(ends, task_frames((video.height, video.width)))
             tasks += [[alike[i] for i in np.flatnonzero(task == number)] for number in np.unique(task)]
         return tasks
 
@@ -329,4 +331,4 @@ def _first_line(error: Exception) -> str:
 
 def frames_at_once(size: tuple[int, int]) -> int:
     """How many frames of this (height, width) are in memory at full size at a time, per decode thread."""
-    return int(np.clip(PART_BYTES // (size[0] * size[1] * 3), 1, CLIP_FRAMES))
+    return int(np.clip(PART_BYTES // (size[0] * size[1] * 3), 1, task_frames(size)))

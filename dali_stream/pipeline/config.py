@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.cache.indices import IndexCache
-from dali_stream.decode.decoder import CLIP_FRAMES
+from dali_stream.decode.decoder import TASK_FRAMES, task_frames
 from dali_stream.decode.route import Route
 from dali_stream.errors import DecodeError
 from dali_stream.lerobot.source import ABSENT, Source
@@ -121,7 +121,8 @@ class Config:
         if self.prefetch is not None:
             return self.prefetch
         frames = self.batches.batch_size * sum(map(self.windows.steps, self.dataset.cameras))
-        return batches_in_progress(self.num_threads, frames, CLIP_FRAMES)
+        task = max((task_frames(self.dataset.features[key].frame_size) for key in self.dataset.cameras), default=TASK_FRAMES)
+        return batches_in_progress(self.num_threads, frames, task)
 
     @property
     def table_bytes(self) -> int:

@@ -47,11 +47,11 @@ class Reading:
         self.parts, self._counters = parts, counters
         self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
         self._opening = Opening(storage(config, sizes, parts))
-        for (key, file), index_bytes in config.indices.held().items():
-            self._opening.observe((key, file), index_bytes)
         block = parts.block if remote else None
         memory = RowMemory(at_once=parts.opened)
-        self.episodes = OpenEpisodes(dataset, config.indices, self._store, self._readers, memory, block, counters)
+        self.episodes = OpenEpisodes(
+            self._opening, dataset, config.indices, self._store, self._readers, memory, block, counters
+        )
         # Local files are read in place, and no plan fetches blocks of them. Remote files are read through views of blocks.
         self._in_place = dict.fromkeys(dataset.videos, self._store)
         self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
@@ -63,20 +63,21 @@ class Reading:
 
     def bytes_by_kind(self) -> tuple[int, int]:
         """Return the memory of rows with their tables, and that of indices, in bytes."""
-        return self._opening.room.bytes_by_kind
+        return self._opening.bytes_by_kind
 
     def begin(self, planner: BatchPlanner, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it. Reads for the first batch run alone."""
         ahead = planner.ahead(1 + self._opening.horizon(number))
-        planner.observe(closed=self.episodes.begin(self._opening, ahead))
+        closed, again = self.episodes.begin(ahead)
+        planner.observe(closed=closed)
+        self._count_again("indices_read_again", again, "indices are read")
         wait(self._first)
         self._first = []
 
     def open(self, planner: BatchPlanner) -> None:
         """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
-        opened, closed = self.episodes.finish(self._opening, planner.ahead(1, most=_SOON))
+        opened, closed = self.episodes.finish(planner.ahead(1, most=_SOON))
         planner.observe(opened, closed, self.parts.encoded - sum(self.bytes_by_kind()))
-        self._count_again("indices_read_again", self._opening.take_indices_read_again(), "indices are read")
 
     def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
         """Fetch and evict encoded video as planned.

@@ -136,6 +136,10 @@ class FrameCache:
             batch: Number of the batch.
             frames: Frames that it shows, numbered over all episodes, shape (B, T). Their episodes must be open.
         """
+        if self.keeps_all and len(show := self.slots_of(frames.reshape(-1))) and show.min() >= 0:
+            # Later epochs of a dataset that fits in memory, where the planner should leave the cores to the copying threads.
+            nothing = np.empty(0, np.int64)
+            return FramePlan(show.reshape(frames.shape), nothing, nothing, nothing, nothing, nothing, len(show), 0, 0)
         self._state.begin(batch)
         self._room += self._room_later.pop(batch, 0)
         shown, place = np.unique(frames, return_inverse=True)

@@ -113,6 +113,8 @@ class BatchPlanner:
         self._advisor = Advisor(cache(self._advised, limits.advise), limits.advise) if self._advised and limits.advise else None
         fetched = {camera: window for camera, window in self._windows.items() if table.cameras[camera].blocks is not None}
         self.video = VideoPlanner(self.table, fetched, self.frames, limits.block, limits.look_ahead)
+        # If nothing is ever evicted, next uses do not matter.
+        self._evicts = bool(fetched) or not all(cache.keeps_all for cache in self.frames.values())
 
     advice: Advice | None
 
@@ -175,6 +177,9 @@ class BatchPlanner:
     def _read(self) -> None:
         """Read one more batch from the order, and register the uses of its frames."""
         samples = next(self._batches)
+        if not self._evicts:
+            self._ahead.append(samples)
+            return
         now = self._ahead[0].number - 1 if self._ahead else samples.number - 1
         frames = {window: np.unique(window.frames(samples)) for window in set(self._windows.values())}
         for window, each in frames.items():
