@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from support.tools import table_of
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.format import VideoFormat, codec_of, describe
-from dali_stream.mp4.parameter_sets import h264_sequences, hevc_sequences
+from dali_stream.mp4.parameter_sets import Sequence, h264_sequences, hevc_sequences
 from dali_stream.mp4.sequence_header import av1_sequences
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -309,3 +310,314 @@ def test_changed_bytes_of_a_real_header_are_read_or_refused(
     video = describe(config)
     assert video.header_error or video.coded
     assert max(video.coded or (0,)) <= 1 << 17
+
+
+# ---- headers in all forms that the standards allow
+
+
+class Invalid(Exception):
+    """A number exceeds its limit: the end of the parser's error, and the header up to this number."""
+
+
+class Header:
+    """Writes a header bit by bit, with contents by a seed.
+
+    Args:
+        seed: Chooses what the header contains.
+        wrong: Which of its numbers exceeds its limit by one, which raises `Invalid`.
+    """
+
+    def __init__(self, seed: int, wrong: int = -1) -> None:
+        self.random, self.wrong, self.numbers, self.bits = random.Random(seed), wrong, 0, ""
+
+    def put(self, value: int, count: int) -> int:
+        self.bits += f"{value:0{count}b}"
+        return value
+
+    def skip(self, count: int) -> None:
+        """Bits that mean nothing here."""
+        self.bits += "".join(self.random.choices("01", k=count))
+
+    def flag(self) -> bool:
+        return bool(self.put(self.random.getrandbits(1), 1))
+
+    def number(self, most: int = (1 << 32) - 2, value: int | None = None) -> int:
+        """A number in exponential Golomb code: 0, the largest one that is allowed, or any between."""
+        if self.numbers == self.wrong:
+            self.bits += golomb(most + 1)
+            raise Invalid(f"must be at most {most}, got {most + 1}", self.data())
+        self.numbers += 1
+        value = self.random.choice((0, most, self.random.randint(0, min(most, 40)))) if value is None else value
+        self.bits += golomb(value)
+        return value
+
+    def data(self) -> bytes:
+        bits = self.bits + "1"
+        return int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big")
+
+
+def escaped(unit: bytes) -> bytes:
+    """With emulation prevention bytes."""
+    return re.sub(rb"\0\0(?=[\0-\3])", b"\0\0\3", unit)
+
+
+def cropping(header: Header, coded: tuple[int, int], unit: tuple[int, int]) -> tuple[int, int]:
+    """Writes a cropping rectangle, and returns the size that it leaves."""
+    sides = []
+    for pixels, step in zip(coded[::-1], unit[::-1], strict=True):
+        most = (pixels - 1) // step
+        sides.append(header.number(65535, header.random.randint(0, most)))
+        sides.append(header.number(65535, header.random.randint(0, most - sides[-1])))
+    left, right, top, bottom = sides
+    return coded[0] - unit[0] * (top + bottom), coded[1] - unit[1] * (left + right)
+
+
+def colours(header: Header) -> tuple[int | None, bool]:
+    """Writes the beginning of a VUI, and returns its matrix, and whether values use the full range."""
+    matrix, full_range = None, False
+    if header.flag() and header.put(header.random.choice((1, 16, 255)), 8) == 255:
+        header.skip(32)
+    if header.flag():
+        header.skip(1)
+    if header.flag():
+        header.skip(3)
+        full_range = header.flag()
+        if header.flag():
+            header.skip(16)
+            matrix = header.put(header.random.choice((1, 2, 6, 9)), 8)
+    return None if matrix == 2 else matrix, full_range
+
+
+UNITS = {"gray": (1, 1), "420": (2, 2), "422": (1, 2), "444": (1, 1)}  # rows and columns that cropping counts in
+
+
+def h264_header(seed: int, wrong: int = -1) -> tuple[bytes, Sequence]:
+    """An SPS of H.264 (7.3.2.1.1), and what it says."""
+    header, chroma, depth = Header(seed, wrong), "420", 8
+    profile = header.put(header.random.choice((66, 77, 88, 100, 110, 122, 244, 44, 83, 86, 118, 128)), 8)
+    header.skip(16)
+    header.number(31)
+    if profile not in (66, 77, 88):
+        chroma = [*UNITS][header.number(3)]
+        header.skip(chroma == "444")
+        depth = 8 + max(header.number(8), header.number(8))
+        header.skip(1)
+        if header.flag():
+            for count in [16] * 6 + [64] * (6 if chroma == "444" else 2):
+                if header.flag():
+                    scaling_list(header, count)
+    header.number(12)
+    order = header.number(2)
+    if order == 0:
+        header.number(12)
+    elif order == 1:
+        header.skip(1)
+        for _ in range(2):
+            header.number()
+        for _ in range(header.number(255)):
+            header.number()
+    header.number()
+    header.skip(1)
+    width, height = header.number(4095) + 1, header.number(4095) + 1
+    progressive = header.flag()
+    header.skip(1 if progressive else 2)
+    coded = 16 * height * (2 - progressive), 16 * width
+    size = cropping(header, coded, (UNITS[chroma][0] * (2 - progressive), UNITS[chroma][1])) if header.flag() else coded
+    matrix, full_range = colours(header) if header.flag() else (None, False)
+    return header.data(), Sequence(chroma, depth, coded, size, not progressive, matrix, full_range)
+
+
+def scaling_list(header: Header, count: int) -> None:
+    """Writes differences between values, modulo 256, of which a value of 0 is the last."""
+    value = 8
+    for _ in range(count):
+        following = header.random.choice((0, *header.random.sample(range(1, 256), 15)))
+        difference = (following - value + 128) % 256 - 128
+        header.number(value=2 * difference - 1 if difference > 0 else -2 * difference)
+        value = following
+        if not value:
+            return
+
+
+def hevc_header(seed: int, wrong: int = -1) -> tuple[bytes, Sequence]:
+    """An SPS of HEVC (7.3.2.2.1), and what it says."""
+    header = Header(seed, wrong)
+    header.skip(4)
+    layers = header.put(header.random.randint(0, 6), 3)
+    header.skip(1 + 96)
+    present = [(header.flag(), header.flag()) for _ in range(layers)]
+    header.skip(2 * (8 - layers) if layers else 0)
+    for profile, level in present:
+        header.skip(88 * profile + 8 * level)
+    header.number(15)
+    chroma = [*UNITS][header.number(3)]
+    header.skip(chroma == "444")
+    width, height = (header.number(65535, header.random.choice((1, 65535, header.random.randint(1, 999)))) for _ in "wh")
+    size = coded = height, width
+    if header.flag():
+        size = cropping(header, coded, UNITS[chroma])
+    depth = 8 + max(header.number(8), header.number(8))
+    order_bits = 4 + header.number(12)
+    for _ in range(3 * (layers + 1 if header.flag() else 1) + 6):
+        header.number()
+    if header.flag() and header.flag():
+        for numbers in [16] * 6 + [64] * 6 + [65] * 8:  # the larger blocks also have a DC coefficient
+            for _ in range(numbers if header.flag() else 1):
+                header.number()
+    header.skip(2)
+    if header.flag():  # PCM
+        header.skip(8)
+        header.number()
+        header.number()
+        header.skip(1)
+    frames = 0
+    for number in range(header.number(64)):
+        if number and header.flag():
+            header.skip(1)
+            header.number()
+            kept = header.random.randint(0, min(frames + 1, 32))
+            for _ in range(kept):
+                header.bits += header.random.choice(("1", "01"))
+            header.bits += "00" * (frames + 1 - kept)
+            frames = kept
+        else:
+            frames = header.number(16) + header.number(16)
+            for _ in range(frames):
+                header.number()
+                header.skip(1)
+    if header.flag():
+        for _ in range(header.number(32)):
+            header.skip(order_bits + 1)
+    header.skip(2)
+    matrix, full_range, interlaced = None, False, False
+    if header.flag():
+        matrix, full_range = colours(header)
+        if header.flag():
+            header.number()
+            header.number()
+        header.skip(1)
+        interlaced = header.flag()
+    return header.data(), Sequence(chroma, depth, coded, size, interlaced, matrix, full_range)
+
+
+def av1_header(seed: int, wrong: int = -1) -> tuple[bytes, Sequence]:
+    """A sequence header of AV1 (5.5.1), and what it says."""
+    header = Header(seed, wrong)
+    profile = header.put(header.random.randint(0, 2), 3)
+    header.skip(1)
+    reduced = header.flag()
+    if reduced:
+        header.skip(5)
+    else:
+        operating_points(header)
+    bits = [header.put(header.random.randint(0, 15), 4) + 1 for _ in "wh"]
+    width, height = (header.put(header.random.getrandbits(count), count) + 1 for count in bits)
+    if not reduced and header.flag():
+        header.skip(7)
+    header.skip(3)
+    if not reduced:
+        header.skip(4)
+        ordered = header.flag()
+        header.skip(2 * ordered)
+        if header.flag() or header.flag():  # tools for screen content are chosen per frame, or always used
+            header.skip(not header.flag())
+        header.skip(3 * ordered)
+    header.skip(3)
+    high = header.flag()
+    depth = 12 if profile == 2 and high and header.flag() else 10 if high else 8
+    gray = profile != 1 and header.flag()
+    colours = (2, 2, 2)
+    if header.flag():
+        colours = header.random.choice(((1, 13, 0), (1, 13, 1), (1, 1, 1), (9, 16, 9), (2, 2, 2), (1, 13, 2)))
+        for value in colours:
+            header.put(value, 8)
+    matrix, size = None if colours[2] == 2 else colours[2], (height, width)
+    if colours == (1, 13, 0) and not gray:
+        return header.data(), Sequence("444", depth, size, size, False, matrix, True)
+    full_range, chroma = header.flag(), "gray" if gray else {0: "420", 1: "444", 2: "422"}[profile]
+    if chroma == "422" and depth == 12:
+        chroma = "444" if not header.flag() else "420" if header.flag() else "422"
+    return header.data(), Sequence(chroma, depth, size, size, False, matrix, full_range)
+
+
+def operating_points(header: Header) -> None:
+    """Writes timing, decoder model and operating points (5.5.1 to 5.5.5)."""
+    delay_bits = 0
+    if header.flag():
+        header.skip(64)
+        if header.flag():
+            header.number()
+        if header.flag():
+            delay_bits = header.put(header.random.getrandbits(5), 5) + 1
+            header.skip(42)
+    initial_delay = header.flag()
+    for _ in range(header.put(header.random.randint(0, 3), 5) + 1):
+        header.skip(12)
+        header.skip(header.put(header.random.randint(5, 10), 5) > 7)
+        if delay_bits and header.flag():
+            header.skip(2 * delay_bits + 1)
+        if initial_delay and header.flag():
+            header.skip(4)
+
+
+def in_avcc(sps: bytes) -> bytes:
+    unit = b"\x67" + escaped(sps)
+    return bytes([1, 100, 0, 30, 255, 0xE1]) + struct.pack(">H", len(unit)) + unit + b"\1" + PPS
+
+
+def in_hvcc(sps: bytes) -> bytes:
+    """Beside parameter sets of other kinds, and an SPS of another layer."""
+    units = {0x20: [b"\x40\x01\xaa"], 0xA1: [b"\x42\x09\xaa", b"\x42\x01" + escaped(sps)], 0x22: [b"\x44\x01\xaa"]}
+    arrays = [
+        struct.pack(">BH", kind, len(found)) + b"".join(struct.pack(">H", len(unit)) + unit for unit in found)
+        for kind, found in units.items()
+    ]
+    return bytes(22) + bytes([len(units)]) + b"".join(arrays)
+
+
+def in_av1c(sequence: bytes) -> bytes:
+    """Behind metadata, with an extended header and a size."""
+    size = bytes([len(sequence) & 127 | 128, len(sequence) >> 7])
+    return bytes([0x81, 0, 0, 0, 5 << 3 | 2, 1, 0xAA, 1 << 3 | 6, 0x40]) + size + sequence
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "boxed"),
+    [
+        (h264_header, h264_sequences, in_avcc),
+        (hevc_header, hevc_sequences, in_hvcc),
+        (av1_header, av1_sequences, in_av1c),
+    ],
+    ids=["h264", "hevc", "av1"],
+)
+@given(seed=st.integers(0, 1 << 32), wrong=st.integers(0, 30))
+@examples(400)
+def test_headers_of_all_forms_say_what_was_written(write: Any, read: Any, boxed: Any, seed: int, wrong: int) -> None:
+    header, expected = write(seed)
+    assert read(boxed(header)) == [expected]
+    try:
+        write(seed, wrong)
+    except Invalid as invalid:
+        message, header = invalid.args
+        assert failure(read, boxed(header)).endswith(message)
+
+
+def test_numbers_of_more_than_32_bits_are_refused() -> None:
+    for bits, error in (
+        (golomb((1 << 32) - 2), ""),
+        (golomb((1 << 32) - 1), "must be at most 4294967294"),
+        (golomb((1 << 33) - 2), "must be at most 4294967294"),
+        (golomb((1 << 33) - 1), "more than 32 zero bits"),
+    ):
+        header = Header(0)
+        header.bits = f"{66:08b}{30:016b}" + golomb(0, 0, 2) + bits + "0" + golomb(7, 7) + "1" * 90
+        found = failure(h264_sequences, in_avcc(header.data()))
+        assert error in found
+        assert bool(error) == bool(found)
+
+
+@pytest.mark.parametrize(("left", "error"), [(79, ""), (80, "its SPS crops frames of 128×160 to 128×0")])
+def test_something_is_left_of_a_cropped_frame(left: int, error: str) -> None:
+    header = Header(0)
+    header.bits = f"{66:08b}{30:016b}" + golomb(0, 0, 2, 0) + "0" + golomb(9, 7) + "1" + "0" + "1" + golomb(left, 0, 0, 0)
+    assert failure(h264_sequences, in_avcc(header.data() + bytes(2))) == error
