@@ -52,7 +52,7 @@ PARTS = {  # modules, and the test files
     "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
     "cache": (["cache"], "reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults"),
     "decode": (["decode"], "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability"),
-    "mp4": (["mp4"], "damage index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
+    "mp4": (["mp4"], "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
 # The libraries that take longest to import. No import starts a thread that a fork would need.

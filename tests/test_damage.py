@@ -81,7 +81,8 @@ def test_images_of_mjpeg() -> None:
 def test_numbers_of_av1_have_seven_bits_a_byte() -> None:
     assert leb128(b"\xaa\x7f", 1) == (127, 2)
     assert leb128(b"\xe5\x8e\x26\xaa", 0) == (624485, 3)
-    assert leb128(b"\x80" * 9, 0) == (1 << 62, 0)
+    assert leb128(b"\x80" * 9, 0) == leb128(b"\x80" * 8 + b"\1", 0) == (1 << 62, 0)
+    assert leb128(b"\x80" * 7 + b"\1", 0) == (1 << 49, 8)
 
 
 def obu(kind: int, payload: bytes) -> bytes:
@@ -178,13 +179,17 @@ def test_frames_of_mpeg_4() -> None:
         is_allowed = code < 0x30 or 0xB0 <= code <= 0xC5
         assert wrong(config, frame + bytes([0, 0, 1, code])) == ("" if is_allowed else f"invalid MPEG-4 start code {code:02x}")
     assert wrong(config, frame + b"\0\0\1") == ""
+    check = checker(config)
+    assert check
+    assert check(frame, 0, len(frame), True) == ""
     assert wrong(config, frame + bytes(9)) == "it has 24 zero bits in a row, which no encoder writes"
 
 
 def test_bytes_that_an_encoder_protects_are_damage() -> None:
     """Inside a NAL unit of H.264, and not at its end."""
     for code in (b"\0\0\0", b"\0\0\1", b"\0\0\2"):
-        assert "inside a NAL unit, where they are not allowed" in wrong(avc(4), units(4, IDR + code + b"\x55"))
+        error = f"it has the bytes {code.hex(' ')} inside a NAL unit, where they are not allowed"
+        assert wrong(avc(4), units(4, IDR + code + b"\x55")) == error
     assert wrong(avc(4), units(4, IDR + b"\0\0\3\x55")) == ""
     assert wrong(avc(4), units(4, IDR + bytes(8))) == ""
     assert wrong(avc(4), units(4, b"\xe5" + IDR[1:])) == "a NAL unit has the header e5, which is not allowed"
@@ -341,4 +346,7 @@ def test_the_checks_need_the_box_of_their_codec() -> None:
     assert is_intra_refresh(entry(b"avc1"), units(4, b"\x09\x10", PREDICTED))
     assert is_intra_refresh(avc(2), units(2, b"\x09\x10", PREDICTED)[:-1] + b"\x02\x55")
     assert not is_intra_refresh(avc(2), units(2, b"\x09\x10"))
+    assert not is_intra_refresh(avc(2), units(2, b"\x65\x9a\x02", PREDICTED))
+    behind = entry(b"avc1", box(b"pasp", bytes(8)), box(b"avcC", bytes([1, 66, 0, 30, 0xFD, 0xE0, 0])))
+    assert is_intra_refresh(behind, units(2, b"\x09\x10", PREDICTED))
     assert checker(entry(b"abcd")) is None

@@ -230,7 +230,20 @@ PPS = b"\0\3\x68\xce\x3c"
         (b"avc1", b"avcC", bytes([1, 122, 0, 30, 0xFF, 0xE0, 1]) + PPS + bytes([0xFE, 0xFA, 0xFA, 0]), 122, "422", 10),
         (b"avc1", b"avcC", bytes([1, 66, 0, 30, 0xFF, 0xE0, 1]) + PPS + bytes([0xFE, 0xFA, 0xFA, 0]), 66, "420", 8),
         (b"avc1", b"avcC", bytes([1, 100, 0, 30, 0xFF, 0xE0, 1]) + PPS, 100, "420", 8),
+        (
+            b"avc1",
+            b"avcC",
+            bytes([1, 122, 0, 30, 0xFF, 0xE2]) + 2 * PPS + b"\2" + 2 * PPS + bytes([0xFD, 0xF9, 0xFA]),
+            122,
+            "420",
+            9,
+        ),
+        (b"avc1", b"avcC", bytes([1, 77, 0, 30, 0xFF, 0xE0, 1]) + PPS + bytes([0xFE, 0xFA, 0xFA, 0]), 77, "420", 8),
+        (b"avc1", b"avcC", bytes([1, 88, 0, 30, 0xFF, 0xE0, 1]) + PPS + bytes([0xFE, 0xFA, 0xFA, 0]), 88, "420", 8),
         (b"vp09", b"vpcC", bytes([1, 0, 0, 0, 3, 10, 0xA4]), 3, "422", 10),
+        (b"vp09", b"vpcC", bytes([1, 0, 0, 0, 0, 10, 0x80]), 0, "420", 8),
+        (b"vp09", b"vpcC", bytes([1, 0, 0, 0, 0, 10, 0x83]), 0, "420", 8),
+        (b"vp09", b"vpcC", bytes([1, 0, 0, 0, 1, 10, 0xC7]), 1, "444", 12),
     ],
 )
 def test_the_box_says_chroma_and_depth_where_headers_are_missing(
@@ -239,6 +252,67 @@ def test_the_box_says_chroma_and_depth_where_headers_are_missing(
     video = describe(entry(codec, box(kind, body)))
     assert (video.profile, video.chroma, video.depth) == (profile, chroma, depth)
     assert (video.header_error != "") == (codec != b"vp09")
+
+
+def test_a_sample_description_has_a_size() -> None:
+    for width, height in ((0, 128), (160, 0)):
+        with pytest.raises(DecodeError, match=f"its sample description says {width}×{height} pixels"):
+            describe(box(b"avc1", bytes(24), struct.pack(">HH", width, height), bytes(50)))
+
+
+def test_all_forms_of_the_box_of_av1() -> None:
+    """Without a sequence header: profile and level, then tier, high bit depth, 12 bit, gray, and two of subsampling."""
+    for byte in range(256):
+        high, twelve, gray, wide, low = (bool(byte & 1 << bit) for bit in (6, 5, 4, 3, 2))
+        video = describe(entry(b"av01", box(b"av1C", bytes([0x81, 0x5F, byte, 0]))))
+        chroma = "gray" if gray else "420" if (wide and low) or low else "422" if wide else "444"
+        assert (video.profile, video.chroma, video.depth) == (2, chroma, 12 if high and twelve else 10 if high else 8)
+
+
+@pytest.mark.parametrize(
+    ("colour", "matrix"),
+    [
+        (b"nclx" + bytes([0, 9, 0, 16, 0, 9, 0]), 9),
+        (b"nclc" + bytes([0, 1, 0, 1, 0, 5]), 5),
+        (b"nclc" + bytes([0, 1, 0, 1, 0]), None),
+        (b"prof" + bytes([0, 1, 0, 1, 0, 5]), None),
+    ],
+)
+def test_the_colours_of_a_sample_description(colour: bytes, matrix: int | None) -> None:
+    assert describe(entry(b"vp09", box(b"colr", colour))).matrix == matrix
+
+
+@pytest.mark.parametrize(
+    ("video", "pixels", "matrix", "like_bt601"),
+    [
+        (VideoFormat("h264", 100, "420", 8, 8, 8), "yuv420p", "not specified", True),
+        (VideoFormat("h264", 100, "422", 9, 8, 8, 2), "yuv422p9le", "not specified", True),
+        (VideoFormat("av1", 0, "gray", 8, 8, 8, 6), "gray", "BT.601", True),
+        (VideoFormat("av1", 0, "gray", 10, 8, 8, 5), "gray10le", "BT.601", True),
+        (VideoFormat("png", None, "420", 8, 8, 8, 0), "rgb24", "RGB", False),
+        (VideoFormat("hevc", 1, "444", 12, 8, 8, 1), "yuv444p12le", "BT.709", False),
+        (VideoFormat("hevc", 1, "444", 8, 8, 8, 9), "yuv444p", "BT.2020", False),
+        (VideoFormat("hevc", 1, "444", 8, 8, 8, 10), "yuv444p", "BT.2020", False),
+        (VideoFormat("hevc", 1, "444", 8, 8, 8, 7), "yuv444p", "matrix 7", False),
+    ],
+)
+def test_a_format_has_names(video: VideoFormat, pixels: str, matrix: str, like_bt601: bool) -> None:
+    assert (video.pixel_format, video.matrix_name, video.like_bt601) == (pixels, matrix, like_bt601)
+
+
+def test_the_bitstream_counts_where_its_box_differs() -> None:
+    """But a matrix that only the sample description has stays."""
+    colour = box(b"colr", b"nclx" + bytes([0, 1, 0, 1, 0, 9, 0]))
+    video = describe(entry(b"avc1", box(b"avcC", avcc_of((8, 10))), colour))
+    assert (video.header_error, video.coded, video.matrix) == ("", (128, 160), 9)
+    for seed in range(40):
+        avcc, expected = h264_header(seed)
+        video = describe(entry(b"avc1", box(b"avcC", in_avcc(avcc)), colour))
+        assert (video.chroma, video.depth, video.coded) == (expected.chroma, expected.depth, expected.coded)
+        assert (video.interlaced, video.full_range) == (expected.interlaced, expected.full_range)
+        assert video.matrix == (9 if expected.matrix is None else expected.matrix)
+        assert (video.height, video.width) == (128, 160)
+        assert "its sample description says 128×160" in video.header_error
 
 
 @pytest.mark.parametrize(
@@ -591,7 +665,7 @@ def in_av1c(sequence: bytes) -> bytes:
     ids=["h264", "hevc", "av1"],
 )
 @given(seed=st.integers(0, 1 << 32), wrong=st.integers(0, 30))
-@examples(400)
+@examples(240)
 def test_headers_of_all_forms_say_what_was_written(write: Any, read: Any, boxed: Any, seed: int, wrong: int) -> None:
     header, expected = write(seed)
     assert read(boxed(header)) == [expected]
