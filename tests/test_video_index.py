@@ -19,7 +19,9 @@ from dali_stream.errors import DecodeError
 from dali_stream.mp4.blocks import cut
 from dali_stream.mp4.boxes import HEAD, UPRIGHT, box, full_box, read_moov
 from dali_stream.mp4.clip import span
+from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import VideoIndex, read_index
+from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.mp4.muxer import Track, head
 from dali_stream.mp4.timing import find_packets
 from dali_stream.storage import LocalStore
@@ -477,3 +479,85 @@ def _check_head(track: Track, folder: Path) -> None:
     np.testing.assert_array_equal(table.pts, track.pts)
     np.testing.assert_array_equal(table.keyframes, np.flatnonzero(track.sync))
     np.testing.assert_array_equal(table.config, track.config)
+
+
+# ---- a look into the first packets
+
+
+def with_packets(packets: Sequence[bytes], entry: bytes, keyframes: Sequence[int], gap: int = 0) -> bytes:
+    """An MP4 of these packets, each behind so many other bytes."""
+    offsets = [BEGIN + sum(map(len, packets[:i])) + gap * (i + 1) for i in range(len(packets))]
+    tables = {
+        b"stsd": descriptions(entry),
+        b"stts": table(b"stts", [len(packets)], [100]),
+        b"stss": table(b"stss", [keyframe + 1 for keyframe in keyframes]),
+        b"stsz": sizes([*map(len, packets)]),
+        b"stsc": table(b"stsc", [1], [1], [1]),
+        b"stco": table(b"stco", offsets),
+    }
+    media = b"".join(b"\x84" * gap + packet for packet in packets)
+    return FTYP + box(b"mdat", media) + movie(0, track(tables))[BEGIN:]
+
+
+VP9 = box(b"vp09", bytes(78))
+SHOWN, HIDDEN = b"\x86\x55\x66", b"\x84\x55\x66"
+
+
+@pytest.mark.parametrize(
+    ("packets", "gap", "expected"),
+    [
+        ([SHOWN] * 6, 0, (0, 6)),
+        ([SHOWN, HIDDEN, SHOWN, HIDDEN, HIDDEN], 0, (3, 5)),
+        ([HIDDEN] * 128 + [SHOWN] * 9, 0, (128, 128)),  # the first 128
+        ([SHOWN, HIDDEN, SHOWN, HIDDEN], 5, (2, 4)),
+        ([SHOWN] * 15 + [HIDDEN] * 5, 5, (1, 16)),  # with 16 reads
+        ([SHOWN, HIDDEN + bytes((8 << 20) - 6), HIDDEN], 0, (1, 2)),  # of 8 MiB
+        ([SHOWN, HIDDEN + bytes((8 << 20) - 5), HIDDEN], 0, (0, 1)),
+        ([SHOWN + bytes(9 << 20), HIDDEN], 0, (0, 0)),
+        ([SHOWN, b"", HIDDEN], 0, (1, 3)),
+    ],
+)
+def test_hidden_frames_of_a_file(packets: list[bytes], gap: int, expected: tuple[int, int], tmp_path: Path) -> None:
+    index = index_of(tmp_path, with_packets(packets, VP9, [0], gap))
+    assert hidden_frames(LocalStore(str(tmp_path)), index, "vp9") == expected
+    assert hidden_frames(LocalStore(str(tmp_path)), index, "h264") == (0, 0)
+
+
+def test_damaged_frames_are_not_looked_into(tmp_path: Path) -> None:
+    damaged = b"\x32\x05"  # a frame of AV1 that ends before it begins
+    index = index_of(tmp_path, with_packets([b"\x32\x01\x00", damaged, b"\x32\x01\x10"], box(b"av01", bytes(78)), [0]))
+    assert hidden_frames(LocalStore(str(tmp_path)), index, "av1") == (1, 2)
+
+
+def nal(*units: bytes) -> bytes:
+    return b"".join(len(unit).to_bytes(4, "big") + unit for unit in units)
+
+
+AVC = box(b"avc1", bytes(78), box(b"avcC", bytes([1, 66, 0, 30, 0xFF, 0xE0, 0])))
+IDR, INTRA, PREDICTED = nal(b"\x65\x88\x84"), nal(b"\x41\x88\x84"), nal(b"\x41\x9a\x02")
+
+
+@pytest.mark.parametrize(
+    ("packets", "keyframes", "expected"),
+    [
+        ([IDR, PREDICTED, IDR], [0, 2], False),
+        ([INTRA, PREDICTED, IDR], [0, 2], True),
+        ([IDR, PREDICTED, INTRA], [0, 2], True),
+        ([IDR, IDR, INTRA], [0, 1, 2], False),  # the first two
+        ([IDR], [0], False),
+        ([nal(b"\x06" * 4082) + INTRA, IDR], [0, 1], True),  # the first 4096 bytes
+        ([nal(b"\x06" * 4088) + INTRA, IDR], [0, 1], False),
+    ],
+)
+def test_keyframes_that_are_not_idr_frames(packets: list[bytes], keyframes: list[int], expected: bool, tmp_path: Path) -> None:
+    index = index_of(tmp_path, with_packets(packets, AVC, keyframes, gap=3))
+    store = LocalStore(str(tmp_path))
+    assert has_other_keyframes(store, index, "h264") == expected
+    assert not has_other_keyframes(store, index, "vp9")
+
+
+@pytest.mark.parametrize(("second", "found"), [(IDR, [0, 2]), (INTRA, [0, 2]), (PREDICTED, [0])])
+def test_where_an_intra_refresh_begins_is_no_keyframe(second: bytes, found: list[int], tmp_path: Path) -> None:
+    """With periodic intra refresh, x264 lists these frames. Decoding can only start at the first."""
+    index = index_of(tmp_path, with_packets([IDR, PREDICTED, nal(b"\x06" * 4000) + second], AVC, [0, 2], gap=3))
+    assert index.keyframes[:].tolist() == found
