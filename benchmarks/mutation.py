@@ -51,7 +51,10 @@ PARTS = {  # modules, and the test files
     "order": (["order"], "order mixture_order batches windows resume selection augment"),
     "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
     "cache": (["cache"], "reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults"),
-    "decode": (["decode"], "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability"),
+    "decode": (
+        ["decode"],
+        "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability normalize bad_video",
+    ),
     "mp4": (["mp4"], "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
@@ -125,7 +128,7 @@ def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: in
         print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
         operator = cosmic_ray.plugins.get_operator(mutant.operator_name)()
         with use_mutation(mutant.module_path, operator, mutant.occurrence) as (before, after):
-            if after is None:  # nothing to change in this place
+            if after is None or not compiles(after):  # nothing to change in this place, or not to Python
                 continue
             tried += 1
             function = [str(mutant.module_path.resolve()), first_line(before, mutant.start_pos[0])]
@@ -226,6 +229,15 @@ def tests_pass(files: list[str], plugin: object) -> bool:
     return status == 0
 
 
+def compiles(source: str) -> bool:
+    """Return whether a text is a Python module. The operators also replace the `/` and `*` of parameters."""
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
 def identity(mutant: MutationSpec) -> dict[str, Any]:
     """Return what tells mutants of the same source apart."""
     return {
@@ -237,13 +249,14 @@ def identity(mutant: MutationSpec) -> dict[str, Any]:
 
 
 def first_line(source: str, line: int) -> int:
-    """Return the first line of the innermost function around a line, with its decorators; 0 outside of all functions."""
+    """Return the first line, with decorators, of the innermost function whose body has a line; 0 outside of all functions.
+
+    Decorators and default values belong to what is around the function: they are evaluated when it is defined.
+    """
     first = 0
     for node in ast.walk(ast.parse(source)):  # outer functions come before inner ones
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if begin <= line <= (node.end_lineno or 0):
-                first = begin
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return first
 
 
