@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from concurrent.futures import Future
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dali_stream import DaliStreamError
+from dali_stream.decode import torchcodec
 from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, succeeded
 from dali_stream.decode.torchcodec import frames_at_once
 from dali_stream.errors import DecodeError
@@ -45,3 +49,26 @@ def test_a_batch_with_a_frame_that_failed_is_not_ready() -> None:
 def test_frames_that_a_thread_decodes_at_once_take_15_mib() -> None:
     assert frames_at_once((480, 640)) == (15 << 20) // (480 * 640 * 3)
     assert [frames_at_once(size) for size in ((120, 160), (4000, 4000))] == [CLIP_FRAMES, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError("no module\nof that name"), "(no module)"),
+        (OSError("libavutil.so.58: cannot open"), "(libavutil.so.58: cannot open)"),
+        (RuntimeError(""), "(RuntimeError)"),
+    ],
+)
+def test_a_torchcodec_that_cannot_be_loaded_is_explained(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise error
+
+    decoders: Any = ModuleType("torchcodec.decoders")
+    decoders.__getattr__ = broken
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
+    spec = importlib.util.spec_from_file_location("again", torchcodec.__file__)
+    assert spec
+    assert spec.loader
+    with pytest.raises(DaliStreamError) as caught:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert f"torchcodec cannot be loaded {said}; it needs FFmpeg's shared libraries" in str(caught.value)
