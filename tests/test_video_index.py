@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.slow import examples
+from support.videos import boxes as tree_of
 
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.blocks import cut
@@ -451,13 +452,14 @@ def test_the_head_of_an_mp4_reads_back(tmp_path_factory: pytest.TempPathFactory,
     _check_head(track, tmp_path_factory.getbasetemp())
 
 
-def test_more_than_four_gigabytes(tmp_path: Path) -> None:
-    n, big = 5, 1 << 30
-    header = UPRIGHT + bytes([0, 160, 0, 0, 0, 128, 0, 0])
-    track = Track(
-        30, header, (box(b"vp08", bytes(78)),), np.full(n, big), np.arange(n), np.ones(n, bool), np.zeros(n, np.int64), 1
-    )
-    _check_head(track, tmp_path)
+FOUR_GIB = 1 << 32
+
+
+@pytest.mark.parametrize("nbytes", [5 << 30, FOUR_GIB, FOUR_GIB - 8, FOUR_GIB - 9, FOUR_GIB - 4096, FOUR_GIB - 6000])
+def test_more_than_four_gigabytes(nbytes: int, tmp_path: Path) -> None:
+    size = np.array([1 << 30, 1 << 30, 1 << 30, nbytes - (3 << 30)])
+    every = np.arange(4)
+    _check_head(Track(30, HEADER, (box(b"vp08", bytes(78)),), size, every, every == every, 0 * every, 1), tmp_path)
 
 
 def _check_head(track: Track, folder: Path) -> None:
@@ -467,11 +469,11 @@ def _check_head(track: Track, folder: Path) -> None:
         file.write(before)
         file.truncate(len(before) + int(track.size.sum()))
     nbytes = int(track.size.sum())
-    if nbytes < 1 << 32:
+    if nbytes + 8 < FOUR_GIB:
         assert struct.unpack(">I4s", before[-8:]) == (nbytes + 8, b"mdat")
     else:
         assert struct.unpack(">I4sQ", before[-16:]) == (1, b"mdat", nbytes + 16)
-    assert (b"co64" in before) == (nbytes > (1 << 32) - 10_000)
+    assert (b"co64" in before) == (nbytes >= FOUR_GIB - 4096)
     table = read_index(LocalStore(str(folder)), "a.mp4")
     assert (table.timescale, table.track_header, table.configs) == (track.timescale, track.header, track.configs)
     np.testing.assert_array_equal(table.offset, len(before) + np.cumsum(track.size) - track.size)
@@ -479,6 +481,35 @@ def _check_head(track: Track, folder: Path) -> None:
     np.testing.assert_array_equal(table.pts, track.pts)
     np.testing.assert_array_equal(table.keyframes, np.flatnonzero(track.sync))
     np.testing.assert_array_equal(table.config, track.config)
+
+
+def test_headers_have_the_fields_of_the_standard() -> None:
+    """Of version 1 (ISO/IEC 14496-12, 8.2.2, 8.3.2, 8.4.2). The movie has the clock of its track."""
+    shown = np.array([0, 3, 1, 2]) * 512
+    track = Track(15360, HEADER, (box(b"vp08", bytes(78)),), np.full(4, 10), shown, shown == 0, 0 * shown, 600)
+    before = head(track)
+    [(_, ftyp), (_, moov), _] = tree_of(before + bytes(40))
+    assert ftyp == b"isom" + struct.pack(">I", 512) + b"isomiso2iso4mp41"
+    duration, matrix = 3 * 512 + 600, HEADER[:36]
+    rate_and_volume = struct.pack(">IH", 1 << 16, 1 << 8)
+    times = struct.pack(">IQQIQ", 1 << 24, 0, 0, 15360, duration)
+    assert moov[0] == [b"mvhd", times + rate_and_volume + bytes(10) + matrix + bytes(24) + struct.pack(">I", 2)]
+    tkhd, (_, [mdhd, hdlr, (_, minf)]) = moov[1][1]
+    enabled = struct.pack(">IQQIIQ", 1 << 24 | 3, 0, 0, 1, 0, duration)
+    assert tkhd == [b"tkhd", enabled + bytes(16) + HEADER]
+    assert mdhd == [b"mdhd", times + struct.pack(">HH", 0x55C4, 0)]  # no language
+    assert hdlr == [b"hdlr", bytes(8) + b"vide" + bytes(12) + b"VideoHandler\0"]
+    assert [name for name, _ in minf] == [b"vmhd", b"dinf", b"stbl"]
+    assert minf[0][1] == struct.pack(">I", 1) + bytes(8)
+    reference = box(b"dref", bytes(4), struct.pack(">I", 1), box(b"url ", struct.pack(">I", 1)))
+    assert minf[1][1] == reference
+    tables = dict(minf[2][1])
+    assert tables[b"stts"] == struct.pack(">6I", 0, 2, 3, 512, 1, 600)
+    assert tables[b"ctts"] == struct.pack(">II", 1 << 24, 3) + struct.pack(">IiIiIi", 1, 0, 1, 1024, 2, -512)
+    assert tables[b"stss"] == struct.pack(">III", 0, 1, 1)
+    assert tables[b"stsc"] == struct.pack(">5I", 0, 1, 1, 4, 1)
+    assert tables[b"stsz"] == struct.pack(">7I", 0, 0, 4, *[10] * 4)
+    assert tables[b"stco"] == struct.pack(">III", 0, 1, len(before))
 
 
 # ---- a look into the first packets
