@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import queue
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +203,48 @@ def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None
     assert not found.sizes()
     with pytest.raises(KeyError):
         found[0]
+
+
+def test_a_row_group_that_does_not_fit_is_a_warning_once(shared_group: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Dataset(shared_group)
+    reader = RowReader(dataset, memory=RowMemory(at_once=100, kept=99))
+    for episode in (0, 1, 2):
+        reader.read(episode)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert re.search(
+        r"file-000\.parquet: a row group has \d{3,} bytes, and memory_budget leaves 100 for rows, so it is read", said
+    )
+    RowReader(dataset, memory=RowMemory(at_once=1 << 20, kept=0)).read(0)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("reads", "size", "waits"), [(60, 40, False), (60, 41, True), (60, 60, True), (0, 1000, False)])
+def test_row_groups_are_read_at_the_same_time_up_to_a_limit(
+    reads: int, size: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single one may have more."""
+    happened: queue.Queue[str] = queue.Queue()
+
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            happened.put("waits")
+            return super().wait(timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Condition", Condition)
+        memory = RowMemory(at_once=100)
+
+    def read() -> None:
+        with memory.turn(size):
+            happened.put("reads")
+
+    with memory.turn(reads):
+        other = threading.Thread(target=read)
+        other.start()
+        assert happened.get() == ("waits" if waits else "reads")
+    other.join()
+    if waits:
+        assert happened.get() == "reads"
 
 
 def test_the_row_group_that_was_read_last_is_kept(shared_group: Path) -> None:
