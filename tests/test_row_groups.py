@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.datasets import Column, build
 from support.slow import examples
 
-from dali_stream import Dataset
+from dali_stream import Dataset, DatasetError
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.lerobot.row_groups import RowGroups
@@ -284,6 +284,47 @@ def test_the_row_groups_that_were_used_last_are_kept(many_groups: Path) -> None:
     reader = RowReader(Dataset(many_groups), store, RowMemory(kept=2 * one))
     assert [is_read(episode) for episode in (0, 4, 1, 8)] == [True, True, False, True]
     assert [is_read(episode) for episode in (2, 9, 4)] == [False, False, True]
+
+
+def test_only_the_selected_episodes_of_a_row_group_are_delivered(many_groups: Path) -> None:
+    """All have the same length, so each could pass for another."""
+    for selected in ([0, 2], [1, 2, 39], [3]):
+        store = CountingStore(many_groups)
+        dataset = Dataset(many_groups, episodes=selected)
+        reader = RowReader(dataset, store, memory := RowMemory())
+        for number, episode in enumerate(selected):
+            found = reader.read(number)
+            assert found[number]["index"].tolist() == list(range(5 * episode, 5 * episode + 5))
+            assert {*found} <= {i for i, each in enumerate(selected) if each // 4 == episode // 4}
+        assert (memory.nbytes > 0) == (len(selected) > 1)  # of a single episode, nothing is needed again
+
+
+def test_each_row_group_is_read_once_and_by_itself(many_groups: Path) -> None:
+    store = CountingStore(many_groups)
+    reader = RowReader(Dataset(many_groups), store)
+    reader.read(39)
+    first = store.rows_read  # with the footer
+    reads = []
+    for episode in range(36):
+        before = store.rows_read
+        reader.read(episode)
+        reads.append(store.rows_read - before)
+    assert [bool(size) for size in reads] == [episode % 4 == 0 for episode in range(36)]
+    assert max(reads) < first / 2
+
+
+def test_an_episode_with_more_rows_than_promised_is_refused(shared_group: Path) -> None:
+    [path] = shared_group.glob("data/*/*.parquet")
+    table = pq.read_table(path)
+    episodes = table["episode_index"].to_numpy().copy()
+    episodes[15] = 2
+    at = table.column_names.index("episode_index")
+    pq.write_table(table.set_column(at, "episode_index", pa.array(episodes)), path, row_group_size=24)
+    reader = RowReader(Dataset(shared_group))
+    assert reader.read(1)[1]["index"].tolist() == list(range(5, 12))
+    for episode, promised, held in ((2, 3, 4), (3, 9, 8)):
+        with pytest.raises(DatasetError, match=f"episode {episode}: .* promises {promised} rows, and the file holds {held}"):
+            reader.read(episode)
 
 
 class Sized:
