@@ -220,7 +220,7 @@ def tests_pass(files: list[str], plugin: object) -> bool:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in a shell's background ignores
-        sys.dont_write_bytecode = True
+        sys.dont_write_bytecode = not isinstance(plugin, CallRecorder)  # all runs use that of the first, none that of a mutant
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of programs that the tests start
         os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", "--basetemp=../tests/run", "-m", "not slow", *files], [plugin]))
     _, status = os.waitpid(child, 0)

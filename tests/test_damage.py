@@ -150,7 +150,7 @@ def test_profiles_of_vp9(profile: int) -> None:
 
 @pytest.mark.parametrize("width", range(1, 5))
 def test_superframes_of_vp9(width: int) -> None:
-    """Up to eight frames, each with a length of one to four bytes. Those with an empty one in between have fewer."""
+    """Up to eight frames, each with a length of one to four bytes. Empty ones are not counted."""
     config, key, predicted = entry(b"vp09"), b"\x80\x49\x83\x42\x55\x66", b"\x84\x55\x66"
     for count in range(1, 9):
         frames = [key, *[predicted] * (count - 1)]
@@ -196,7 +196,7 @@ def test_bytes_that_an_encoder_protects_are_damage() -> None:
 
 
 def hevc(width: int) -> bytes:
-    """A sample description of HEVC where the length of a NAL unit takes `width` bytes, behind another box."""
+    """A sample description of HEVC where the length of a NAL unit takes `width` bytes, after another box."""
     return entry(b"hvc1", box(b"pasp", bytes(8)), box(b"hvcC", bytes(21) + bytes([0xFC | width - 1, 0])))
 
 

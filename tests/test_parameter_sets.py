@@ -398,7 +398,7 @@ class Header:
 
     Args:
         seed: Chooses what the header contains.
-        wrong: Which of its numbers exceeds its limit by one, which raises `Invalid`.
+        wrong: Index of the number that exceeds its limit by one, for which `Invalid` is raised. Default: none.
     """
 
     def __init__(self, seed: int, wrong: int = -1) -> None:
@@ -431,7 +431,7 @@ class Header:
 
 
 def escaped(unit: bytes) -> bytes:
-    """With emulation prevention bytes."""
+    """A NAL unit with emulation prevention bytes."""
     return re.sub(rb"\0\0(?=[\0-\3])", b"\0\0\3", unit)
 
 
@@ -640,7 +640,7 @@ def in_avcc(sps: bytes) -> bytes:
 
 
 def in_hvcc(sps: bytes) -> bytes:
-    """Beside parameter sets of other kinds, and an SPS of another layer."""
+    """An `hvcC` box with parameter sets of other kinds, and an SPS of another layer."""
     units = {0x20: [b"\x40\x01\xaa"], 0xA1: [b"\x42\x09\xaa", b"\x42\x01" + escaped(sps)], 0x22: [b"\x44\x01\xaa"]}
     arrays = [
         struct.pack(">BH", kind, len(found)) + b"".join(struct.pack(">H", len(unit)) + unit for unit in found)
@@ -650,7 +650,7 @@ def in_hvcc(sps: bytes) -> bytes:
 
 
 def in_av1c(sequence: bytes) -> bytes:
-    """Behind metadata, with an extended header and a size."""
+    """An `av1C` box with metadata before the sequence header, which has an extension and a size."""
     size = bytes([len(sequence) & 127 | 128, len(sequence) >> 7])
     return bytes([0x81, 0, 0, 0, 5 << 3 | 2, 1, 0xAA, 1 << 3 | 6, 0x40]) + size + sequence
 
