@@ -313,6 +313,16 @@ def test_each_row_group_is_read_once_and_by_itself(many_groups: Path) -> None:
     assert max(reads) < first / 2
 
 
+def test_an_episode_over_several_row_groups_is_read_once(tmp_path: Path) -> None:
+    wide = Column("float32", [2500], np.random.default_rng(0).random((9, 2500)))
+    root = build(tmp_path / "set", [3, 6], {"action": wide}, rows_per_group=4)
+    store = CountingStore(root)
+    [path] = root.glob("data/*/*.parquet")
+    assert RowReader(Dataset(root), store).read(1)[1]["action"].shape == (6, 2500)
+    footer, group = 1 << 16, pq.ParquetFile(path).metadata.row_group(0).total_byte_size
+    assert store.rows_read < footer + path.stat().st_size + group / 2
+
+
 def test_an_episode_with_more_rows_than_promised_is_refused(shared_group: Path) -> None:
     [path] = shared_group.glob("data/*/*.parquet")
     table = pq.read_table(path)
