@@ -8,11 +8,12 @@ from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dali_stream import DaliStreamError
 from dali_stream.decode import torchcodec
-from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, succeeded
+from dali_stream.decode.decoder import CLIP_FRAMES, Decoded, even_tasks, succeeded
 from dali_stream.decode.torchcodec import frames_at_once
 from dali_stream.errors import DecodeError
 
@@ -44,6 +45,17 @@ def test_a_batch_with_a_frame_that_failed_is_not_ready() -> None:
     for broken, failed in (({3: "damaged"}, {}), ({}, {0: DecodeError("damaged")})):
         slots: Any = SimpleNamespace(broken=broken)
         assert not Decoded(slots, plan, [task("done")], failed).ready()
+
+
+@pytest.mark.parametrize("frames", [1, 2, 31, 32, 33, 64, 65, 1000])
+def test_frames_are_dealt_to_few_tasks_of_about_equal_size(frames: int) -> None:
+    numbers, counts = np.unique(even_tasks(np.arange(1, frames + 1)), return_counts=True)
+    assert numbers.tolist() == list(range(-(-frames // 32)))
+    assert counts.max() - counts.min() <= 1
+    gops = even_tasks(np.cumsum([10] * frames))
+    assert (np.diff(gops) >= 0).all()
+    assert len(np.unique(gops)) == min(-(-10 * frames // 32), frames)
+    assert np.bincount(gops).max() <= 4
 
 
 def test_frames_that_a_thread_decodes_at_once_take_15_mib() -> None:
