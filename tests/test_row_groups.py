@@ -22,7 +22,7 @@ from dali_stream import Dataset, DatasetError
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.lerobot.row_groups import RowGroups
-from dali_stream.lerobot.rows import RowMemory, RowReader
+from dali_stream.lerobot.rows import RowMemory, RowReader, check_rising
 from dali_stream.order.order import Order
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.samples import Samples
@@ -335,6 +335,21 @@ def test_an_episode_with_more_rows_than_promised_is_refused(shared_group: Path) 
     for episode, promised, held in ((2, 3, 4), (3, 9, 8)):
         with pytest.raises(DatasetError, match=f"episode {episode}: .* promises {promised} rows, and the file holds {held}"):
             reader.read(episode)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "row"),
+    [
+        ([-5.0], None), ([0.0, 0.1, 0.3], None), ([-np.inf, 0.0], 0), ([np.nan], 0), ([np.nan, 1.0], 0),
+        ([0.0, 0.0], 1), ([0.0, 0.1, np.nan, 0.3], 2), ([0.0, 0.2, 0.1, 0.1], 2),
+    ],
+)  # fmt: skip
+def test_the_first_timestamp_that_does_not_rise_is_named(seconds: list[float], row: int | None) -> None:
+    if row is None:
+        check_rising("here", np.array(seconds))
+    else:
+        with pytest.raises(DatasetError, match=f"here: row {row}: its timestamp is .*Timestamps rise"):
+            check_rising("here", np.array(seconds))
 
 
 class Sized:

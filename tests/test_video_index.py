@@ -313,6 +313,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {  # the file, and its error; none if it 
     "no keyframe": (with_tables(table(b"stss", [])), "in rising order"),
     "the last is a keyframe": (with_tables(table(b"stss", [1, 6])), ""),
     "keyframes beyond the last": (with_tables(table(b"stss", [1, 7])), "in rising order"),
+    "keyframes far beyond the last": (with_tables(table(b"stss", [1, 9])), "in rising order"),
     "a keyframe twice": (with_tables(table(b"stss", [1, 3, 3])), "in rising order"),
     "keyframes that fall": (with_tables(table(b"stss", [1, 4, 3])), "in rising order"),
     "chunks from the second on": (with_tables(table(b"stsc", [2], [2], [1])), "does not cover its 3 chunks"),
