@@ -48,11 +48,14 @@ from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
 PARTS = {  # modules, and the test files
-    "order": (["order"], "order mixture_order batches windows resume selection augment"),
+    "order": (["order"], "order mixture_order batches windows resume selection augment options"),
     "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
     "cache": (["cache"], "reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults"),
-    "decode": (["decode"], "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability"),
-    "mp4": (["mp4"], "damage index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
+    "decode": (
+        ["decode"],
+        "turns work images audit timestamps decode_speed torchcodec_cuda clips routes capability normalize bad_video",
+    ),
+    "mp4": (["mp4"], "damage video_index index_memory parameter_sets clips index timestamps codecs reads routes bad_video"),
     "rows": (["lerobot/rows.py"], "row_groups reread features bad_metadata windows timestamps"),
 }
 # The libraries that take longest to import. No import starts a thread that a fork would need.
@@ -125,7 +128,7 @@ def measure(name: str, names: list[str], chosen: list[MutationSpec], noticed: in
         print(f"{name}: {number} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
         operator = cosmic_ray.plugins.get_operator(mutant.operator_name)()
         with use_mutation(mutant.module_path, operator, mutant.occurrence) as (before, after):
-            if after is None:  # nothing to change in this place
+            if after is None or not compiles(after):  # nothing to change in this place, or not to Python
                 continue
             tried += 1
             function = [str(mutant.module_path.resolve()), first_line(before, mutant.start_pos[0])]
@@ -217,13 +220,22 @@ def tests_pass(files: list[str], plugin: object) -> bool:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in a shell's background ignores
-        sys.dont_write_bytecode = True
+        sys.dont_write_bytecode = not isinstance(plugin, CallRecorder)  # all runs use that of the first, none that of a mutant
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of programs that the tests start
         os._exit(pytest.main(["-qx", "-p", "no:cacheprovider", "--basetemp=../tests/run", "-m", "not slow", *files], [plugin]))
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(ProcessLookupError):  # what the tests have left running
         os.killpg(child, signal.SIGKILL)
     return status == 0
+
+
+def compiles(source: str) -> bool:
+    """Return whether a text is a Python module. The operators also replace the `/` and `*` of parameters."""
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 def identity(mutant: MutationSpec) -> dict[str, Any]:
@@ -237,13 +249,14 @@ def identity(mutant: MutationSpec) -> dict[str, Any]:
 
 
 def first_line(source: str, line: int) -> int:
-    """Return the first line of the innermost function around a line, with its decorators; 0 outside of all functions."""
+    """Return the first line, with decorators, of the innermost function whose body has a line; 0 outside of all functions.
+
+    Decorators and default values belong to what is around the function: they are evaluated when it is defined.
+    """
     first = 0
     for node in ast.walk(ast.parse(source)):  # outer functions come before inner ones
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if begin <= line <= (node.end_lineno or 0):
-                first = begin
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return first
 
 

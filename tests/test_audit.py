@@ -11,6 +11,7 @@ import pytest
 from nvidia.dali import fn
 from support.batches import check_identities, equal, samples
 from support.datasets import CAMERAS, SIDE, TOP, read_lengths
+from support.slow import slow
 
 from dali_stream import Dataset, DecodeError, Loader
 from dali_stream.decode import choice, route
@@ -35,8 +36,10 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_decoded", lambda *given: fn.permute_batch(decoded(*given), indices=order))
 
 
-@pytest.mark.parametrize("image_size", [None, (96, 120)])
-@pytest.mark.parametrize("image_dtype", ["uint8", "float32"])
+@pytest.mark.parametrize(
+    ("image_size", "image_dtype"),
+    [(None, "uint8"), ((96, 120), "float32"), slow(None, "float32"), slow((96, 120), "uint8")],
+)
 def test_audits_of_right_frames_change_nothing(vp9_demo: Path, image_size: tuple[int, int] | None, image_dtype: str) -> None:
     arguments = ARGUMENTS | {"image_size": image_size, "image_dtype": image_dtype, "delta_timestamps": WINDOW, "decode": "dali"}
     with Loader(vp9_demo, audit=1, **arguments) as loader:

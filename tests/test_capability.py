@@ -209,3 +209,18 @@ def test_dali_takes_nv12_of_8_bits_and_p016_of_more(outputs: int, supported: lis
     nvcuvid: Any = SimpleNamespace(cuvidGetDecoderCaps=answer)
     found = [capability._ask(nvcuvid, "hevc", "420", depth) for depth in (8, 10)]
     assert [caps.supported for caps in found] == supported
+
+
+def test_engines_are_those_of_supported_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least one is counted on, also where the driver does not tell."""
+    yes, no = (capability.Capability(supported, "", engines) for supported, engines in ((True, 3), (False, 7)))
+    for answers, expected in (([yes, no], 3), ([no], 1), ([], 1)):
+        monkeypatch.setattr(capability, "capabilities", lambda gpu, answers=answers: dict(enumerate(answers)))
+        assert capability.engines(0) == expected
+
+    def fail(gpu: int) -> None:
+        raise capability.DriverError("no driver", "install it")
+
+    monkeypatch.setattr(capability, "capabilities", fail)
+    assert capability.engines(0) == 1
+    assert capability.capability(0, "h264", "420", 8).reason == "no driver; install it"

@@ -95,6 +95,20 @@ def test_a_clip_costs_the_union_of_the_prefixes_and_no_more(
     np.testing.assert_array_equal(decode.decode_clip(clip, v.format), v.truth(requests))
 
 
+@pytest.mark.parametrize("part", [1, 2, 3, 100])
+def test_parts_of_a_decode_are_all_of_its_frames(videos: Callable[[str], Videos], part: int) -> None:
+    v, packets = videos("h264-12"), [41, 5, 40, 3, 5, 60, 7]
+    shown, decoded = np.zeros((len(packets), *data.SIZE, 3), np.uint8), []
+    for requests, frames, more in decode.decode_in_parts(v.store, v.tables[:1] * len(packets), packets, v.format, part):
+        assert len(requests) == len(frames) <= part
+        shown[requests] = frames.numpy()
+        decoded.append(more)
+    np.testing.assert_array_equal(shown, v.truth([(0, packet) for packet in packets]))
+    assert len(decoded) == -(-len(packets) // part)
+    assert decoded[0] > len(packets)
+    assert not any(decoded[1:])  # all frames of the clip were counted with its first part
+
+
 @pytest.mark.parametrize("name", ["h264-open-12", "hevc-open-12", "mpeg4-12-b"])
 def test_runs_of_open_gops_are_not_packed_together(videos: Callable[[str], Videos], name: str) -> None:
     v = videos(name)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from dali_stream.errors import DecodeError
 from dali_stream.mp4.boxes import box
 from dali_stream.mp4.damage import checker, is_intra_refresh, leb128
+from dali_stream.mp4.hidden import hidden
+from dali_stream.mp4.keyframes import is_idr
 
 TOO_LONG = "it has 64 equal bytes in a row, which arithmetic coding does not write"
 IDR, PREDICTED = b"\x65\x88\x84", b"\x41\x9a\x02"  # the beginnings of two H.264 slices
@@ -76,7 +81,8 @@ def test_images_of_mjpeg() -> None:
 def test_numbers_of_av1_have_seven_bits_a_byte() -> None:
     assert leb128(b"\xaa\x7f", 1) == (127, 2)
     assert leb128(b"\xe5\x8e\x26\xaa", 0) == (624485, 3)
-    assert leb128(b"\x80" * 9, 0) == (1 << 62, 0)
+    assert leb128(b"\x80" * 9, 0) == leb128(b"\x80" * 8 + b"\1", 0) == (1 << 62, 0)
+    assert leb128(b"\x80" * 7 + b"\1", 0) == (1 << 49, 8)
 
 
 def obu(kind: int, payload: bytes) -> bytes:
@@ -122,6 +128,44 @@ def test_frames_of_vp9() -> None:
     assert wrong(config, key + bytes(80)) == TOO_LONG
 
 
+@pytest.mark.parametrize("profile", range(4))
+def test_profiles_of_vp9(profile: int) -> None:
+    """Profile 3 has a bit more in front of the frame's type, and its sync code is not at the beginning of a byte."""
+    own, bits = entry(b"vp09", box(b"vpcC", bytes([1, 0, 0, 0, profile]))), (profile & 1) << 5 | (profile & 2) << 3
+    shift = profile < 3
+    for config in (own, entry(b"vp09")):
+        for repeats, predicted, shown in itertools.product((0, 1), repeat=3):
+            header = 0x80 | bits | (repeats << 2 | predicted << 1 | shown) << shift
+            frame = bytes([header]) + b"\x49\x83\x42\x55"
+            is_key = not repeats and not predicted
+            assert wrong(config, frame, key=False) == ""
+            assert ("no keyframe" in wrong(config, frame)) != is_key
+            assert hidden("vp9", frame) == (not repeats and not shown)
+            without = wrong(config, frame.replace(b"\x49", b"\x48"), key=False)
+            assert without == ("a keyframe lacks its sync code" if is_key and profile < 3 else "")
+    for other in {0x80, 0xA0, 0x90, 0xB0} - {0x80 | bits}:
+        assert "which is not allowed" in wrong(own, bytes([other | 4]) + b"\x49\x83\x42", key=False)
+        assert wrong(entry(b"vp09"), bytes([other | 4]) + b"\x49\x83\x42", key=False) == ""
+
+
+@pytest.mark.parametrize("width", range(1, 5))
+def test_superframes_of_vp9(width: int) -> None:
+    """Up to eight frames, each with a length of one to four bytes. Empty ones are not counted."""
+    config, key, predicted = entry(b"vp09"), b"\x80\x49\x83\x42\x55\x66", b"\x84\x55\x66"
+    for count in range(1, 9):
+        frames = [key, *[predicted] * (count - 1)]
+        data = vp9(frames, width)
+        assert wrong(config, data) == ""
+        assert hidden("vp9", data) == count
+        assert hidden("vp9", vp9([*frames[:-1], b"", frames[-1]][:8], width)) == min(count, 7)
+        for last in (data[-1] ^ 0x80, data[-1] ^ 0x20):  # no marker of an index, so these are one frame
+            assert hidden("vp9", data[:-1] + bytes([last])) == 1
+        damaged = data.replace(bytes([data[-1]]) + b"\x06", bytes([data[-1]]) + b"\xf0")
+        assert wrong(config, damaged) == "the sizes in its superframe index do not add up"
+    too_short = bytes([0xC0 | (width - 1) << 3 | 7])
+    assert hidden("vp9", b"\x84" + too_short * 2) == 1
+
+
 def test_frames_of_mpeg_4() -> None:
     config = entry(b"mp4v", box(b"esds", bytes(4), b"\x04\x0d\x20\x11"))
     frame = b"\0\0\1\xb6\x55\x66"
@@ -131,13 +175,178 @@ def test_frames_of_mpeg_4() -> None:
     assert wrong(config, b"\0\0\1\xb0\x01") == "it has no frame (VOP)"
     assert wrong(config, frame + bytes(3) + b"\x55") == "it has 24 zero bits in a row, which no encoder writes"
     assert wrong(config, frame + b"\0\0\1\xc6") == "invalid MPEG-4 start code c6"
-    assert wrong(config, frame + b"\0\0\1\xc5") == ""
+    for code in range(256):
+        is_allowed = code < 0x30 or 0xB0 <= code <= 0xC5
+        assert wrong(config, frame + bytes([0, 0, 1, code])) == ("" if is_allowed else f"invalid MPEG-4 start code {code:02x}")
+    assert wrong(config, frame + b"\0\0\1") == ""
+    check = checker(config)
+    assert check
+    assert check(frame, 0, len(frame), True) == ""
+    assert wrong(config, frame + bytes(9)) == "it has 24 zero bits in a row, which no encoder writes"
 
 
 def test_bytes_that_an_encoder_protects_are_damage() -> None:
     """Inside a NAL unit of H.264, and not at its end."""
     for code in (b"\0\0\0", b"\0\0\1", b"\0\0\2"):
-        assert "inside a NAL unit, where they are not allowed" in wrong(avc(4), units(4, IDR + code + b"\x55"))
+        error = f"it has the bytes {code.hex(' ')} inside a NAL unit, where they are not allowed"
+        assert wrong(avc(4), units(4, IDR + code + b"\x55")) == error
     assert wrong(avc(4), units(4, IDR + b"\0\0\3\x55")) == ""
     assert wrong(avc(4), units(4, IDR + bytes(8))) == ""
     assert wrong(avc(4), units(4, b"\xe5" + IDR[1:])) == "a NAL unit has the header e5, which is not allowed"
+
+
+def hevc(width: int) -> bytes:
+    """A sample description of HEVC where the length of a NAL unit takes `width` bytes, after another box."""
+    return entry(b"hvc1", box(b"pasp", bytes(8)), box(b"hvcC", bytes(21) + bytes([0xFC | width - 1, 0])))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_kinds_of_nal_units_of_hevc(width: int) -> None:
+    config = hevc(width)
+    for kind, layer in itertools.product(range(64), (0, 1)):
+        frame = units(width, b"\x46\x01\x10", bytes([kind << 1 | layer, 1, 0xAA]))
+        assert wrong(config, frame, key=False) == ("" if kind < 32 else "it has no slice of a frame")
+        assert ("no keyframe" in wrong(config, frame)) == (kind < 16 or 24 <= kind < 32)
+        assert is_idr(config, frame) == (kind in (19, 20) if kind < 32 else None)
+    key = b"\x26\x01\xaa"
+    assert wrong(config, units(width, b"\xa6\x01\xaa")) == "a NAL unit has the header a601, which is not allowed"
+    for temporal in range(8):
+        error = "" if temporal else "a NAL unit has the header 2608, which is not allowed"
+        assert wrong(config, units(width, bytes([0x26, 8 | temporal, 0xAA]))) == error
+    assert wrong(config, units(width, b"\x48\x01", key)) == ""
+    assert wrong(config, units(width, b"\x48", key)) == "its NAL units do not add up to its size"
+    assert wrong(config, units(width, b"", key)) == "its NAL units do not add up to its size"
+    assert wrong(config, units(width, key, b"\x02\x01\xaa")) == ""  # a key frame's first slice decides
+    assert is_idr(config, units(width, key)[: width + 1])
+    assert is_idr(config, units(width, key)[:width]) is None
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_kinds_of_nal_units_of_h264(width: int) -> None:
+    config = avc(width)
+    for kind, reference in itertools.product(range(32), (0, 0x60)):
+        for intra, slice_head in ((True, b"\x88"), (False, b"\x9a")):
+            frame = units(width, b"\x0b", bytes([kind | reference]) + slice_head + b"\x55")
+            is_slice = 1 <= kind <= 5
+            assert wrong(config, frame, key=False) == ("" if is_slice else "it has no slice of a frame")
+            assert ("no keyframe" in wrong(config, frame)) == (is_slice and not (intra or kind == 5))
+            assert is_intra_refresh(config, frame) == (is_slice and not (intra or kind == 5))
+            assert is_idr(config, frame) == (kind == 5 if is_slice else None)
+    assert wrong(config, units(width, b"", IDR)) == "its NAL units do not add up to its size"
+    assert wrong(config, units(width, IDR, PREDICTED)) == ""
+
+
+def golomb(number: int) -> str:
+    return f"{number + 1:b}".zfill(2 * (number + 1).bit_length() - 1)
+
+
+def test_slices_of_h264_that_decoding_can_start_at() -> None:
+    """I and SI slices, by themselves (2, 4) or because all slices of the frame are (7, 9)."""
+    for kind in range(10):
+        bits = golomb(0) + golomb(kind)
+        for rest in range(1 << 8 - len(bits)) if len(bits) < 8 else (0,):
+            head = int(bits + (f"{rest:b}".zfill(8 - len(bits)) if len(bits) < 8 else ""), 2)
+            frame = units(4, bytes([0x41, head, 0x55]))
+            assert wrong(avc(4), frame) == ("" if kind in (2, 4, 7, 9) else "decoding starts at it, and it is no keyframe")
+    assert "no keyframe" in wrong(avc(4), units(4, b"\x41"))
+    assert "no keyframe" in wrong(avc(4), units(4, b"\x41\x4b"))  # its first macroblock is not 0
+
+
+def picture_set(number: int, sequence: int, cabac: int, size: int = 0) -> bytes:
+    """A picture parameter set with its length in front."""
+    bits = golomb(number) + golomb(sequence) + str(cabac) + "1"
+    body = b"\x68" + int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big") + bytes(size)
+    return len(body).to_bytes(2, "big") + body
+
+
+@pytest.mark.parametrize("sequence_sets", [[], [b"\x67\x64\0"], [b"\x67" * 3, b"\x67" * 260]], ids=len)
+def test_runs_of_ones_are_damage_where_all_frames_have_arithmetic_coding(sequence_sets: list[bytes]) -> None:
+    front = bytes([1, 100, 0, 30, 0xFF, 0xE0 | len(sequence_sets)])
+    front += b"".join(len(each).to_bytes(2, "big") + each for each in sequence_sets)
+    frame = units(4, IDR + b"\xff" * 80)
+    assert wrong(entry(b"avc1", box(b"avcC", front)), frame) == ""
+    assert wrong(entry(b"avc1", box(b"avcC", front + b"\0")), frame) == ""
+    for number, sequence in itertools.product((0, 1, 6, 255), (0, 1, 31)):
+        for flags in ((0,), (1,), (1, 1), (1, 0), (0, 1)):
+            sets = [picture_set(number, sequence, flag, 12 * place) for place, flag in enumerate(flags)]
+            body = front + bytes([len(sets)]) + b"".join(sets)
+            config = entry(b"avc1", box(b"pasp", bytes(8)), box(b"avcC", body))
+            assert wrong(config, frame) == (TOO_LONG if all(flags) else "")
+
+
+def test_runs_are_found_wherever_they_begin() -> None:
+    for begin, byte in itertools.product(range(9), (b"\0", b"\xff")):
+        for length, error in ((63, ""), (64, TOO_LONG)):
+            assert wrong(entry(b"av01"), obu(6, b"\x10" + b"\x55" * begin + byte * length + b"\x55")) == error
+        assert wrong(hevc(4), units(4, b"\x26\x01" + b"\x55" * begin + byte * 64 + b"\x55")) == TOO_LONG
+
+
+def test_units_of_av1() -> None:
+    config, frame = entry(b"av01"), b"\x10\x55\x66"
+    for kind, extended in itertools.product(range(16), (0, 4)):
+        extension = b"\x40" if extended else b""
+        for sized in (0, 2):
+            data = bytes([kind << 3 | extended | sized]) + extension + (bytes([len(frame)]) if sized else b"") + frame
+            if kind in (0, *range(9, 15)):
+                assert wrong(config, data) == f"an OBU has the header {data[0]:02x}, which is not allowed"
+            else:
+                assert wrong(config, data) == ("" if kind in (3, 6) else "it has no frame")
+            if sized:
+                assert wrong(config, data[:-1], key=False)
+            for bit in (0x80, 1):
+                assert "which is not allowed" in wrong(config, bytes([data[0] | bit]) + data[1:])
+    for head in range(256):
+        expected = "decoding starts at it, and it is no keyframe" if head & 0xE0 else ""
+        assert wrong(config, obu(6, bytes([head, 0x55]))) == expected
+        assert wrong(config, obu(6, frame) + obu(6, bytes([head, 0x55]))) == ""  # only a sample's first frame is the keyframe
+    assert wrong(config, obu(4, b"\x55") + obu(3, frame), key=False) == ""
+    assert "no keyframe" in wrong(config, obu(3, b""))
+    assert wrong(config, b"\x34", key=False) == "its OBUs do not add up to its size"
+    assert wrong(config, obu(1, b"") + obu(6, frame)) == ""
+
+
+def test_hidden_frames_of_av1() -> None:
+    """Frames that show none before, and have the flag to be shown at bit 4. A still has no such flags."""
+    for head in range(256):
+        is_hidden = not head & 0x80 and not head & 0x10
+        for kind in (3, 6):
+            assert hidden("av1", obu(2, b"") + obu(kind, bytes([head, 0x55]))) == is_hidden
+            assert hidden("av1", obu(1, b"\x00") + obu(kind, bytes([head])) + obu(kind, b"\x00")) == is_hidden + 1
+            assert hidden("av1", obu(1, b"\x08") + obu(kind, bytes([head, 0x55]))) == 0
+            extended = bytes([kind << 3 | 6, 0x40, 2, head, 0x55])
+            assert hidden("av1", extended + bytes([kind << 3, head, 0x55])) == 2 * is_hidden
+        for kind in (1, 2, 4, 5, 7, 8, 15):
+            assert hidden("av1", obu(kind, bytes([head & 0xF7]))) == 0
+    assert hidden("av1", b"") == 0
+    assert hidden("av1", obu(3, b"") + obu(6, b"\x00")) == 1
+
+
+def test_hidden_frames_of_vp8() -> None:
+    assert hidden("vp8", vp8(20)) == 0
+    for head in range(256):
+        assert hidden("vp8", bytes([head]) + bytes(9)) == (not head & 0x10)
+
+
+def test_frames_of_vp8_fit_their_first_partition() -> None:
+    config = entry(b"vp08")
+    for partition in (0, 1, 7, 19):
+        for predicted in (False, True):
+            whole = vp8(partition, predicted)[: (3 if predicted else 10) + partition]
+            assert wrong(config, whole, key=not predicted) == ""
+            assert wrong(config, whole[:-1], key=not predicted) != ""
+
+
+def test_the_checks_need_the_box_of_their_codec() -> None:
+    for codec, kind, place in ((b"avc1", b"avcC", 4), (b"hvc1", b"hvcC", 21)):
+        for boxes in ([], [box(kind, bytes(place))]):
+            with pytest.raises(DecodeError, match=r"decoder configuration .* is missing or cut short"):
+                checker(entry(codec, *boxes))
+    assert checker(entry(b"hvc1", box(b"hvcC", bytes(22)))) is not None
+    assert not is_intra_refresh(entry(b"avc1"), units(4, b"\x09\x10", IDR))
+    assert is_intra_refresh(entry(b"avc1"), units(4, b"\x09\x10", PREDICTED))
+    assert is_intra_refresh(avc(2), units(2, b"\x09\x10", PREDICTED)[:-1] + b"\x02\x55")
+    assert not is_intra_refresh(avc(2), units(2, b"\x09\x10"))
+    assert not is_intra_refresh(avc(2), units(2, b"\x65\x9a\x02", PREDICTED))
+    behind = entry(b"avc1", box(b"pasp", bytes(8)), box(b"avcC", bytes([1, 66, 0, 30, 0xFD, 0xE0, 0])))
+    assert is_intra_refresh(behind, units(2, b"\x09\x10", PREDICTED))
+    assert checker(entry(b"abcd")) is None

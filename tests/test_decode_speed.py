@@ -253,3 +253,18 @@ def test_doctor_shows_both_figures(vp9_demo: Path, monkeypatch: pytest.MonkeyPat
         "NVDEC 500 frames/s, the CPU 1000. NVDEC reaches 0.50 of the CPU's speed",
         'use decode="fastest"',
     )
+
+
+def test_each_decoder_is_measured_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clips, video = speed.RequestClips([], Clip(bytearray(), [], 0)), VideoFormat("vp9", 0, "420", 8, 128, 160)
+    monkeypatch.setattr(speed, "_with_dali", lambda *_: "dali")
+    monkeypatch.setattr(speed, "_with_torchcodec", lambda *_: "torchcodec")
+    measured: list[tuple[str, float]] = []
+
+    def rate(decoder: Any, seconds: float) -> float:
+        measured.append((decoder, seconds))
+        return float(len(measured))
+
+    monkeypatch.setattr(speed, "_rate", rate)
+    assert speed.measure(clips, video, None, 4, 1, 3.0) == Rates(1.0, 2.0)
+    assert measured == [("dali", 1.5), ("torchcodec", 1.5)]

@@ -14,11 +14,12 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
-from support.datasets import ODD_CAMERA, ODD_SIZE, Column, build, image_file, noise
+from support.datasets import ODD_CAMERA, ODD_SIZE, TOP, Column, build, image_file, noise
 from support.servers import Server
 
 import dali_stream
-from dali_stream import Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError
+from dali_stream import Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, Mixture
+from dali_stream.decode.resize import resize
 from dali_stream.demo import read_identities
 
 LENGTHS = (3, 2)
@@ -260,6 +261,26 @@ def test_images_are_resized_as_torch_does_it(tmp_path: Path, channels: int) -> N
     )
     expected = torch.nn.functional.interpolate(whole, size=(60, 80), mode="bilinear", antialias=True)
     assert delivered(root, image_size=(60, 80)).equal(expected)
+
+
+def test_frames_that_have_the_size_stay_where_they_are() -> None:
+    frames = np.zeros((2, 12, 16, 3), np.uint8)
+    assert resize(frames, (12, 16)) is frames
+    assert resize(frames, (16, 12)).shape == (2, 16, 12, 3)
+
+
+def test_images_and_video_come_in_one_batch(tmp_path: Path, small: Path) -> None:
+    """As a camera of a mixture, whose datasets store it in one way or the other."""
+    mixed = Mixture(
+        {"video": small, "images": written(tmp_path, structs(PNGS))}, keys={"images": {ODD_CAMERA: TOP}}, missing="pad"
+    )
+    seen = set[str]()
+    with Loader(mixed, batch_size=8, image_dtype="uint8", device="cpu", shuffle="global") as loader:
+        for batch in loader:
+            shown = read_identities(batch[TOP].movedim(1, -1).numpy())[:, :2]
+            np.testing.assert_array_equal(shown, np.stack([batch["episode_index"], batch["frame_index"]], 1))
+            seen |= set(batch["dataset"])
+    assert seen == {"video", "images"}
 
 
 @pytest.mark.parametrize("channels", [1, 4])

@@ -24,7 +24,7 @@ import dali_stream
 from dali_stream import Order
 from dali_stream.order import default_pools
 from dali_stream.order.pool import EpisodePool, Run
-from dali_stream.order.state import OrderArguments
+from dali_stream.order.state import OrderArguments, noted
 
 ROOT = Path(__file__).parents[1]
 Sample = tuple[int, int]
@@ -492,3 +492,31 @@ def test_an_order_needs_neither_torch_nor_dali() -> None:
     code = "import sys, dali_stream; dali_stream.Order([3]).read(0, 3); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert dali_stream.Order is Order
+
+
+SAVED = {"shuffle": True, "seed": 3, "consumers": 16, "episode_pool_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("order", "shuffle", "pools", "expected"),
+    [
+        (SAVED, None, (None, None), {"shuffle": True, "consumers": 16, "episode_pool_size": 4}),
+        (SAVED, True, (None, None), {"consumers": 16, "episode_pool_size": 4}),
+        (SAVED, None, (8, None), {"shuffle": True, "episode_pool_size": 4}),
+        (SAVED, "global", (None, None), {}),
+        (SAVED, False, (None, None), {}),
+        ({"shuffle": "global", "consumers": 16}, None, (None, None), {"shuffle": "global"}),
+        ({"shuffle": False, "consumers": 16}, None, (None, None), {"shuffle": False}),
+        ({"shuffle": False, "consumers": 16}, True, (None, None), {}),
+        (SAVED | {"consumers": 0, "episode_pool_size": 1}, True, (None, None), {"episode_pool_size": 1}),
+        (SAVED | {"consumers": True, "episode_pool_size": 2.0}, True, (None, None), {}),
+        (SAVED | {"shuffle": "other"}, None, (None, None), {}),
+        ("no order", None, (None, None), {}),
+        (None, True, (None, None), {}),
+    ],
+)
+def test_arguments_that_are_not_given_are_those_of_the_state(
+    order: object, shuffle: Any, pools: tuple[int | None, int | None], expected: dict[str, Any]
+) -> None:
+    given = dict(zip(("consumers", "episode_pool_size"), pools, strict=True))
+    assert noted({"order": order}, shuffle, given) == expected

@@ -11,21 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support import videos as video_data
 from support.batches import assert_same_stream
 from support.datasets import DEPTH, SIDE, TOP, copied, enrich, episode_table, videos, write_wide
 from support.servers import Server
-from support.slow import examples, slow
+from support.slow import slow
 from support.tools import SMALL
 from support.tools import resharded as written
 from support.videos import frames_by_ffmpeg, top_boxes
 
 from dali_stream import Dataset, DatasetError, Loader
-from dali_stream.mp4.boxes import UPRIGHT, box
 from dali_stream.mp4.index import read_index
-from dali_stream.mp4.muxer import Track, head
 from dali_stream.storage import LocalStore
 from dali_stream.tools.rewriting import reshard
 
@@ -240,58 +236,6 @@ def test_a_remote_source_is_read_once_and_in_large_ranges(demo: Path, tmp_path: 
     assert sent < 1.5 * held  # small files: their indices are a good part of them, and are read anew for each use
     assert len(asked) < 12 * len(videos(demo))
     assert_same_stream(demo, tmp_path / "out")
-
-
-# ---- the head of an MP4
-
-
-@st.composite
-def tracks(draw: st.DrawFn) -> Track:
-    n = draw(st.integers(1, 40))
-    numbers = st.integers(0, 2000)
-    stay = draw(st.lists(st.integers(1, 5000), min_size=n, max_size=n))
-    order = draw(st.permutations(range(n)))
-    times = np.cumsum(stay) - stay[0]
-    configs = tuple(box(b"vp08", bytes(78), box(b"note", bytes([i]))) for i in range(draw(st.integers(1, 3))))
-    # Descriptions change at keyframes only.
-    sync = np.array([True, *draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))])
-    config = np.array(draw(st.lists(st.integers(0, len(configs) - 1), min_size=n, max_size=n)))[np.cumsum(sync) - 1]
-    size = np.array(draw(st.lists(st.one_of(numbers, st.just(CHUNK)), min_size=n, max_size=n)))
-    header = UPRIGHT + bytes([0, 160, 0, 0, 0, 128, 0, 0])
-    return Track(draw(st.integers(1, 1 << 31)), header, configs, size, times[np.array(order)], sync, config, stay[-1])
-
-
-CHUNK = 700_000
-
-
-@given(tracks())
-@examples(60)
-def test_the_head_of_an_mp4_reads_back(tmp_path_factory: pytest.TempPathFactory, track: Track) -> None:
-    _check_head(track, tmp_path_factory.getbasetemp())
-
-
-def test_more_than_four_gigabytes(tmp_path: Path) -> None:
-    n, big = 5, 1 << 30
-    header = UPRIGHT + bytes([0, 160, 0, 0, 0, 128, 0, 0])
-    track = Track(
-        30, header, (box(b"vp08", bytes(78)),), np.full(n, big), np.arange(n), np.ones(n, bool), np.zeros(n, np.int64), 1
-    )
-    _check_head(track, tmp_path)
-
-
-def _check_head(track: Track, folder: Path) -> None:
-    """The reader finds in a file what it was told of it. The file is a sparse one, without samples."""
-    before = head(track)
-    with open(folder / "a.mp4", "wb") as file:
-        file.write(before)
-        file.truncate(len(before) + int(track.size.sum()))
-    table = read_index(LocalStore(str(folder)), "a.mp4")
-    assert (table.timescale, table.track_header, table.configs) == (track.timescale, track.header, track.configs)
-    np.testing.assert_array_equal(table.offset, len(before) + np.cumsum(track.size) - track.size)
-    np.testing.assert_array_equal(table.size, track.size)
-    np.testing.assert_array_equal(table.pts, track.pts)
-    np.testing.assert_array_equal(table.keyframes, np.flatnonzero(track.sync))
-    np.testing.assert_array_equal(table.config, track.config)
 
 
 @pytest.fixture(autouse=True)

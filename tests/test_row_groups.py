@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import queue
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,11 @@ from hypothesis import strategies as st
 from support.datasets import Column, build
 from support.slow import examples
 
-from dali_stream import Dataset
+from dali_stream import Dataset, DatasetError
 from dali_stream.cache.indices import IndexCache
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.lerobot.row_groups import RowGroups
-from dali_stream.lerobot.rows import RowMemory, RowReader
+from dali_stream.lerobot.rows import RowMemory, RowReader, check_rising
 from dali_stream.order.order import Order
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.samples import Samples
@@ -194,12 +197,54 @@ def test_a_row_group_that_does_not_fit_is_read_again(shared_group: Path) -> None
     again = store.rows_read
     assert reader.read(0)[0]["index"].tolist() == list(range(5))  # while it is referenced, it is there
     assert store.rows_read == again
-    assert found.sizes().keys() == {0, 1, 2, 3}
+    assert found.sizes() == {episode: length * dataset.row_bytes for episode, length in enumerate([5, 7, 3, 9])}
     found.release(1)
     assert found[1]["index"].tolist() == list(range(5, 12))
     assert not found.sizes()
     with pytest.raises(KeyError):
         found[0]
+
+
+def test_a_row_group_that_does_not_fit_is_a_warning_once(shared_group: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Dataset(shared_group)
+    reader = RowReader(dataset, memory=RowMemory(at_once=100, kept=99))
+    for episode in (0, 1, 2):
+        reader.read(episode)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert re.search(
+        r"file-000\.parquet: a row group has \d{3,} bytes, and memory_budget leaves 100 for rows, so it is read", said
+    )
+    RowReader(dataset, memory=RowMemory(at_once=1 << 20, kept=0)).read(0)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("reads", "size", "waits"), [(60, 40, False), (60, 41, True), (60, 60, True), (0, 1000, False)])
+def test_row_groups_are_read_at_the_same_time_up_to_a_limit(
+    reads: int, size: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single one may have more."""
+    happened: queue.Queue[str] = queue.Queue()
+
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            happened.put("waits")
+            return super().wait(timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Condition", Condition)
+        memory = RowMemory(at_once=100)
+
+    def read() -> None:
+        with memory.turn(size):
+            happened.put("reads")
+
+    with memory.turn(reads):
+        other = threading.Thread(target=read)
+        other.start()
+        assert happened.get() == ("waits" if waits else "reads")
+    other.join()
+    if waits:
+        assert happened.get() == "reads"
 
 
 def test_the_row_group_that_was_read_last_is_kept(shared_group: Path) -> None:
@@ -239,6 +284,72 @@ def test_the_row_groups_that_were_used_last_are_kept(many_groups: Path) -> None:
     reader = RowReader(Dataset(many_groups), store, RowMemory(kept=2 * one))
     assert [is_read(episode) for episode in (0, 4, 1, 8)] == [True, True, False, True]
     assert [is_read(episode) for episode in (2, 9, 4)] == [False, False, True]
+
+
+def test_only_the_selected_episodes_of_a_row_group_are_delivered(many_groups: Path) -> None:
+    """All have the same length, so each could pass for another."""
+    for selected in ([0, 2], [1, 2, 39], [3]):
+        store = CountingStore(many_groups)
+        dataset = Dataset(many_groups, episodes=selected)
+        reader = RowReader(dataset, store, memory := RowMemory())
+        for number, episode in enumerate(selected):
+            found = reader.read(number)
+            assert found[number]["index"].tolist() == list(range(5 * episode, 5 * episode + 5))
+            assert {*found} <= {i for i, each in enumerate(selected) if each // 4 == episode // 4}
+        assert (memory.nbytes > 0) == (len(selected) > 1)  # of a single episode, nothing is needed again
+
+
+def test_each_row_group_is_read_once_and_by_itself(many_groups: Path) -> None:
+    store = CountingStore(many_groups)
+    reader = RowReader(Dataset(many_groups), store)
+    reader.read(39)
+    first = store.rows_read  # with the footer
+    reads = []
+    for episode in range(36):
+        before = store.rows_read
+        reader.read(episode)
+        reads.append(store.rows_read - before)
+    assert [bool(size) for size in reads] == [episode % 4 == 0 for episode in range(36)]
+    assert max(reads) < first / 2
+
+
+def test_an_episode_over_several_row_groups_is_read_once(tmp_path: Path) -> None:
+    wide = Column("float32", [2500], np.random.default_rng(0).random((9, 2500)))
+    root = build(tmp_path / "set", [3, 6], {"action": wide}, rows_per_group=4)
+    store = CountingStore(root)
+    [path] = root.glob("data/*/*.parquet")
+    assert RowReader(Dataset(root), store).read(1)[1]["action"].shape == (6, 2500)
+    footer, group = 1 << 16, pq.ParquetFile(path).metadata.row_group(0).total_byte_size
+    assert store.rows_read < footer + path.stat().st_size + group / 2
+
+
+def test_an_episode_with_more_rows_than_promised_is_refused(shared_group: Path) -> None:
+    [path] = shared_group.glob("data/*/*.parquet")
+    table = pq.read_table(path)
+    episodes = table["episode_index"].to_numpy().copy()
+    episodes[15] = 2
+    at = table.column_names.index("episode_index")
+    pq.write_table(table.set_column(at, "episode_index", pa.array(episodes)), path, row_group_size=24)
+    reader = RowReader(Dataset(shared_group))
+    assert reader.read(1)[1]["index"].tolist() == list(range(5, 12))
+    for episode, promised, held in ((2, 3, 4), (3, 9, 8)):
+        with pytest.raises(DatasetError, match=f"episode {episode}: .* promises {promised} rows, and the file holds {held}"):
+            reader.read(episode)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "row"),
+    [
+        ([-5.0], None), ([0.0, 0.1, 0.3], None), ([-np.inf, 0.0], 0), ([np.nan], 0), ([np.nan, 1.0], 0),
+        ([0.0, 0.0], 1), ([0.0, 0.1, np.nan, 0.3], 2), ([0.0, 0.2, 0.1, 0.1], 2),
+    ],
+)  # fmt: skip
+def test_the_first_timestamp_that_does_not_rise_is_named(seconds: list[float], row: int | None) -> None:
+    if row is None:
+        check_rising("here", np.array(seconds))
+    else:
+        with pytest.raises(DatasetError, match=f"here: row {row}: its timestamp is .*Timestamps rise"):
+            check_rising("here", np.array(seconds))
 
 
 class Sized:

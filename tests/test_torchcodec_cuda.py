@@ -237,6 +237,18 @@ def test_each_thread_decodes_on_its_own_stream_and_waits_for_it(
     assert capacity == [100]
 
 
+@pytest.mark.parametrize("engines", [1, 2, 7])
+def test_a_gpu_has_three_sessions_per_engine(
+    engines: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(torchcodec_cuda, "engines", lambda _: engines)
+    monkeypatch.setattr("torchcodec.decoders.set_nvdec_cache_capacity", lambda _: None)
+    torchcodec_cuda._sessions.cache_clear()
+    request.addfinalizer(torchcodec_cuda._sessions.cache_clear)
+    sessions = torchcodec_cuda._sessions(0)
+    assert sum(sessions.acquire(blocking=False) for _ in range(100)) == 3 * engines
+
+
 def test_a_mixture_without_the_camera_is_refused(h264_demo: Path, demo: Path, anywhere: None) -> None:
     other = Dataset(h264_demo, cameras=[TOP])
     mixture = dali_stream.Mixture({"both": Dataset(demo), "one": other}, missing="pad")

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.slow import examples
 
-from dali_stream.order.windows import TOLERANCE_S, offsets, window
+from dali_stream.order.windows import TOLERANCE_S, beyond_every_episode, looks_like_frames, offsets, window
 
 KEYS = ("action", "observation.state")
 
@@ -86,3 +86,24 @@ def test_what_is_no_window_is_refused(deltas: dict, message: str) -> None:
 
 def test_none_is_no_window() -> None:
     assert offsets({}, 10, KEYS) == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fps", "expected"),
+    [
+        (range(16), 10, True),  # 11 of 16 steps are beyond the longest episode
+        (range(-4, 4), 30, True),
+        (range(4), 10, False),  # only one of them
+        (range(9), 10, False),  # half of them are, but not more
+        ([0.0, 0.1, 0.2], 10, False),
+        ([-9.0, -8.0, 0.5], 10, False),  # not all are whole seconds
+        (range(100), 1, False),  # where both are the same
+        ([-1000.0, 0.0], 10, False),  # the first frame
+    ],
+)
+def test_windows_that_were_meant_in_frames(seconds: list[float], fps: int, expected: bool) -> None:
+    """Of two datasets with episodes of up to 50 and 30 frames, a step is beyond both."""
+    frames = np.array([[round(step * fps) for step in seconds]] * 2)
+    beyond = beyond_every_episode(frames, np.array([50, 20, 30]), np.array([0, 0, 1]))
+    assert beyond.tolist() == [abs(step * fps) >= 50 for step in seconds]
+    assert looks_like_frames(list(seconds), frames, beyond) == expected
