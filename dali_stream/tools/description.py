@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from dali_stream import process
 from dali_stream.dataset import Dataset
@@ -23,7 +24,7 @@ from dali_stream.lerobot.features import ENCODING
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.format import describe as describe_format
-from dali_stream.mp4.index import LACKING, VideoIndex, read_index
+from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
 
@@ -230,22 +231,40 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     return dataclasses.replace(report, remarks=contradictions(dataset, key, tables[0]), broken=broken)
 
 
+def find_frames(
+    dataset: Dataset, camera: str, index: VideoIndex, episode: int, seconds: npt.NDArray[np.float64]
+) -> tuple[Int64, str]:
+    """Find the frames of an episode's rows in a file.
+
+    Args:
+        dataset: Dataset of the episode.
+        camera: Key of the camera.
+        index: Index of the file.
+        episode: Number of the selected episode.
+        seconds: Times of the rows, (L,).
+
+    Returns:
+        Packets, (L,), with `LACKING` for rows without a frame, and why the first of these has none. Empty if all have one.
+    """
+    interval, timing = dataset.interval(camera, episode), dataset.timing(episode)
+    packets = find_packets(index, interval, seconds, *timing)
+    if (packets != LACKING).all():
+        return packets, ""
+    frame = int(np.argmax(packets == LACKING))
+    reason = explain(index, interval, float(seconds[frame]), *timing)
+    return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {reason}"
+
+
 def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:
-    """Return why rows of the first episode in a video file have no frame in it; empty if all have one."""
+    """Return why rows of the first episode in a video file have no frame in it. Empty if all have one."""
     files = dataset.table.video[key]
     episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(index.path)))
     try:
         rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
     except DatasetError as error:
         return (str(error),)
-    seconds, timing = dataset.seconds(episode, rows), dataset.timing(episode)
-    interval = dataset.interval(key, episode)
-    lacking = find_packets(index, interval, seconds, *timing) == LACKING
-    if not lacking.any():
-        return ()
-    frame = int(np.argmax(lacking))
-    where = f"{dataset.data_store.where(index.path)}: episode {dataset.episodes[episode]}, frame {frame}"
-    return (f"{where}: {explain(index, interval, float(seconds[frame]), *timing)}",)
+    fault = find_frames(dataset, key, index, episode, dataset.seconds(episode, rows))[1]
+    return (f"episode {dataset.episodes[episode]}, {fault}",) if fault else ()
 
 
 def _index(dataset: Dataset, path: str) -> VideoIndex | DaliStreamError:

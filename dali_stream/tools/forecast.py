@@ -82,7 +82,7 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
 
 def median_gop(tables: Sequence[VideoIndex]) -> int:
     """Frames of the GOPs of some files, in the middle."""
-    return max(int(np.median(np.concatenate([np.diff(np.append(table.keyframes, len(table))) for table in tables]))), 1)
+    return max(int(np.median(np.concatenate([table.gop_lengths for table in tables]))), 1)
 
 
 def decodes(
