@@ -217,11 +217,12 @@ def used(dataset: Dataset, files: metadata.Files) -> list[str]:
 def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
         return CameraReport("image", *dataset.picture_size(key), Route("torchcodec", "its frames are images in Parquet rows"))
-    paths, chosen = video_files(dataset, key, look_at)
+    paths = used(dataset, dataset.table.video[key])
+    chosen = np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int).tolist()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        found = list(pool.map(lambda path: _index(dataset, path), chosen))
-    tables = [each for each in found if isinstance(each, VideoIndex)]
-    broken = tuple(str(each) for each in found if isinstance(each, DaliStreamError))
+        read = list(pool.map(lambda number: _index(dataset, paths[number]), chosen))
+    tables = [each for each in read if isinstance(each, VideoIndex)]
+    broken = tuple(str(each) for each in read if isinstance(each, DaliStreamError))
     size = _bytes(dataset.data_store, paths)
     if not tables:
         route = Route("torchcodec", "none of its checked files can be read")
@@ -257,8 +258,7 @@ def find_frames(
 
 def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:
     """Return why rows of the first episode in a video file have no frame in it. Empty if all have one."""
-    files = dataset.table.video[key]
-    episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(index.path)))
+    episode = int(np.argmax(dataset.files(key) == dataset.table.video[key].paths.index(index.path)))
     try:
         rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
     except DatasetError as error:
@@ -299,13 +299,6 @@ def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, 
             found.append(f"{name} {rate}, and the file has {fps:.4g}")
     where = dataset.data_store.where(table.path)
     return tuple(f"{where}: meta/info.json has {each}" for each in found)
-
-
-def video_files(dataset: Dataset, key: str, look_at: int = LOOK_AT) -> tuple[list[str], list[str]]:
-    """The video files of a camera, and those to look at: the first, the last, and others in between."""
-    paths = used(dataset, dataset.table.video[key])
-    chosen = np.unique(np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int)).tolist()
-    return paths, [paths[i] for i in chosen]
 
 
 def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
@@ -366,8 +359,8 @@ def _route_change(route: Route, gpu: int | None, tables: list[VideoIndex]) -> st
 
 def _gops(table: VideoIndex) -> tuple[int, int]:
     """(shortest, longest) GOP of a file, in frames."""
-    lengths = np.diff(np.append(table.keyframes, len(table)))
-    return int((lengths[:-1] if len(lengths) > 1 else lengths).min()), int(lengths.max())
+    lengths = table.gop_lengths
+    return int((lengths[:-1] if len(lengths) > 1 else lengths).min()), table.longest_gop
 
 
 def _profile(video: VideoFormat) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,8 +66,10 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
     progress(0, len(jobs))
     broken: dict[str, str] = {}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream index") as pool:
-        futures = {pool.submit(read): path for path, read in jobs.items()}
+        futures: dict[Future[object], str] = {}
         try:
+            for path, read in jobs.items():
+                futures[pool.submit(read)] = path
             for done, future in enumerate(as_completed(futures), start=1):
                 try:
                     future.result()

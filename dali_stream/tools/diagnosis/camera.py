@@ -23,13 +23,12 @@ from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
-from dali_stream.tools.description import CameraReport, contradictions, describe_video, find_frames, video_files
-from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task, Via
+from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
+from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Speed, Task, Via
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Check, Result, run_checks
 from dali_stream.tools.diagnosis.rows import FrameTimes, Rows
-from dali_stream.tools.diagnosis.speed import Speed
 from dali_stream.tools.forecast import decodes, median_gop
 
 _SHOWN = 3  # broken files reported per camera
@@ -49,6 +48,7 @@ class Camera:
         key: Key of the camera.
         dataset: Dataset of the camera.
         decoders: Decoders that load on this machine.
+        files: Number of files.
         tables: Indices of up to 32 files, without broken ones.
         times: Frames of the rows.
         reports: Descriptions of the videos for the CPU, and for each kind of GPU.
@@ -70,10 +70,9 @@ class Camera:
             return
         try:
             places = {"CPU": None, **decoders.gpus}
-            files = len(video_files(self.dataset, key)[0])
             store = self.dataset.data_store
             self.video = describe(self.tables[0].configs[0])
-            self.reports = {where: describe_video(self.tables, store, gpu, files, 0) for where, gpu in places.items()}
+            self.reports = {where: describe_video(self.tables, store, gpu, self.files, 0) for where, gpu in places.items()}
             for name, result in run_checks(CHECKS, self):
                 self.results[f"{key} {name}".rstrip()] = result
             self._choose_frame(rows)
@@ -90,21 +89,21 @@ class Camera:
     def _read_files(self, rows: Rows, deep: Deep | None) -> list[VideoIndex]:
         """Check files, of which broken ones become results. Return the indices of those that `describe_video` describes."""
         tables, errors = [], list[Result]()
-        paths, described = video_files(self.dataset, self.key)
-        chosen = [paths[i] for i in rows.spread(len(paths))]
-        files = self.dataset.table.video[self.key]
-        number = {path: n for n, path in enumerate(files.paths)}
-        for path in sorted({*chosen, *described}, key=number.__getitem__):
+        paths, file_of = self.dataset.table.video[self.key].paths, self.dataset.files(self.key)
+        files = np.unique(file_of)
+        self.files, chosen = len(files), files[rows.spread(len(files))]
+        described = chosen[:: -(-len(chosen) // LOOK_AT)]
+        for file in chosen.tolist():
             try:
-                table = read_index(self.dataset.data_store, path)
-                episodes = np.flatnonzero(files.index[self.dataset.rows] == number[path]).tolist()
-                packets = self.times.find(table, [episodes[i] for i in rows.spread(len(episodes))])
+                table = read_index(self.dataset.data_store, paths[file])
+                episodes = np.flatnonzero(file_of == file)
+                packets = self.times.find(table, episodes[rows.spread(len(episodes))].tolist())
                 if deep:
                     deep.decode_videos(self.key, table, packets)
-                if path in described:
+                if file in described:
                     tables.append(table)
             except DaliStreamError as error:
-                errors.append(self.broken(path, error))
+                errors.append(self.broken(paths[file], error))
         for n, result in enumerate(errors[:_SHOWN], start=1):
             self.results[f"{self.key} file {n}"] = result
         if len(errors) > _SHOWN:
@@ -115,8 +114,8 @@ class Camera:
     def _choose_frame(self, rows: Rows) -> None:
         """Choose the middle of the first selected episode in the first file, since decoding it needs earlier frames."""
         dataset, table = self.dataset, self.tables[0]
-        files = dataset.table.video[self.key]
-        episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(table.path)))
+        file = dataset.table.video[self.key].paths.index(table.path)
+        episode = int(np.argmax(dataset.files(self.key) == file))
         frame = int(dataset.lengths[episode]) // 2
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
         seconds = rows.seconds(episode)

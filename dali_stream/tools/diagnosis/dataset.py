@@ -12,7 +12,7 @@ from dali_stream.decode import images
 from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.tools.description import missing_files
-from dali_stream.tools.diagnosis import frames, speed
+from dali_stream.tools.diagnosis import frames
 from dali_stream.tools.diagnosis.camera import Camera, check_frame
 from dali_stream.tools.diagnosis.frames import Decoders, Deep
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Check, Finding, Result, as_findings, run_checks
@@ -73,7 +73,7 @@ def examine(
     except StorageError as error:
         return [*as_findings("dataset", results.items()), unreadable(error)], facts
     decoded = frames.decode([camera.task for camera in videos if camera.task], limit_s)
-    speed_results, rates = speed.measure([each for camera in videos for each in camera.speeds], len(videos), limit_s)
+    speed_results, rates = frames.measure_speeds([each for camera in videos for each in camera.speeds], len(videos), limit_s)
     for key in dataset.images:
         height, width = dataset.picture_size(key)
         results |= _check_images(dataset, key, deep)

@@ -1,15 +1,16 @@
-"""Decoded frames: one per camera by every decoder of this machine that a Loader could choose, and all of them for `--deep`."""
+"""Decoded frames: one per camera by every decoder that a Loader could choose, the speed of decoders, and `--deep`."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +18,16 @@ import numpy.typing as npt
 from dali_stream import process
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images
+from dali_stream.decode.route import Route
+from dali_stream.decode.speed import RequestClips
 from dali_stream.errors import DecodeError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.tools.diagnosis import answers
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
-from dali_stream.tools.isolated import call_each
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.isolated import Answer, call_each
 
 # In luma, since decoders upsample chroma differently: in RGB, DALI and FFmpeg differ by 31 dB in saturated colours. Measured in
 # luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording; at most 22 for the next frame of
@@ -98,6 +101,43 @@ def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
         return 0.0
     error = float(np.mean(((one.astype(np.float64) - other) @ _LUMA) ** 2))
     return round(10 * math.log10(255**2 / error), 1) if error else 99.0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speeds to measure. `gop` is the median length of the GOPs; `gpu` is None for DALI's decoder on the CPU."""
+
+    camera: str
+    where: str
+    clips: RequestClips
+    video: VideoFormat
+    gop: int
+    gpu: int | None
+
+
+def measure_speeds(speeds: Sequence[Speed], cameras: int, limit_s: float) -> tuple[dict[str, Result], dict[str, Any]]:
+    """Measure speeds in another process. `cameras` is the number of cameras of the dataset that are video.
+
+    Returns:
+        Results by name, and {camera: {where: speeds}} for the report.
+    """
+    calls = [partial(answers.speed, each.clips, each.video, each.gop, each.gpu, cameras) for each in speeds]
+    results: dict[str, Result] = {}
+    facts: dict[str, Any] = {}
+    for each, answer in zip(speeds, call_each(calls, limit_s), strict=True):
+        results[f"{each.camera} speed on {each.where}"] = _speed_result(answer)
+        facts.setdefault(each.camera, {})[each.where] = {} if answer.error else dataclasses.asdict(answer.value)
+    return results, facts
+
+
+def _speed_result(answer: Answer) -> Result:
+    if answer.error:
+        return WARNING, f"it could not be measured: {answer.reason}", 'use Loader(decode="torchcodec") if the Loader fails, too'
+    text = str(answer.value)
+    if advice := Route("dali", "", answer.value).advice:
+        comparison, _, remedy = advice.partition(". ")
+        return WARNING, f"{text}. {comparison}", f"{remedy[0].lower()}{remedy[1:]}"
+    return OK, text, ""
 
 
 class _Part(NamedTuple):
