@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream import process
+from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import Route, choose, refusal
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
@@ -54,18 +55,18 @@ class CameraReport:
 
     Attributes:
         kind: "video" or "image".
-        height, width: of a frame, in pixels.
-        codec, profile, pixel_format: of the first episode's file; `pixel_format` is FFmpeg's name.
-        other_formats: formats of other files that differ from the first, as "codec profile pixel_format HxW".
-        gop_min, gop_max: frames of the shortest and the longest GOP. A file's last GOP ends with the file, so it
+        height, width: Size of a frame, in pixels.
+        codec, profile, pixel_format: Format of the first episode's file. `pixel_format` is FFmpeg's name.
+        other_formats: Formats of other files that differ from the first, as "codec profile pixel_format HxW".
+        gop_min, gop_max: Number of frames of the shortest and the longest GOP. A file's last GOP ends with the file, so it
             does not count as shortest unless it is the only one.
-        b_frames: whether any file displays frames in another order than it decodes them.
-        open_gops: whether in any file frames after a keyframe depend on frames before it.
-        files, files_looked_at: number of files, and of those whose index was read.
-        bytes: of all its files.
-        route: the decoder that a Loader starts with on this machine.
-        route_change: why a Loader would switch to torchcodec at a later file; empty if no checked file requires it.
-        remarks: what `meta/info.json` says and the first file contradicts.
+        b_frames: Whether any file displays frames in another order than it decodes them.
+        open_gops: Whether in any file frames after a keyframe depend on frames before it.
+        files, files_looked_at: Number of files, and of files whose index was read.
+        bytes: Size of all files.
+        route: Decoder that a Loader starts with on this machine.
+        route_change: Why a Loader would switch to torchcodec at a later file. Empty if no checked file requires it.
+        remarks: Entries of `meta/info.json` that the first file contradicts.
         broken: Why checked files cannot be read, and why rows of the first episode have no frame.
     """
 
@@ -94,14 +95,14 @@ class DatasetReport:
     """A dataset, or its selected part.
 
     Attributes:
-        uri, address: as given, and resolved.
-        fingerprint: as of `Dataset`; empty where the tasks cannot be read.
-        episode_frames: (fewest, most) frames of an episode.
-        data_files: Parquet files of the selected episodes.
-        bytes: {"data", "videos", "meta"}: of the files of the selected episodes and cameras; all of `meta/`.
-        missing: files of the selected episodes and cameras that do not exist. Of a source without listings (HTTP), up to 32
-            are looked for.
-        broken: why metadata cannot be read.
+        uri, address: Address of the dataset as the caller wrote it, and resolved.
+        fingerprint: See `Dataset`. Empty if the tasks cannot be read.
+        episode_frames: Number of frames of the shortest and the longest episode.
+        data_files: Number of Parquet files of the selected episodes.
+        bytes: Size of the files of the selected episodes and cameras, as "data" and "videos", and of all of "meta".
+        missing: Files of the selected episodes and cameras that do not exist. Up to 32 are looked for in a source without
+            listings (HTTP).
+        broken: Why metadata cannot be read.
     """
 
     uri: str
@@ -128,27 +129,26 @@ class DatasetReport:
         return not (self.missing or self.broken or any(camera.broken for camera in self.cameras.values()))
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as dicts and lists for JSON."""
+        """Return the report as dicts and lists for JSON."""
         return dataclasses.asdict(self)
 
 
 def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
-    """Describes a dataset from its metadata and the indices of its video files.
+    """Describe a dataset from its metadata and the indices of its video files.
 
     Args:
-        dataset: the dataset, or a selected part of one.
-        look_at: video files per camera whose index is read, evenly spread over all.
+        dataset: Dataset, or a selected part of one.
+        look_at: Maximum number of video files per camera whose index is read, evenly spread over all.
 
     Returns:
         Counts, features, tasks, and per camera the video format and the decoder of this machine.
 
     Raises:
-        ValueError: `look_at` is less than 1.
-        DatasetError: a path in the metadata leads out of the dataset.
-        StorageError: the source cannot be reached.
+        ValueError: If `look_at` is less than 1.
+        DatasetError: If a path in the metadata leads out of the dataset.
+        StorageError: If the source cannot be reached.
     """
-    if look_at < 1:
-        raise ValueError(f"Invalid look_at {look_at}. Give the number of video files per camera to look at, 1 or more")
+    positive("look_at", look_at)
     info = metadata.read_json(dataset.store, metadata.INFO)
     missing, _ = missing_files(dataset)
     tasks: dict[int, str] = {}
@@ -188,29 +188,28 @@ def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
 
 
 def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]:
-    """The Parquet and video files of the selected episodes and cameras that do not exist, and how many were looked for.
+    """Return the Parquet and video files of the selected episodes and cameras that do not exist, and how many were looked for.
 
-    A source with listings takes one listing per folder. Without listings (HTTP), up to 32 files are looked for, evenly
-    spread, or all if `deep`: each takes a request.
+    A source with listings takes one listing per folder. Without listings (HTTP), each file takes a request, so up to 32 files
+    are looked for, evenly spread, or all if `deep`.
 
     Raises:
-        DatasetError: a path leads out of the dataset.
-        StorageError: the source cannot be reached.
+        DatasetError: If a path leads out of the dataset.
+        StorageError: If the source cannot be reached.
     """
     paths = [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
     store = dataset.data_store
     if store.remote and store.listings:
-        there = {name for folder in {path.partition("/")[0] for path in paths} for name in store.files(folder)}
-        return [path for path in paths if path not in there], len(paths)
+        existing = {name for folder in {path.partition("/")[0] for path in paths} for name in store.files(folder)}
+        return [path for path in paths if path not in existing], len(paths)
     if store.remote and not deep:
         paths = paths[:: -(-len(paths) // LOOK_AT)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        exists = list(pool.map(store.exists, paths))
-    return [path for path, found in zip(paths, exists, strict=True) if not found], len(paths)
+        return [path for path, exists in zip(paths, pool.map(store.exists, paths), strict=True) if not exists], len(paths)
 
 
 def used(dataset: Dataset, files: metadata.Files) -> list[str]:
-    """The files of the selected episodes, in order of the episodes."""
+    """Return the files of the selected episodes, in order of the episodes."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
 
 
@@ -281,36 +280,37 @@ _CODECS = {
 
 
 def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, ...]:
-    """What `meta/info.json` says of a camera's codec, frame size and fps, and a file contradicts."""
+    """Return the entries of `meta/info.json` on a camera's codec, frame size and fps that a file contradicts."""
     video, feature = describe_format(table.configs[0]), dataset.features[key]
-    said: dict[str, Any] = next((feature[name] for name in ENCODING if isinstance(feature.get(name), dict)), {})
-    codec = str(said.get("video.codec", video.codec)).lower()
-    found = []
+    encoding: dict[str, Any] = next((feature[name] for name in ENCODING if isinstance(feature.get(name), dict)), {})
+    codec = str(encoding.get("video.codec", video.codec)).lower()
+    remarks = []
     if _CODECS.get(codec, codec) != video.codec:
-        found.append(f"video.codec {codec}, and the file has {video.codec}")
-    size = (said.get("video.height", video.height), said.get("video.width", video.width))
+        remarks.append(f"video.codec {codec}, and the file has {video.codec}")
+    size = (encoding.get("video.height", video.height), encoding.get("video.width", video.width))
     for name, stated in (("shape", dataset.picture_size(key)), ("video.height and video.width", size)):
         if stated != (video.height, video.width):
-            found.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
+            remarks.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
     shown = np.sort(table.pts)
     fps = table.timescale / float(np.median(np.diff(shown))) if len(shown) > 1 else dataset.fps
-    for name, rate in (("fps", dataset.fps), ("video.fps", said.get("video.fps", fps))):
+    for name, rate in (("fps", dataset.fps), ("video.fps", encoding.get("video.fps", fps))):
         if not isinstance(rate, (int, float)) or abs(rate - fps) > _SAME_FPS * fps:
-            found.append(f"{name} {rate}, and the file has {fps:.4g}")
+            remarks.append(f"{name} {rate}, and the file has {fps:.4g}")
     where = dataset.data_store.where(table.path)
-    return tuple(f"{where}: meta/info.json has {each}" for each in found)
+    return tuple(f"{where}: meta/info.json has {each}" for each in remarks)
 
 
 def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
-    """Describes a camera's videos.
+    """Describe a camera's videos.
 
     Args:
-        tables, store: indices of one or more files, and where these are.
-        gpu: CUDA device that the route is for; None for the CPU.
-        files, size: number of files of the camera, and their bytes.
+        tables: Indices of one or more files.
+        store: Storage of the files.
+        gpu: CUDA device of the route. None for the CPU.
+        files, size: Number of files of the camera, and their bytes.
 
     Raises:
-        DecodeError: a sample description is broken.
+        DecodeError: If a sample description is broken.
     """
     formats = [describe_format(config) for table in tables for config in table.configs]
     first = formats[0]
@@ -358,7 +358,7 @@ def _route_change(route: Route, gpu: int | None, tables: list[VideoIndex]) -> st
 
 
 def _gops(table: VideoIndex) -> tuple[int, int]:
-    """(shortest, longest) GOP of a file, in frames."""
+    """Return the length of the shortest and of the longest GOP of a file, in frames."""
     lengths = table.gop_lengths
     return int((lengths[:-1] if len(lengths) > 1 else lengths).min()), table.longest_gop
 
