@@ -80,16 +80,14 @@ def examine(
         cameras[key] = {"kind": "image", "height": height, "width": width}
     for camera in videos:
         own = decoded.get(camera.key, {})
-        results |= camera.results | check_frame(camera, own) | ({_all(camera.key): deep.result(camera.key)} if deep else {})
+        results |= camera.results | check_frame(camera, own)
+        if deep:
+            results[f"{camera.key} all frames"] = deep.result(camera.key)
         cameras[camera.key] = camera.facts | {
             "decoded": {decoder: dataclasses.asdict(each) for decoder, each in own.items()},
             "speed": rates.get(camera.key, {}),
         }
     return as_findings("dataset", (results | speed_results).items()), facts
-
-
-def _all(camera: str) -> str:
-    return f"{camera} all frames"
 
 
 def check_metadata(rows: Rows) -> Result:
@@ -135,7 +133,7 @@ def _check_images(dataset: Dataset, key: str, deep: Deep | None) -> dict[str, Re
         images.decode(encoded[len(encoded) // 2], dataset.features[key])
         if deep:
             deep.decode_images(key)
-            results[_all(key)] = deep.result(key)
+            results[f"{key} all frames"] = deep.result(key)
     except DaliStreamError as error:
         return {key: (PROBLEM, str(error), "record, convert or copy the dataset again")}
     return results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,13 +32,10 @@ def read_gpus(driver: Answer, nvdec: Answer) -> list[dict[str, Any]]:
 
 def group_equal(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return {"GPU 0, 1": the first of them}: GPUs are grouped if they differ only by their index."""
-    groups: list[list[dict[str, Any]]] = []
+    groups: dict[str, list[dict[str, Any]]] = {}
     for gpu in gpus:
-        equal = next((group for group in groups if group[0] | {"index": None} == gpu | {"index": None}), None)
-        if equal is None:
-            groups.append(equal := [])
-        equal.append(gpu)
-    return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups}
+        groups.setdefault(repr(gpu | {"index": None}), []).append(gpu)
+    return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups.values()}
 
 
 def check_driver(machine: Machine) -> Result:
@@ -84,7 +80,10 @@ def _is_on_pci(root: Path) -> bool:
 
 def check_gpus(machine: Machine) -> dict[str, Result]:
     """Check what NVDEC decodes on each kind of GPU."""
-    return dict(itertools.chain.from_iterable(_check_gpu(*each).items() for each in group_equal(machine.gpus).items()))
+    results: dict[str, Result] = {}
+    for name, gpu in group_equal(machine.gpus).items():
+        results |= _check_gpu(name, gpu)
+    return results
 
 
 def _check_gpu(name: str, gpu: Mapping[str, Any]) -> dict[str, Result]:
