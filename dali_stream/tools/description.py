@@ -7,6 +7,7 @@ DALI.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -226,9 +227,13 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if not tables:
         route = Route("torchcodec", "none of its checked files can be read")
         return CameraReport("video", *dataset.picture_size(key), route, files=len(paths), bytes=size, broken=broken)
-    report = describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), size)
-    broken += _rows_without_frames(dataset, key, tables[0])
-    return dataclasses.replace(report, remarks=contradictions(dataset, key, tables[0]), broken=broken)
+    return dataclasses.replace(
+        describe_video(tables, dataset.data_store, process.gpu("auto")),
+        files=len(paths),
+        bytes=size,
+        remarks=contradictions(dataset, key, tables[0]),
+        broken=broken + _rows_without_frames(dataset, key, tables[0]),
+    )
 
 
 def find_frames(
@@ -291,8 +296,7 @@ def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, 
     for name, stated in (("shape", dataset.picture_size(key)), ("video.height and video.width", size)):
         if stated != (video.height, video.width):
             remarks.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
-    shown = np.sort(table.pts)
-    fps = table.timescale / float(np.median(np.diff(shown))) if len(shown) > 1 else dataset.fps
+    fps = table.timescale / float(np.median(np.diff(table.shown_at[:]))) if len(table) > 1 else dataset.fps
     for name, rate in (("fps", dataset.fps), ("video.fps", encoding.get("video.fps", fps))):
         if not isinstance(rate, (int, float)) or abs(rate - fps) > _SAME_FPS * fps:
             remarks.append(f"{name} {rate}, and the file has {fps:.4g}")
@@ -300,14 +304,13 @@ def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, 
     return tuple(f"{where}: meta/info.json has {each}" for each in remarks)
 
 
-def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
-    """Describe a camera's videos.
+def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> CameraReport:
+    """Describe the video files of a camera, without their number and size.
 
     Args:
         tables: Indices of one or more files.
         store: Storage of the files.
         gpu: CUDA device of the route. None for the CPU.
-        files, size: Number of files of the camera, and their bytes.
 
     Raises:
         DecodeError: If a sample description is broken.
@@ -315,7 +318,9 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, file
     formats = [describe_format(config) for table in tables for config in table.configs]
     first = formats[0]
     route = choose("auto", gpu, first, tables[0], store)
-    shortest, longest = zip(*map(_gops, tables), strict=True)
+    # The last GOP of a file ends with the file.
+    shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
+    later = (f"{table.path}: {reason}" for table in tables for reason in _refusals(gpu, table))
     return CameraReport(
         kind="video",
         height=first.height,
@@ -326,13 +331,11 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, file
         pixel_format=first.pixel_format,
         other_formats=tuple(dict.fromkeys(_name(video) for video in formats if video != first)),
         gop_min=min(shortest),
-        gop_max=max(longest),
+        gop_max=max(table.longest_gop for table in tables),
         b_frames=any(table.reordered for table in tables),
         open_gops=any(table.open_gops for table in tables),
-        files=files,
         files_looked_at=len(tables),
-        bytes=size,
-        route_change=_route_change(route, gpu, tables),
+        route_change=next(later, "") if route.decoder == "dali" else "",
     )
 
 
@@ -348,19 +351,9 @@ def _size(store: Store, path: str) -> int:
         return 0
 
 
-def _route_change(route: Route, gpu: int | None, tables: list[VideoIndex]) -> str:
-    if route.decoder == "dali":
-        for table in tables:
-            for config in table.configs:
-                if refused := refusal(gpu, describe_format(config), table):
-                    return f"{table.path}: {refused}"
-    return ""
-
-
-def _gops(table: VideoIndex) -> tuple[int, int]:
-    """Return the length of the shortest and of the longest GOP of a file, in frames."""
-    lengths = table.gop_lengths
-    return int((lengths[:-1] if len(lengths) > 1 else lengths).min()), table.longest_gop
+def _refusals(gpu: int | None, table: VideoIndex) -> Iterator[str]:
+    """Yield why DALI must not decode a file."""
+    yield from filter(None, (refusal(gpu, describe_format(config), table) for config in table.configs))
 
 
 def _profile(video: VideoFormat) -> str | None:

@@ -72,7 +72,7 @@ class Camera:
             places = {"CPU": None, **decoders.gpus}
             store = self.dataset.data_store
             self.video = describe(self.tables[0].configs[0])
-            self.reports = {where: describe_video(self.tables, store, gpu, self.files, 0) for where, gpu in places.items()}
+            self.reports = {where: describe_video(self.tables, store, gpu) for where, gpu in places.items()}
             for name, result in run_checks(CHECKS, self):
                 self.results[f"{key} {name}".rstrip()] = result
             self._choose_frame(rows)
@@ -156,10 +156,11 @@ def check_format(camera: Camera) -> Result:
     report = camera.reports["CPU"]
     gop = f"{report.gop_min}" if report.gop_min == report.gop_max else f"{report.gop_min} to {report.gop_max}"
     kind = " ".join(filter(None, (report.codec, report.profile, report.pixel_format)))
-    files = f"{report.files_looked_at} of {counted(report.files, 'file')} checked"
+    files = f"{report.files_looked_at} of {counted(camera.files, 'file')} checked"
     others = "".join(f"; other files: {name}" for name in report.other_formats)
     routes = ("route", "route_change", "bytes", "remarks", "broken")  # routes are reported per GPU
     camera.facts |= {key: value for key, value in dataclasses.asdict(report).items() if key not in routes}
+    camera.facts["files"] = camera.files
     return OK, f"{kind}, {report.height}×{report.width}, GOP {gop}, {files}{others}", ""
 
 
