@@ -45,19 +45,19 @@ def print_json(content: dict[str, Any]) -> None:
 class Show(Protocol):
     """Show progress towards a total."""
 
-    def __call__(self, done: int, total: int, what: str = ...) -> None: ...
+    def __call__(self, done: int, total: int, description: str = ...) -> None: ...
 
 
 @contextmanager
-def progress(what: str = "", enabled: bool = True) -> Iterator[Show]:
+def progress(description: str = "", enabled: bool = True) -> Iterator[Show]:
     """Show a bar on stderr if that is a terminal. The bar disappears at the end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(description, total=None)
 
-        def show(done: int, total: int, what: str = what) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def show(done: int, total: int, description: str = description) -> None:
+            bar.update(task, description=description, completed=done, total=total)
 
         yield show
 

@@ -124,7 +124,7 @@ def _main() -> None:
     """Answer the calls on stdin, in the child. Libraries print to stderr instead of stdout."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     calls = pickle.load(sys.stdin.buffer)
-    with os.fdopen(os.dup(1), "wb", buffering=0) as answers:
+    with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for each in calls:
@@ -133,7 +133,8 @@ def _main() -> None:
                 value = pickle.loads(each)()
             except (Exception, SystemExit) as raised:
                 error, kind = str(raised).strip() or type(raised).__name__, type(raised).__name__
-            answers.write(pickle.dumps((value, error, kind)))
+            pickle.dump((value, error, kind), answers)
+            answers.flush()
 
 
 if __name__ == "__main__":

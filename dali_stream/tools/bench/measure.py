@@ -51,12 +51,12 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
 
 
 class Progress(Protocol):
-    """Show the number of batches that have come, of a total."""
+    """Show the number of finished batches, of a total."""
 
-    def __call__(self, done: int, total: int, what: str = ...) -> None: ...
+    def __call__(self, done: int, total: int, description: str = ...) -> None: ...
 
 
-def silent(done: int, total: int, what: str = "") -> None:
+def silent(done: int, total: int, description: str = "") -> None:
     """Show no progress."""
 
 
@@ -132,12 +132,12 @@ class _Clock:
         self._loader, self._steps, self._datasets = loader, steps, datasets
         self._batches, self._together, self._progress = endless(loader), together, progress
 
-    def skip(self, batches: int, what: str) -> str:
+    def skip(self, batches: int, description: str) -> str:
         """Take batches without timing them. Return the device of the last one."""
         device = ""
         for number in range(batches):
             device = _consume(next(self._batches))
-            self._progress(number + 1, batches, what)
+            self._progress(number + 1, batches, description)
         return device
 
     def time(self, batches: int) -> dict[str, Any]:

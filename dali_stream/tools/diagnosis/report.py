@@ -31,7 +31,7 @@ class Finding:
         name: Name of the check, such as "torchcodec" or "GPU 0 AV1". It is unique within its area.
         status: "ok", "warning" or "problem".
         text: Result of the check.
-        remedy: What to do. Empty for "ok".
+        remedy: Instructions that solve it. Empty for "ok".
     """
 
     area: Area

@@ -43,7 +43,7 @@ def _dali_builds() -> list[str]:
 
 
 def _ffmpeg(machine: Machine) -> Any:
-    """Return path, version and decoders of the FFmpeg of torchcodec, or of the one that it could load. None without one."""
+    """Return path, version and decoders of the FFmpeg that torchcodec loaded or could load. None without FFmpeg."""
     return machine.answers["torchcodec"].value.get("ffmpeg") or machine.answers["ffmpeg"].value.get("ffmpeg")
 
 
