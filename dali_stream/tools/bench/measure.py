@@ -25,15 +25,15 @@ CHUNK = 50  # actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
 POINTS = 200  # of the timeline
 # Counters of `Loader.stats()` whose growth is measured.
-SUMS = ("frames", "clips", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
-        "needed_bytes", "requests", "retries", "evicted_early", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
+SUMS = ("frames", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
+        "needed_bytes", "requests", "retries", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
 
 
 def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
-    """`delta_timestamps` of a mode; of a mixture, in frames of the dataset with the lowest fps.
+    """Return `delta_timestamps` of a mode. For a mixture, they are in frames of the dataset with the lowest fps.
 
     Raises:
-        ValueError: the mode is unknown, or the dataset lacks a feature that it needs.
+        ValueError: If the mode is unknown, or if the dataset lacks a feature that it needs.
     """
     if mode not in MODES:
         raise ValueError(f"Unknown mode {mode!r}. Allowed: {', '.join(MODES)}")
@@ -75,9 +75,9 @@ def measure(
     end, and after it batches of later epochs. Otherwise all epochs are alike, and the batches may be of several.
 
     Args:
-        dataset: to stream, epoch after epoch.
+        dataset: Dataset to stream, epoch after epoch.
         mode: "single": the current frame of all cameras; "sarm": 8 steps of all cameras, 1 s apart; "action_chunk": the
-            current frame of all cameras and 50 actions from it on.
+            current frame of all cameras and the 50 actions that begin with it.
         num_batches: Number of timed batches, after `warmup` others.
         loader: Further arguments of the Loader.
         together: Barrier of all ranks, so that all are measured over the same time. It is called four times.
@@ -87,7 +87,7 @@ def measure(
         The measurements of this rank, with those of later epochs as `later`, or None. See `run.node_report` for the fields.
 
     Raises:
-        DaliStreamError: the dataset has no frames, or one cannot be read.
+        DaliStreamError: If the dataset has no frames, or if one cannot be read.
     """
     if not dataset.cameras:
         raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset with cameras")
@@ -194,7 +194,7 @@ class _Clock:
 
 
 def endless(loader: Loader) -> Iterator[dict[str, Any]]:
-    """Batches of one epoch after another."""
+    """Yield the batches of one epoch after another."""
     while True:
         yield from loader
 
