@@ -65,19 +65,27 @@ class Camera:
         self.facts: dict[str, Any] = {"kind": "video"}
         self.task: Task | None = None
         self.speeds: list[Speed] = []
+        self._rows = rows
         self.tables = self._read_files(rows, deep)
+
+    def run(self, checks: Mapping[str, Check[Camera]]) -> None:
+        """Run checks on the files that are not broken, and choose a frame to decode.
+
+        Raises:
+            StorageError: If a file cannot be fetched.
+        """
         if not self.tables:
             return
         try:
-            places = {"CPU": None, **decoders.gpus}
+            places = {"CPU": None, **self.decoders.gpus}
             store = self.dataset.data_store
             self.video = describe(self.tables[0].configs[0])
             self.reports = {where: describe_video(self.tables, store, gpu) for where, gpu in places.items()}
-            for name, result in run_checks(CHECKS, self):
-                self.results[f"{key} {name}".rstrip()] = result
-            self._choose_frame(rows)
+            for name, result in run_checks(checks, self):
+                self.results[f"{self.key} {name}".rstrip()] = result
+            self._choose_frame()
         except DaliStreamError as error:
-            self.results[f"{key} file"] = self.broken(self.tables[0].path, error)
+            self.results[f"{self.key} file"] = self.broken(self.tables[0].path, error)
 
     def broken(self, path: str, error: DaliStreamError) -> Result:
         """Return the result for a file that cannot be read or decoded."""
@@ -111,14 +119,14 @@ class Camera:
             self.results[f"{self.key} files"] = PROBLEM, text, "copy the dataset again"
         return tables
 
-    def _choose_frame(self, rows: Rows) -> None:
+    def _choose_frame(self) -> None:
         """Choose the middle of the first selected episode in the first file, since decoding it needs earlier frames."""
         dataset, table = self.dataset, self.tables[0]
         file = dataset.table.video[self.key].paths.index(table.path)
         episode = int(np.argmax(dataset.files(self.key) == file))
         frame = int(dataset.lengths[episode]) // 2
         self.facts["frame"] = {"episode": int(dataset.episodes[episode]), "frame": frame}
-        seconds = rows.seconds(episode)
+        seconds = self._rows.seconds(episode)
         if seconds is None:
             seconds = np.arange(dataset.lengths[episode]) / dataset.fps
         packet = int(find_frames(dataset, self.key, table, episode, seconds)[0][frame])
@@ -301,15 +309,3 @@ def _check_decoded(camera: Camera, name: str, decoded: Decoded, right: list[str]
         return OK, text, ""
     remedy = 'use Loader(decode="torchcodec"), and please report it with the file'
     return PROBLEM, f"{text}; two correct decoders have {LEAST_PSNR_DB:g} or more", remedy
-
-
-CHECKS: Mapping[str, Check[Camera]] = {
-    "": check_format,
-    "structure": check_structure,
-    "routes": check_routes,
-    "remarks": check_remarks,
-    "timestamps": check_timestamps,
-    "to_timestamp": check_ends,
-    "GOPs": check_gops,
-}
-"""Checks of a video camera by name, in reading order."""

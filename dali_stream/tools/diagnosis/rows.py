@@ -1,4 +1,4 @@
-"""The rows of episodes, checked as a Loader checks them: the rows themselves, the names of their tasks, and their frames."""
+"""Checks of a dataset: its metadata, its files, and its rows, their tasks and their frames, as a Loader reads them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, count
 from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, find_packets
-from dali_stream.tools.description import find_frames
+from dali_stream.tools.description import find_frames, missing_files
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
 
+_SHOWN = 5  # missing files named
 LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
 _NAMES = ("task_index", "subtask_index")
 
 
 class Rows:
-    """Rows of episodes without images. Each episode is read once, and its timestamps are kept.
+    """Subject of the checks of a dataset: its rows, without images. Each episode is read once, and its timestamps are kept.
 
     Attributes:
         dataset: Dataset of the rows.
@@ -63,6 +64,40 @@ class Rows:
         for name, episodes in self.first_episodes.items():
             for value in np.unique(rows[name]).tolist():
                 episodes.setdefault(value, episode)
+
+
+def check_metadata(rows: Rows) -> Result:
+    """Describe the size of the dataset, whose metadata has been read."""
+    dataset = rows.dataset
+    size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
+    return OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps", ""
+
+
+def check_statistics(rows: Rows) -> Result:
+    """Check that statistics can be read if the dataset has some."""
+    place = rows.dataset.stored_stats_place
+    try:
+        stats = rows.dataset.stored_stats
+    except DaliStreamError as error:
+        return PROBLEM, str(error), f"copy or fetch {place} again, or write another: `dali-stream stats URI --out FILE`"
+    if stats:
+        return OK, f"{place} has those of {counted(len(stats), 'feature')}", ""
+    return OK, f"{place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it", ""
+
+
+def check_files(rows: Rows) -> Result:
+    """Check that all files exist. Raises StorageError."""
+    dataset = rows.dataset
+    try:
+        missing, looked_for = missing_files(dataset, rows.deep)
+    except DatasetError as error:
+        return PROBLEM, str(error), "correct data_path and video_path in meta/info.json"
+    if not missing:
+        return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
+    names = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+    text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {names}"
+    remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info URI --json` lists all"
+    return PROBLEM, text, remedy
 
 
 def check_rows(rows: Rows) -> Result:

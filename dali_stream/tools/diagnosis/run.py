@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.tools.diagnosis import answers, dataset, gpu, machine, software
+from dali_stream.tools.diagnosis import answers, dataset, gpu, software
+from dali_stream.tools.diagnosis.checks import CHECKS, MACHINE
 from dali_stream.tools.diagnosis.frames import Decoders, Deep
 from dali_stream.tools.diagnosis.machine import Machine
-from dali_stream.tools.diagnosis.report import Area, Check, DoctorReport, Finding, as_findings, run_checks
+from dali_stream.tools.diagnosis.report import DoctorReport, Finding, as_findings, run_checks
 from dali_stream.tools.isolated import Answer, call
 
 # A crash or hang skips the questions that follow in the same process.
 _QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
-CHECKS: Mapping[Area, Mapping[str, Check[Machine]]] = {
-    "gpu": {"driver": gpu.check_driver, "GPUs": gpu.check_gpus},
-    "software": {
-        "Python": software.check_python,
-        "DALI": software.check_dali,
-        "torch": software.check_torch,
-        "torchcodec": software.check_torchcodec,
-        "FFmpeg": software.check_ffmpeg,
-        "ffmpeg program": software.check_ffmpeg_program,
-    },
-    "machine": {
-        "container": machine.check_container,
-        "cores": machine.check_cores,
-        "memory": machine.check_memory,
-        "shared memory": machine.check_shared_memory,
-        "disk": machine.check_disk,
-    },
-}
-"""Checks of a machine by area and name, in reading order. Those of a dataset are `dataset.CHECKS` and `camera.CHECKS`."""
 
 
 def doctor(
@@ -71,7 +53,7 @@ def doctor(
         if isinstance(opened, Dataset):
             stack.enter_context(contextlib.closing(opened))
         subject, nvdec_gpus = _ask(limit_s, cache_dir)
-        findings = [finding for area, checks in CHECKS.items() for finding in as_findings(area, run_checks(checks, subject))]
+        findings = [finding for area in MACHINE for finding in as_findings(area, run_checks(CHECKS[area], subject))]
         facts = None
         if isinstance(opened, Dataset):
             has_torchcodec = not subject.answers["torchcodec"].error
