@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from dali_stream.process import local_ranks
 
-# File of the limit and folder of the hierarchy, by the controllers in /proc/self/cgroup: version 2, and version 1.
-_HIERARCHIES = {"": ("memory.max", "sys/fs/cgroup"), "memory": ("memory.limit_in_bytes", "sys/fs/cgroup/memory")}
+_UNLIMITED = 1 << 60  # version 1 of cgroups reports no limit as a number near 2^63
 
 
 class MemoryLimit(NamedTuple):
@@ -30,7 +29,8 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     Returns:
         None on systems that tell neither.
     """
-    limits = [MemoryLimit(size, "the cgroup of this process") for size in _cgroup_limits(root)]
+    size = cgroup_memory_limit(root)
+    limits = [] if size is None else [MemoryLimit(size, "the cgroup of this process")]
     with contextlib.suppress(AttributeError, ValueError, OSError):  # Windows
         limits.append(MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"))
     return min(limits, default=None)
@@ -42,25 +42,43 @@ def fits(size: int | None) -> bool:
     return size is not None and (limit is None or size * local_ranks() <= limit.size)
 
 
-def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Limits of the cgroups of this process and of all cgroups that contain them."""
+def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the memory limit of the cgroup of this process in bytes, or None if it has no limit.
+
+    Args:
+        root: Root of the file system with the cgroups.
+    """
+    values = [value for name in ("memory.max", "memory.limit_in_bytes") for value in cgroup_values(root, "memory", name)]
+    return min((int(value) for value in values if value.isdigit() and int(value) < _UNLIMITED), default=None)
+
+
+def cgroup_values(root: Path, controller: str, name: str) -> Iterator[str]:
+    """Yield the contents of a file of the cgroup of this process and of all cgroups that contain it.
+
+    Args:
+        root: Root of the file system with the cgroups.
+        controller: Controller of the file, such as "memory".
+        name: Name of the file in version 1 or 2 of cgroups. No name exists in both.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            if controller in _HIERARCHIES:
-                name, folder = _HIERARCHIES[controller]
-                yield from _limits_above(root / folder, path.strip("/"), name)
+        if not controllers:  # version 2, which is mounted in another folder beside version 1
+            folders = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+        else:
+            folders = [f"sys/fs/cgroup/{controller}"] if controller in controllers.split(",") else []
+        for folder in folders:
+            yield from _values_above(root / folder, path.strip("/"), name)
 
 
-def _limits_above(hierarchy: Path, path: str, name: str) -> Iterator[int]:
-    """Limits from a cgroup up to the root. In a container, the root may be the container's own cgroup, without the path."""
+def _values_above(hierarchy: Path, path: str, name: str) -> Iterator[str]:
+    """Contents of files from a cgroup up to the root. In a container, the root may be the container's own cgroup."""
     group = hierarchy / path
     for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # a missing file, or "max"
-            yield int((folder / name).read_text())
+        with contextlib.suppress(OSError, ValueError):  # a missing file, or one that is not text
+            yield (folder / name).read_text().strip()
         if folder == hierarchy:
             return

@@ -176,7 +176,7 @@ def test_no_frame_is_no_measurement(capsys: pytest.CaptureFixture[str], demo_cop
         (["--mode", "double"], "Unknown mode 'double'. Allowed: single, sarm, action_chunk"),
         (["--num-threads", "0"], "'0'"),
         (["--image-size", "224"], "--image-size must be HEIGHTxWIDTH or HEIGHT WIDTH"),
-        (["--source", "../a"], "--source is '../a'; give up to 64 letters"),
+        (["--source", "../a"], "--source must be up to 64 letters, digits, '_', '.' and '-', got '../a'"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], demo: Path, arguments: list[str], said: str) -> None:

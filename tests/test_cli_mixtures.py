@@ -124,10 +124,10 @@ def test_what_does_not_go_together_is_one_line(
 ) -> None:
     (bad := tmp_path / "bad.json").write_text('{"datasets": {"a": "x"}, "weight": {"a": 1}}')
     for arguments, code, said in (
-        (["info", rows / "large/a", rows / "large/a"], 2, "large/a is given twice"),
-        (["info", mixture, demo], 2, "mixture.yaml is a mixture file; give it alone"),
-        (["info", demo, rows / "large/a", "--image-size", 96, 128], 2, "--image-size is of one dataset"),
-        (["info", mixture, "--data-files-root", demo], 2, "--data-files-root is of one dataset"),
+        (["info", rows / "large/a", rows / "large/a"], 2, "Datasets must differ, got "),
+        (["info", mixture, demo], 2, "A mixture file must be the only URI, got "),
+        (["info", demo, rows / "large/a", "--image-size", 96, 128], 2, "--image-size needs one dataset, got several"),
+        (["info", mixture, "--data-files-root", demo], 2, "--data-files-root belongs to one dataset"),
         (["info", bad], 2, "bad.json: the file has the unknown key 'weight'"),
         (["info", tmp_path / "none.yaml"], 2, "none.yaml: No such file"),
         (["info", demo, tmp_path / "none"], 1, "dataset 'none': "),

@@ -21,7 +21,7 @@ from dali_stream.decode.route import Rates
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import read_index
-from dali_stream.tools.diagnosis import speed as diagnosis
+from dali_stream.tools.diagnosis import frames as diagnosis
 
 FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
 THREADS = 4
@@ -239,7 +239,7 @@ def test_doctor_shows_both_figures(vp9_demo: Path, monkeypatch: pytest.MonkeyPat
     store = dali_stream.Dataset(vp9_demo).data_store
     table = read_index(store, FIRST)
     asked = diagnosis.Speed(TOP, "GPU 0", speed.request_clips(store, table, None), describe(table.configs[0]), 12, None)
-    found, facts = diagnosis.measure([asked], 2, 120)
+    found, facts = diagnosis.measure_speeds([asked], 2, 120)
     assert set(facts[TOP]["GPU 0"]) == {"nvdec", "cpu"}
     [(name, (_, text, _))] = found.items()
     assert name == f"{TOP} speed on GPU 0"
@@ -247,7 +247,7 @@ def test_doctor_shows_both_figures(vp9_demo: Path, monkeypatch: pytest.MonkeyPat
     # Once they are known, nothing is measured. These are such that the doctor warns.
     file = tmp_path / "dali_stream" / "decode_speed.json"
     file.write_text(json.dumps({kind: {"nvdec": 500, "cpu": 1000} for kind in json.loads(file.read_text())}))
-    [result] = diagnosis.measure([asked], 2, 120)[0].values()
+    [result] = diagnosis.measure_speeds([asked], 2, 120)[0].values()
     assert result == (
         "warning",
         "NVDEC 500 frames/s, the CPU 1000. NVDEC reaches 0.50 of the CPU's speed",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.doctor import ABORTS, ABSENT, BROKEN, HANGS, TORCH, bad, cpu_torch, doctor, found, run, shadows
@@ -14,10 +17,20 @@ from support.programs import failed
 from support.slow import slow
 
 from dali_stream.cli import main
-from dali_stream.tools.diagnosis.machine import container, cpu_quota, memory_limit
-from dali_stream.tools.diagnosis.machine import examine as examine_machine
+from dali_stream.memory_limit import cgroup_memory_limit
+from dali_stream.tools.diagnosis.checks import CHECKS
+from dali_stream.tools.diagnosis.machine import Machine, container, cpu_quota
+from dali_stream.tools.diagnosis.report import Finding, as_findings, run_checks
 
 CODECS = ("H.264", "HEVC", "AV1", "VP9", "MPEG-4")
+
+
+def examine_machine(
+    cache_dir: Path | None, gpus: int, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Findings on the limits of this process, and the facts for the report."""
+    subject = Machine([{}] * gpus, cache_dir=cache_dir, environment=environment, root=root)
+    return as_findings("machine", run_checks(CHECKS["machine"], subject)), subject.limits._asdict()
 
 
 @pytest.fixture
@@ -110,7 +123,7 @@ def test_a_driver_that_crashes(fake_driver: FakeDriver, libraries: Path) -> None
 
 def test_what_does_not_fit_together(fake_driver: FakeDriver, tmp_path: Path) -> None:
     builds = {
-        "cpu": (cpu_torch(), "11080", "without CUDA, and there is a GPU", "install a CUDA build"),
+        "cpu": (cpu_torch(), "11080", "without CUDA, which cannot use the GPU", "install a CUDA build"),
         "new": (f"__version__ = '2.13.0+cu130'\n{TORCH.format(cuda='13.0', gpu=False)}", "12040", "up to 12.4", "CUDA 12"),
         "blind": (f"__version__ = '2.13.0+cu126'\n{TORCH.format(cuda='12.6', gpu=False)}", "13000", "finds none", "says why"),
         "old": (f"__version__ = '2.1.0+cu126'\n{TORCH.format(cuda='12.6', gpu=True)}", "13000", "or later is needed", ">="),
@@ -154,11 +167,18 @@ def test_libraries_that_are_absent_broken_or_crash(library: str, tmp_path: Path)
         assert found(report, "FFmpeg")["status"] == "ok"  # found without torchcodec too
 
 
+def test_a_torch_that_does_not_load_where_nothing_has_loaded_it(tmp_path: Path) -> None:
+    """In a process that has not imported torch, as the program's is: it must not need it."""
+    done = run("--json", libraries=shadows(tmp_path, torch=BROKEN))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "undefined symbol" in found(json.loads(done.stdout), "torch")["text"]
+
+
 def test_a_library_that_hangs(tmp_path: Path) -> None:
     started = time.monotonic()
-    report = doctor(libraries=shadows(tmp_path, dali=HANGS), limit_s=3)
+    report = doctor(libraries=shadows(tmp_path, dali=HANGS), limit_s=10)
     assert time.monotonic() - started < 120
-    assert "within 3 s" in found(report, "DALI")["text"]
+    assert "within 10 s" in found(report, "DALI")["text"]
     assert found(report, "torch")["status"] == "ok"
 
 
@@ -237,14 +257,14 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n", "sys/fs/cgroup/pod/box/memory.max": "2147483648\n",
         "sys/fs/cgroup/memory.max": "max\n",
     })  # fmt: skip
-    assert (cpu_quota(two), memory_limit(two)) == (1.5, 2 << 30)
+    assert (cpu_quota(two), cgroup_memory_limit(two)) == (1.5, 2 << 30)
     one = written(tmp_path / "one", **{
         "proc/self/cgroup": "4:memory:/docker/1\n3:cpuacct,cpu:/docker/1\n0::/\n",
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
     })  # fmt: skip
-    assert (cpu_quota(one), memory_limit(one)) == (0.5, None)
-    assert (cpu_quota(tmp_path), memory_limit(tmp_path)) == (None, None)
+    assert (cpu_quota(one), cgroup_memory_limit(one)) == (0.5, None)
+    assert (cpu_quota(tmp_path), cgroup_memory_limit(tmp_path)) == (None, None)
     findings, facts = examine_machine(None, 0, {}, written(one, **{"proc/meminfo": "MemTotal: 16777216 kB\n"}))
     cores, memory = (next(f for f in findings if f.name == name) for name in ("cores", "memory"))
     assert (cores.status, cores.remedy) == ("warning", "give Loader(num_threads=1), or the container more cores")

@@ -332,12 +332,12 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "html": (lambda _: b"<!DOCTYPE html><html>404</html>", "an HTML page", "a server's answer"),
     "json": (lambda _: b'{"error":"Repository not found"}', "JSON", "a server's answer"),
     "xml": (lambda _: b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML", "a server's answer"),
-    "empty": (lambda _: b"", "it is empty", "fetch or copy"),
+    "empty": (lambda _: b"", "the file is empty", "fetch or copy"),
     "gzip": (gzip.compress, "gzip", "unpack it"),
     "zeros": (lambda data: bytes(len(data)), "zeros", "fetch or copy"),
-    "cut": (_cut, "cut short: mdat", "fetch or copy"),
-    "fat": (_fat, "cut short: mdat at byte", "fetch or copy"),
-    "no index": (_late_index, "without its index", "the recording was ended"),
+    "cut": (_cut, "its box 'mdat' at byte", "fetch or copy"),
+    "fat": (_fat, "its box 'mdat' at byte", "fetch or copy"),
+    "no index": (_late_index, "its recording was not finished", "record it again"),
     "noise": (lambda data: bytes(range(1, 255)) * 9, "an unknown format", "fetch or copy"),
 }
 
@@ -388,7 +388,7 @@ def test_damage_behind_a_whole_index(encoded: Callable[..., Path]) -> None:
     finding = findings[f"{CAMERA} file"]
     assert finding.text.startswith(str(path))
     assert "is damaged: " in finding.text
-    assert "an MP4 whose boxes are whole" in finding.text
+    assert "it looks like an MP4" in finding.text
     assert "exclude its episodes" in finding.remedy
 
 
@@ -459,7 +459,7 @@ def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:
     info["features"][TOP]["shape"][:2] = [64, 64]
     (demo_copy / INFO).write_text(json.dumps(info))
     findings, _ = looked_at(demo_copy)
-    assert "128×160, and meta/info.json has 64×64" in findings[f"{TOP} file"].text
+    assert "128×160, and meta/info.json promises 64×64" in findings[f"{TOP} timestamps"].text
     assert findings[SIDE].status == "ok"
 
 

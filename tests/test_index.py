@@ -138,7 +138,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
     with pytest.raises(KeyboardInterrupt):
         dali_stream.tools.index(Dataset(server.url, cache_dir=tmp_path), stop)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dali_stream output")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dali_stream index")]
     seen: list[tuple[int, int]] = []
     report = dali_stream.tools.index(Dataset(server.url, cache_dir=tmp_path), lambda done, total: seen.append((done, total)))
     assert report.cached_bytes > 0

@@ -239,7 +239,9 @@ def test_the_command_writes_statistics_that_a_dataset_takes(
     assert set(own) - set(given) == {SIDE}
     assert all(np.array_equal(given[key][name], own[key][name]) for key in given for name in own[key])
     assert main(["stats", str(demo), "--out", str(out)]) == 2
-    assert "which exists; give a new file" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--out must be a new file in an existing folder" in error
+    assert error.endswith("which exists\n")
 
 
 def test_the_command_adds_statistics_to_a_dataset_without_any(demo_copy: Path) -> None:

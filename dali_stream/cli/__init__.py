@@ -61,8 +61,8 @@ app.command(short_help="Re-encode a dataset's videos, for example for a GPU.")(t
 app.command(short_help="Test NVDEC through DALI on this machine.")(selftest)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(enabled: bool) -> None:
+    if enabled:
         typer.echo(f"{PROGRAM} {dali_stream.__version__}")
         raise typer.Exit()
 
@@ -84,18 +84,18 @@ def _program(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code.
+    """Run the program, and return its exit code.
 
     Args:
-        arguments: without the program's name; None: those of this process.
+        arguments: Arguments without the name of the program. None for those of this process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # "×" may be missing in a terminal's encoding
     try:
-        _run(join_sizes([argument for argument in given if argument != "--debug"], ("--image-size", "--size")))
+        _run(join_sizes([argument for argument in words if argument != "--debug"], ("--image-size", "--size")))
         sys.stdout.flush()
         return 0
     except typer.Exit as done:
@@ -125,8 +125,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted"
     if isinstance(error, _UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM  # type: ignore[attr-defined]  # Click's UsageError
-        said = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        return 2, _one_line(f"{said}; see {path} --help")
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        return 2, _one_line(f"{message}; see {path} --help")
     if isinstance(error, ValueError):
         parts = itertools.groupby(str(error).splitlines(), lambda line: line.startswith("  "))
         return 2, "\n".join("\n".join(lines) if is_table else _one_line(" ".join(lines)) for is_table, lines in parts)

@@ -1,4 +1,4 @@
-"""Options that several commands have, and values of options. Unlike typer's own errors, these say what was found."""
+"""Options that several commands have, and values of options. Unlike those of typer, errors say which value was passed."""
 
 from __future__ import annotations
 
@@ -46,87 +46,89 @@ ToleranceS = Annotated[
 
 
 def located_by(clock: str | None, tolerance_s: float | None) -> dict[str, Any]:
-    """Return those of the two arguments of `Dataset` that were given."""
+    """Return the two arguments of `Dataset` without those that are None."""
     return {name: value for name, value in (("clock", clock), ("tolerance_s", tolerance_s)) if value is not None}
 
 
 def opened(uri: str, *, storage_options: str | None, **arguments: Any) -> AbstractContextManager[Dataset]:
-    """The dataset of a command line, closed at the end; the other arguments are those of `Dataset`."""
+    """Open the dataset of a command line, and close it at the end. The other arguments are those of `Dataset`."""
     return closing(Dataset(uri, storage_options=json_object("--storage-options", storage_options), **arguments))
 
 
 def opened_mixture(
     uris: Sequence[str], *, storage_options: str | None, **arguments: Any
 ) -> AbstractContextManager[Dataset | Mixture]:
-    """The dataset of a command line, or the mixture of several; closed at the end."""
-    given = mixture_arguments(uris, storage_options=storage_options, **arguments)
-    return closing(Mixture(**given)) if given else opened(uris[0], storage_options=storage_options, **arguments)
+    """Open the dataset of a command line, or the mixture of several, and close it at the end."""
+    mixture = mixture_arguments(uris, storage_options=storage_options, **arguments)
+    return closing(Mixture(**mixture)) if mixture else opened(uris[0], storage_options=storage_options, **arguments)
 
 
 def mixture_arguments(uris: Sequence[str], *, storage_options: str | None, **arguments: Any) -> dict[str, Any] | None:
-    """The arguments of the `Mixture` of a command line, None for one dataset. Options hold for each dataset. Several that no
-    file describes may lack what others have."""
+    """Return the arguments of the `Mixture` of a command line, or None for one dataset.
+
+    Options hold for each dataset. Without a mixture file, a dataset may lack features that others have.
+    """
     files = [uri for uri in uris if is_mixture_file(uri)]
     if len(uris) == 1 and not files:
         return None
     if len(uris) > 1 and files:
-        raise ValueError(f"{files[0]} is a mixture file; give it alone, or name datasets")
+        raise ValueError(f"A mixture file must be the only URI, got {files[0]} and {len(uris) - 1} more")
     options = {name: value for name, value in arguments.items() if value is not None}
     if "data_files_root" in options:
-        raise ValueError("--data-files-root is of one dataset; give it in a mixture file, as data_files_root")
+        raise ValueError("--data-files-root belongs to one dataset. Write it into a mixture file, as data_files_root")
     if storage_options is not None:
         options["storage_options"] = json_object("--storage-options", storage_options)
     if files:
-        given = Mixture.file_arguments(files[0])
+        mixture = Mixture.file_arguments(files[0])
     else:
-        given = {"datasets": {name: {"uri": uri} for name, uri in named(uris)}, "missing": "pad"}
-    return given | {"datasets": {name: each | options for name, each in given["datasets"].items()}}
+        mixture = {"datasets": {name: {"uri": uri} for name, uri in named(uris)}, "missing": "pad"}
+    return mixture | {"datasets": {name: each | options for name, each in mixture["datasets"].items()}}
 
 
 def named(uris: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, URI) of each: the last part of its path, and more parts where that is not unique."""
+    """Return (name, URI) of each. The name is the last part of the path, with more parts if that is not unique."""
     paths = [[part for part in uri.split("/") if part] for uri in uris]
-    found = []
+    names = []
     for uri, path in zip(uris, paths, strict=True):
         if paths.count(path) > 1:
-            raise ValueError(f"{uri} is given twice; name each dataset once")
+            raise ValueError(f"Datasets must differ, got {uri} twice")
         tails = (path[-count:] for count in range(1, len(path) + 1))
         alone = [tail for tail in tails if sum(other[-len(tail) :] == tail for other in paths) == 1]
-        found.append(("/".join(alone[0] if alone else path), uri))
-    return found
+        names.append(("/".join(alone[0] if alone else path), uri))
+    return names
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any] | None:
-    """A JSON object. The error does not repeat it, since it may hold credentials."""
+    """Return a JSON object. The error does not repeat it, since it may hold credentials."""
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"""{option} is not a JSON object; give one such as '{{"anon": true}}'""")
-    return found
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"""{option} must be a JSON object, such as '{{"anon": true}}'""")
+    return value
 
 
 def count(text: str | int) -> int:
-    """A whole number of 1 or more; for `typer.Option(parser=...)`, as `natural`."""
+    """Return a whole number of 1 or more, for `typer.Option(parser=...)`."""
     return _whole(text, 1)
 
 
 def natural(text: str | int) -> int:
-    """A whole number of 0 or more."""
+    """Return a whole number of 0 or more, for `typer.Option(parser=...)`."""
     return _whole(text, 0)
 
 
 def _whole(text: str | int, least: int) -> int:
     if not re.fullmatch(r"\d{1,18}", str(text)) or int(text) < least:
-        raise typer.BadParameter(f"{str(text)!r} is not a whole number of {least} or more")
+        raise typer.BadParameter(f"must be a whole number of {least} or more, got {str(text)!r}")
     return int(text)
 
 
 def size(option: str, text: str | None) -> tuple[int, int] | None:
-    """ "240x320" as (height, width)."""
+    """Return "240x320" as (height, width)."""
     try:
         return None if text is None else frame_size(text)
     except argparse.ArgumentTypeError as error:
@@ -134,26 +136,26 @@ def size(option: str, text: str | None) -> tuple[int, int] | None:
 
 
 def numbers(option: str, text: str | None) -> list[int] | None:
-    """ "0,3,5-8" as [0, 3, 5, 6, 7, 8]."""
+    """Return "0,3,5-8" as [0, 3, 5, 6, 7, 8]."""
     if text is None:
         return None
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not ends or int(ends[2] or ends[1]) < int(ends[1]):
-            raise ValueError(f"{option} has {part.strip()!r}; give numbers and ranges, such as 0,3,5-8")
-        found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
-    return found
+            raise ValueError(f"{option} must be numbers and ranges, such as 0,3,5-8, got {part.strip()!r}")
+        numbers += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+    return numbers
 
 
 def names(text: str | None) -> list[str] | None:
-    """ "a, b" as ["a", "b"]."""
+    """Return "a, b" as ["a", "b"]."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def windows(option: str, texts: list[str]) -> dict[str, list[float]]:
-    """["camera=-0.1,0", ...] as {"camera": [-0.1, 0.0]}."""
-    found: dict[str, list[float]] = {}
+    """Return ["camera=-0.1,0", ...] as {"camera": [-0.1, 0.0]}."""
+    windows: dict[str, list[float]] = {}
     for text in texts:
         key, separator, values = text.rpartition("=")
         try:
@@ -161,18 +163,19 @@ def windows(option: str, texts: list[str]) -> dict[str, list[float]]:
         except ValueError:
             deltas = []
         if not separator or not key or not deltas:
-            raise ValueError(f"{option} is {text!r}; give CAMERA=SECONDS,SECONDS,..., such as observation.images.top=-0.1,0")
-        if key in found:
-            raise ValueError(f"{option} has {key} twice; give all its seconds in one option")
-        found[key] = deltas
-    return found
+            example = "observation.images.top=-0.1,0"
+            raise ValueError(f"{option} must be CAMERA=SECONDS,SECONDS,..., such as {example}, got {text!r}")
+        if key in windows:
+            raise ValueError(f"{option} must have each camera once, got {key} twice. Write all of its seconds in one option")
+        windows[key] = deltas
+    return windows
 
 
 def png(option: str, path: Path) -> Path:
-    """A path to write a PNG to, checked before the work is done."""
+    """Return a path to write a PNG to, checked before the work is done."""
     if path.suffix.lower() != ".png":
-        raise ValueError(f"{option} is {str(path)!r}; give a file name that ends in .png")
+        raise ValueError(f"{option} must end in .png, got {str(path)!r}")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        found = "a folder" if path.is_dir() else "in a folder that does not exist"
-        raise ValueError(f"{option} is {str(path)!r}, which is {found}; give a file in an existing folder")
+        reason = "a folder" if path.is_dir() else "in a folder that does not exist"
+        raise ValueError(f"{option} must be a file in an existing folder, got {str(path)!r}, which is {reason}")
     return path

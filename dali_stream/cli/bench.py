@@ -32,7 +32,7 @@ def bench(
     ] = "auto",
     image_size: Annotated[str, typer.Option(metavar="HxW|recorded", help="Size of the frames.")] = "224x224",
     image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Type of the frames.")] = "uint8",
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where batches are made.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")] = "auto",
     consumers: Annotated[
         int | None,
         typer.Option(
@@ -63,7 +63,7 @@ def bench(
     from dali_stream.tools.bench import run, write
 
     if source is not None and not re.fullmatch(r"[\w.-]{1,64}", source):
-        raise ValueError(f"--source is {source!r}; give up to 64 letters, digits, '_', '.' and '-', for the report's file name")
+        raise ValueError(f"--source must be up to 64 letters, digits, '_', '.' and '-', got {source!r}")
     if out_dir is not None:
         out_dir.mkdir(parents=True, exist_ok=True)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
@@ -96,38 +96,38 @@ def _speed(report: dict[str, Any]) -> str:
 def _table(report: dict[str, Any]) -> Table:
     from dali_stream.tools.bench import stage_seconds
 
-    made = console.pairs()
+    table = console.pairs()
     size = "recorded size" if report["image_size"] is None else "×".join(map(str, report["image_size"]))
-    what = f"{report['mode']}, batches of {report['batch_size']}, {size}, {report['image_dtype']}"
-    made.add_row("dataset", f"{report['dataset']}: {what}")
+    settings = f"{report['mode']}, batches of {report['batch_size']}, {size}, {report['image_dtype']}"
+    table.add_row("dataset", f"{report['dataset']}: {settings}")
     for name, part in report.get("datasets", {}).items():
-        made.add_row(name, f"{part['samples']} samples, {part['delivered']:.1%}; its share is {part['share']:.1%}")
+        table.add_row(name, f"{part['samples']} samples, {part['delivered']:.1%}; its share is {part['share']:.1%}")
     later = report["later_epochs"]
-    made.add_row("speed" if later is None else "first epoch", _speed(report))
+    table.add_row("speed" if later is None else "first epoch", _speed(report))
     if later:
-        made.add_row("later epochs", f"{_speed(later)}; they decode nothing, because all frames fit in memory_budget")
-    made.add_row(
+        table.add_row("later epochs", f"{_speed(later)}; they decode nothing, because all frames fit in memory_budget")
+    table.add_row(
         "measured", f"{report['frames']} frames in {report['wallclock_s']:.1f} s, by {counted(report['ranks'], 'rank')}"
     )
-    made.add_row("first batch", f"{report['first_batch_latency_s']:.2f} s after creating the Loader")
+    table.add_row("first batch", f"{report['first_batch_latency_s']:.2f} s after creating the Loader")
     waits = ", ".join(f"p{p} {report[f'p{p}_sample_latency_ms']:.1f} ms" for p in (50, 95, 99))
-    made.add_row("wait for a batch", waits)
-    made.add_row("bottleneck", report["bottleneck"]["text"])
+    table.add_row("wait for a batch", waits)
+    table.add_row("bottleneck", report["bottleneck"]["text"])
     if later:
-        made.add_row("", f"In later epochs: {later['bottleneck']['text']}")
+        table.add_row("", f"In later epochs: {later['bottleneck']['text']}")
     for who, seconds in stage_seconds(report).items():
-        made.add_row(who, ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
-    made.add_row("CPU", f"{report['cpu_s_per_sample'] * 1e3:.2f} ms a sample")
+        table.add_row(who, ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
+    table.add_row("CPU", f"{report['cpu_s_per_sample'] * 1e3:.2f} ms a sample")
     decoded = report["decoded_per_delivered_frame"]
-    made.add_row("decoded", "no video" if decoded is None else f"{decoded:.2f} frames per delivered frame")
+    table.add_row("decoded", "no video" if decoded is None else f"{decoded:.2f} frames per delivered frame")
     fetched, hits = (console.megabytes(report[key]) for key in ("fetched_bytes", "cached_bytes"))
-    made.add_row("network", f"{fetched} in {report['requests']} requests; {hits} from the cache")
-    made.add_row("mixing", f"{report['unique_episodes_per_batch']:.1f} episodes per batch")
-    made.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of a process")
+    table.add_row("network", f"{fetched} in {report['requests']} requests; {hits} from the cache")
+    table.add_row("mixing", f"{report['unique_episodes_per_batch']:.1f} episodes per batch")
+    table.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of a process")
     if report["peak_gpu_bytes"] is not None:
-        made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
+        table.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
     for camera, route in report["routes"].items():
-        made.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
+        table.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
     machine = report["machine"]
-    made.add_row("machine", f"{machine['processor']}, {machine['cores']} cores, {machine['gpu'] or report['device']}")
-    return made
+    table.add_row("machine", f"{machine['processor']}, {machine['cores']} cores, {machine['gpu'] or report['device']}")
+    return table

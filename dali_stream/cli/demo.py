@@ -31,7 +31,7 @@ def demo(
         str | None, typer.Option(metavar="av1|h264|hevc|vp9|mpeg4", help="Codec of the videos. Default: av1.")
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 32,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where batches are made.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")] = "auto",
     decode: Annotated[
         str, typer.Option(metavar="auto|fastest|dali|torchcodec|torchcodec-cuda", help="Decoder; auto: NVDEC where it can.")
     ] = "auto",
@@ -65,7 +65,7 @@ def demo(
 
 
 def _dataset(root: Path, wanted: dict[str, Any]) -> Dataset:
-    """The dataset at `root`: written if the folder is empty or new, and checked against the arguments otherwise."""
+    """Return the dataset at `root`. Write it if the folder is empty or new, and otherwise compare it with the arguments."""
     from dali_stream.demo import write_demo
 
     if root.is_dir() and any(root.iterdir()):
@@ -94,12 +94,12 @@ def _existing(root: Path, wanted: dict[str, Any]) -> Dataset:
             f"this one with `dali-stream preview {root}`"
         )
     camera = next(iter(report.cameras.values()))
-    there = {"episodes": report.episodes, "size": (camera.height, camera.width), "codec": camera.codec}
-    differing = [name for name, value in wanted.items() if value != there[name]]
+    existing = {"episodes": report.episodes, "size": (camera.height, camera.width), "codec": camera.codec}
+    differing = [name for name, value in wanted.items() if value != existing[name]]
     if differing:
-        asked, found = (", ".join(f"{name} {_text(values[name])}" for name in differing) for values in (wanted, there))
+        new, old = (", ".join(f"{name} {_text(values[name])}" for name in differing) for values in (wanted, existing))
         raise ValueError(
-            f"{root} already holds a demo with {found}, and {asked} was requested; give another folder with --root, remove "
+            f"{root} already holds a demo with {old}, and {new} was requested; give another folder with --root, remove "
             f"this one, or leave out {' and '.join(f'--{name}' for name in differing)}"
         )
     return dataset
@@ -118,25 +118,27 @@ def _draw_sheet(out: Path, dataset: Dataset, first: list[Sample]) -> None:
 
 
 def _table(report: dict[str, Any]) -> Table:
-    """The report as names and values."""
+    """Return the report as a table of names and values."""
     waits = report["wait_ms"]
     once = "yes" if report["exactly_once"] else "NO"
-    made = console.pairs()
-    made.add_row("dataset", f"{report['root']}: {counted(report['episodes'], 'episode')}, {counted(report['frames'], 'frame')}")
-    made.add_row(
+    table = console.pairs()
+    table.add_row(
+        "dataset", f"{report['root']}: {counted(report['episodes'], 'episode')}, {counted(report['frames'], 'frame')}"
+    )
+    table.add_row(
         "speed", f"{report['samples_per_s']:.0f} samples/s, {report['frames_per_s']:.0f} frames/s after the first batch"
     )
-    made.add_row("first batch", f"{report['first_batch_s']:.2f} s after creating the Loader")
-    made.add_row("batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms")
+    table.add_row("first batch", f"{report['first_batch_s']:.2f} s after creating the Loader")
+    table.add_row("batch wait", f"p50 {waits['p50']:.1f} ms, p95 {waits['p95']:.1f} ms, p99 {waits['p99']:.1f} ms")
     if report["bottleneck"]:
-        made.add_row("bottleneck", report["bottleneck"]["text"])
+        table.add_row("bottleneck", report["bottleneck"]["text"])
     for camera, route in report["routes"].items():
-        made.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
-    made.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process")
+        table.add_row(camera.rpartition(".")[2], f"{route['decoder']}: {route['reason']}")
+    table.add_row("peak memory", f"{console.megabytes(report['peak_rss_bytes'])} of this process")
     if report["peak_gpu_bytes"] is not None:
-        made.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
-    made.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
-    made.add_row("correct frames", f"yes: {report['frames_checked']} frames of the first batch are the requested ones")
-    made.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
-    made.add_row("contact sheet", report["sheet"])
-    return made
+        table.add_row("", f"{console.megabytes(report['peak_gpu_bytes'])} of the GPU, all processes")
+    table.add_row("exactly once", f"{once}: {report['frames']} delivered, {report['unique_frames']} different")
+    table.add_row("correct frames", f"yes: {report['frames_checked']} frames of the first batch are the requested ones")
+    table.add_row("machine", f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['device']}")
+    table.add_row("contact sheet", report["sheet"])
+    return table

@@ -35,16 +35,16 @@ def doctor(
 ) -> None:
     """Check what this machine decodes and whether its software fits together, and say how to fix problems.
 
-    With a dataset: whether its files are there, whether rows, tasks and videos fit together, its video formats, the decoder of
-    each camera and the reason for it, and one frame of each camera decoded by every decoder of this machine. Of a large
-    dataset, up to 1000 episodes and files are checked, or 32 of remote data; --deep checks all and decodes every frame. Exit
-    code 1 if there is a problem.
+    With a dataset, also check whether its files exist, and whether rows, tasks and videos fit together, show its video formats
+    and the decoder of each camera with the reason, and decode one frame of each camera with every decoder of this machine. Up
+    to 1000 episodes and files of a large dataset are checked, or 32 of remote data. --deep checks all and decodes every frame.
+    The exit code is 1 if a check found a problem.
     """
     options = arguments.json_object("--storage-options", storage_options)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= {"storage_options": options}
     if uri is None and (deep or any(each is not None for each in (cameras, episodes, clock, tolerance_s))):
-        raise ValueError("--deep, --cameras, --episodes, --clock and --tolerance-s need a dataset. Give its URI")
+        raise ValueError("--deep, --cameras, --episodes, --clock and --tolerance-s need the URI of a dataset")
     if uri is not None:
         place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
         place |= arguments.located_by(clock, tolerance_s)
@@ -60,17 +60,17 @@ def doctor(
 
 
 def _table(report: DoctorReport) -> Table:
-    made = console.pairs()
-    made.add_column(overflow="fold")
+    table = console.pairs()
+    table.add_column(overflow="fold")
     area = ""
     for finding in report.findings:
         if finding.area != area:
             area = finding.area
-            made.add_row(Text(area, "bold"), "", "")
-        made.add_row(Text(finding.status, _STYLES[finding.status]), finding.name, Text(finding.text))
+            table.add_row(Text(area, "bold"), "", "")
+        table.add_row(Text(finding.status, _STYLES[finding.status]), finding.name, Text(finding.text))
         if finding.remedy:
-            made.add_row("", "", Text(f"→ {finding.remedy}", "bold"))
-    return made
+            table.add_row("", "", Text(f"→ {finding.remedy}", "bold"))
+    return table
 
 
 def _sum(report: DoctorReport) -> str:

@@ -50,7 +50,7 @@ def _say(report: IndexReport) -> None:
         f"{counted(report.files, 'file')}: {console.megabytes(report.fetched_bytes)} fetched, "
         f"{console.megabytes(report.cached_bytes)} from the cache"
     )
-    for why in list(report.broken.values())[:_SHOWN]:
-        typer.echo(f"broken: {why}")
+    for error in list(report.broken.values())[:_SHOWN]:
+        typer.echo(f"broken: {error}")
     if len(report.broken) > _SHOWN:
         typer.echo(f"and {len(report.broken) - _SHOWN} more broken files; --json lists all")

@@ -40,9 +40,9 @@ def info(
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each.
 
     Reads metadata, the index of up to 32 video files per camera, and the rows of one episode, and lists missing and broken
-    files. Decodes nothing, unless --image-size is given. Exit code 1 if a file is missing or broken, or if a row has no frame.
+    files. Only --image-size decodes frames. Exit code 1 if a file is missing or broken, or if a row has no frame.
 
-    Of several datasets, or a mixture file: the share of each, how often an epoch repeats it, and in what they differ.
+    For several datasets, or a mixture file: the share of each, how often an epoch repeats it, and features that differ.
     """
     size = arguments.size("--image-size", image_size)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
@@ -50,7 +50,7 @@ def info(
     place |= {"episodes": arguments.numbers("--episodes", episodes)}
     if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
         if size:
-            raise ValueError("--image-size is of one dataset; give one URI")
+            raise ValueError("--image-size needs one dataset, got several")
         _mixture(mixed, as_json)
         return
     with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
@@ -65,10 +65,10 @@ def info(
         raise typer.Exit(1)
 
 
-def _mixture(given: dict[str, Any], as_json: bool) -> None:
-    datasets = open_all(given.pop("datasets"))
+def _mixture(arguments: dict[str, Any], as_json: bool) -> None:
+    datasets = open_all(arguments.pop("datasets"))
     try:
-        report = describe_mixture(datasets, given.pop("keys", {}), **given)
+        report = describe_mixture(datasets, arguments.pop("keys", {}), **arguments)
     finally:
         for dataset in datasets.values():
             dataset.close()
@@ -77,10 +77,10 @@ def _mixture(given: dict[str, Any], as_json: bool) -> None:
         return
     out = console.results()
     frames, hours = (sum(getattr(part, name) for part in report.datasets.values()) for name in ("frames", "hours"))
-    made = console.pairs()
-    made.add_row("mixture", f"{counted(len(report.datasets), 'dataset')}, {frames} frames, {hours:.3g} h")
-    made.add_row("epoch", f"{counted(report.epoch_samples, 'sample')} by {report.kind}")
-    out.print(made)
+    table = console.pairs()
+    table.add_row("mixture", f"{counted(len(report.datasets), 'dataset')}, {frames} frames, {hours:.3g} h")
+    table.add_row("epoch", f"{counted(report.epoch_samples, 'sample')} by {report.kind}")
+    out.print(table)
     columns = ("episodes", "frames", "fps", "hours", "share", "passes")
     table = console.table("dataset", *columns, "URI", right=columns)
     for name, part in report.datasets.items():
@@ -90,7 +90,7 @@ def _mixture(given: dict[str, Any], as_json: bool) -> None:
     if report.differences:
         table = console.table("differs in", *report.datasets, "")
         for key, have in report.differences.items():
-            table.add_row(key, *(said or "missing" for said in have.values()), _remedy(report, key))
+            table.add_row(key, *(feature or "missing" for feature in have.values()), _remedy(report, key))
         out.print(table)
     if report.warning:
         typer.echo(f"Warning: {report.warning}")
@@ -125,36 +125,36 @@ def _forecasts(dataset: Dataset, image_size: tuple[int, int]) -> list[Forecast]:
 
 def _memory(forecasts: list[Forecast]) -> Table:
     columns = ("memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here")
-    made = console.table(*columns, right=columns)
-    for found in forecasts:
-        rate = "no decoding" if found.frames_per_s is None else f"{found.frames_per_s:.0f}"
-        mebibytes = found.memory_budget >> 20
+    table = console.table(*columns, right=columns)
+    for forecast in forecasts:
+        rate = "no decoding" if forecast.frames_per_s is None else f"{forecast.frames_per_s:.0f}"
+        mebibytes = forecast.memory_budget >> 20
         budget = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes >> 10} GiB"
-        made.add_row(budget, f"{found.decodes:.2f}", f"{found.first_decodes:.2f}", rate)
-    return made
+        table.add_row(budget, f"{forecast.decodes:.2f}", f"{forecast.first_decodes:.2f}", rate)
+    return table
 
 
 def _summary(report: DatasetReport) -> Table:
     shortest, longest = report.episode_frames
     sizes = ", ".join(f"{console.megabytes(count)} {kind}" for kind, count in report.bytes.items())
-    made = console.pairs()
-    made.add_row("dataset", report.address)
-    made.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'unknown'}")
+    table = console.pairs()
+    table.add_row("dataset", report.address)
+    table.add_row("format", f"LeRobot {report.codebase_version}, robot {report.robot_type or 'unknown'}")
     length = counted(shortest, "frame") if shortest == longest else f"{shortest} to {longest} frames"
-    made.add_row("episodes", f"{report.episodes}, of {length}")
-    made.add_row("frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}")
+    table.add_row("episodes", f"{report.episodes}, of {length}")
+    table.add_row("frames", f"{report.frames} at {report.fps:g} fps, {_duration(report.duration_s)}")
     for why in report.broken:
-        made.add_row("broken", why)
-    made.add_row("bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}")
-    return made
+        table.add_row("broken", why)
+    table.add_row("bytes", f"{console.megabytes(sum(report.bytes.values()))}: {sizes}")
+    return table
 
 
 def _features(report: DatasetReport) -> Table:
-    made = console.table("feature", "dtype", "shape", "names")
+    table = console.table("feature", "dtype", "shape", "names")
     for key, feature in report.features.items():
         shape = " × ".join(map(str, feature.shape))
-        made.add_row(key, feature.dtype, shape, _names(feature.names))
-    return made
+        table.add_row(key, feature.dtype, shape, _names(feature.names))
+    return table
 
 
 def _names(names: object) -> str:
@@ -166,20 +166,22 @@ def _names(names: object) -> str:
 
 
 def _cameras(report: DatasetReport) -> Table:
-    made = console.table("camera", "codec", "pixels", "H × W", "GOP", "B-frames", "open GOPs", "files", "size", right=("size",))
+    table = console.table(
+        "camera", "codec", "pixels", "H × W", "GOP", "B-frames", "open GOPs", "files", "size", right=("size",)
+    )
     for key, camera in report.cameras.items():
         size = f"{camera.height} × {camera.width}"
         if camera.kind == "image":
-            made.add_row(key, "images in Parquet", "", size, "", "", "", "", "")
+            table.add_row(key, "images in Parquet", "", size, "", "", "", "", "")
             continue
         codec = " ".join(filter(None, (camera.codec, camera.profile)))
         if camera.codec is None:
-            made.add_row(key, "unknown", "", size, "", "", "", _files(camera), console.megabytes(camera.bytes))
+            table.add_row(key, "unknown", "", size, "", "", "", _files(camera), console.megabytes(camera.bytes))
             continue
         gop = f"{camera.gop_min}" if camera.gop_min == camera.gop_max else f"{camera.gop_min} to {camera.gop_max}"
         flags = ["yes" if flag else "no" for flag in (camera.b_frames, camera.open_gops)]
-        made.add_row(key, codec, camera.pixel_format, size, gop, *flags, _files(camera), console.megabytes(camera.bytes))
-    return made
+        table.add_row(key, codec, camera.pixel_format, size, gop, *flags, _files(camera), console.megabytes(camera.bytes))
+    return table
 
 
 def _files(camera: CameraReport) -> str:
@@ -189,25 +191,25 @@ def _files(camera: CameraReport) -> str:
 
 
 def _routes(report: DatasetReport) -> Table:
-    made = console.table("camera", "decoded by", "because")
+    table = console.table("camera", "decoded by", "because")
     for key, camera in report.cameras.items():
-        made.add_row(key, camera.route.decoder, camera.route.reason)
+        table.add_row(key, camera.route.decoder, camera.route.reason)
         if camera.route_change:
-            made.add_row("", "torchcodec", f"from a later file: {camera.route_change}")
+            table.add_row("", "torchcodec", f"from a later file: {camera.route_change}")
         for other in camera.other_formats:
-            made.add_row("", "", f"other files are {other}")
+            table.add_row("", "", f"other files are {other}")
         for remark in (*camera.remarks, *camera.broken):
-            made.add_row("", "", remark)
-    return made
+            table.add_row("", "", remark)
+    return table
 
 
 def _tasks(report: DatasetReport) -> Table:
-    made = console.table("", "task", right=("",))
+    table = console.table("", "task", right=("",))
     for index, task in list(report.tasks.items())[:_TASKS]:
-        made.add_row(str(index), task)
+        table.add_row(str(index), task)
     if len(report.tasks) > _TASKS:
-        made.add_row("", f"and {len(report.tasks) - _TASKS} more; --json lists all")
-    return made
+        table.add_row("", f"and {len(report.tasks) - _TASKS} more; --json lists all")
+    return table
 
 
 def _say_missing(report: DatasetReport) -> None:

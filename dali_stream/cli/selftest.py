@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dali_stream.cli import console
 
 
 def selftest(
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where DALI decodes.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device that decodes.")] = "auto",
     soak: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time to stream.")] = 30.0,
     limit: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time limit in all.")] = 460.0,
     speed: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time per speed measurement.")] = 1.0,
@@ -23,8 +22,8 @@ def selftest(
     torchcodec.
 
     Generates videos of every codec that the driver supports, with GOPs of 1, 2, 12 and 30. Takes up to 8 minutes, the most
-    important codecs and tests first; tests without time are listed. Without a GPU nothing is tested, with exit code 0;
-    --device cpu tests the codecs that DALI decodes there. Exit code 1 if a test failed or was left out.
+    important codecs and tests first. Tests without time are listed. Without a GPU, nothing is tested, and the exit code is 0.
+    --device cpu tests the codecs that DALI decodes on the CPU. Exit code 1 if a test failed or was left out.
     """
     import dali_stream.loader  # noqa: F401 - a missing library is an error before all work
     from dali_stream.tools import environment
@@ -41,7 +40,7 @@ def selftest(
             soak_s=soak,
             speed_s=speed,
             limit_s=limit,
-            progress=lambda what, done, total: show(done, total, what),
+            progress=lambda step, done, total: show(done, total, step),
             keep=keep,
         )
         keep(report)
@@ -53,13 +52,41 @@ def selftest(
         raise typer.Exit(1)
 
 
+# Columns of the tables in reading order, per part of the report: header, key of the row, and format.
+_FRAMES = (("frames", "frames", "d"), ("wrong", "wrong", "d"))
+_CASE = (("requests", "shape", ""), *_FRAMES, ("mean error", "mean_error", ".2f"))
+_RATE = ("frames/s", "frames_per_s", ".0f")
+_NOTE = ("", "note", "")
+_TABLES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "identity": (("codec", "codec", ""), ("videos", "videos", ""), *_CASE, _NOTE),
+    "cases": (("kept from NVDEC", "videos", ""), ("decoder", "decoder", ""), *_CASE, ("ms per clip", "clip_ms", ".2f"), _NOTE),
+    "lockstep": (
+        ("in lockstep with torchcodec", "loader", ""), ("routes", "routes", ""), *_FRAMES,
+        ("worst mean error", "worst_mean", ".2f"), ("worst 16×16 pixels", "worst_block", ".1f"), _NOTE,
+    ),
+    "verdict": (("on a busy GPU", "decoder", ""), ("threads", "threads", "d"), _RATE, _NOTE),
+    "soak": (("soak", "routes", ""), *_FRAMES, _RATE, _NOTE),
+    "speed": (
+        ("codec", "codec", ""), ("H × W", "size", ""), ("decoder", "decoder", ""), ("requests per clip", "per_clip", "d"),
+        ("threads", "threads", "d"), ("prefetch", "prefetch", "d"), _RATE, ("GPU memory", "gpu_bytes", "B"), _NOTE,
+    ),
+}  # fmt: skip
+
+
 def _print(report: dict[str, Any]) -> None:
     if "reason" in report:  # no usable GPU
         typer.echo(f"{report['status']}: {report['reason']}")
         return
     screen = console.results()
-    for made in (_identity(report), _cases(report), _lockstep(report), _verdict(report), _soak(report), _speed(report)):
-        screen.print(made)
+    for part, columns in _TABLES.items():
+        rows = report[part]
+        if isinstance(rows, dict):  # the verdict has rows, and the soak test is one, unless they are empty
+            rows = rows.get("rows", [rows] if rows else [])
+        numbers = tuple(header for header, _, form in columns if form)
+        table = console.table(*(header for header, _, _ in columns), right=numbers)
+        for row in rows:
+            table.add_row(*(_cell(row, key, form) for _, key, form in columns))
+        screen.print(table)
     if ratio := report["verdict"].get("ratio"):
         typer.echo(f"{report['verdict']['codec']}: the fastest decoder reaches {ratio:.2f} of the CPU's speed")
     for codec, reason in report["codecs"].items():
@@ -69,65 +96,18 @@ def _print(report: dict[str, Any]) -> None:
         typer.echo(f"no time was left for: {'; '.join(report['left_out'])}; give a higher --limit")
     for problem in report["problems"]:
         typer.echo(f"failed: {problem}")
-    where = report["machine"]["gpu"] or "the CPU"
-    typer.echo(f"{report['status']} on {where}, in {report['seconds']:.0f} s")
+    place = report["machine"]["gpu"] or "the CPU"
+    typer.echo(f"{report['status']} on {place}, in {report['seconds']:.0f} s")
 
 
-def _identity(report: dict[str, Any]) -> Table:
-    made = console.table(
-        "codec", "videos", "requests", "frames", "wrong", "mean error", "", right=("frames", "wrong", "mean error")
-    )
-    for row in report["identity"]:
-        error = "" if row["mean_error"] is None else f"{row['mean_error']:.2f}"
-        note = row["failed"] or (f"informational, since the loader uses torchcodec: {row['refused']}" if row["refused"] else "")
-        made.add_row(row["codec"], row["videos"], row["shape"], str(row["frames"]), str(row["wrong"]), error, note)
-    return made
-
-
-def _cases(report: dict[str, Any]) -> Table:
-    numbers = ("frames", "wrong", "mean error", "ms per clip")
-    made = console.table("kept from NVDEC", "decoder", "requests", *numbers, "", right=numbers)
-    for row in report["cases"]:
-        error, ms = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("mean_error", "clip_ms"))
-        note = row["failed"] or (f"informational: {row['refused']}" if row["refused"] else "")
-        made.add_row(row["videos"], row["decoder"], row["shape"], str(row["frames"]), str(row["wrong"]), error, ms, note)
-    return made
-
-
-def _verdict(report: dict[str, Any]) -> Table:
-    made = console.table("on a busy GPU", "threads", "frames/s", right=("threads", "frames/s"))
-    for row in report["verdict"].get("rows", []):
-        made.add_row(row.get("decoder", ""), str(row.get("threads", "")), row.get("failed") or f"{row['frames_per_s']:.0f}")
-    return made
-
-
-def _speed(report: dict[str, Any]) -> Table:
-    numbers = ("requests per clip", "threads", "prefetch", "frames/s", "GPU memory")
-    made = console.table("codec", "H × W", "decoder", *numbers, right=numbers)
-    for row in report["speed"]:
-        cells = [str(row.get(key, "")) for key in ("per_clip", "threads", "prefetch")]
-        rate = row.get("failed") or f"{row['frames_per_s']:.0f}"
-        memory = console.megabytes(row["gpu_bytes"]) if row.get("gpu_bytes") else ""
-        size = " × ".join(map(str, row["size"]))
-        made.add_row(row["codec"], size, row["decoder"], *cells, rate, memory)
-    return made
-
-
-def _lockstep(report: dict[str, Any]) -> Table:
-    numbers = ("frames", "wrong", "worst mean error", "worst 16×16 pixels")
-    made = console.table("in lockstep with torchcodec", "routes", *numbers, right=numbers)
-    for row in report["lockstep"]:
-        if row.get("failed"):
-            made.add_row(row["loader"], row["failed"], "", "", "", "")
-        else:
-            routes, worst = ", ".join(row["routes"].values()), (f"{row['worst_mean']:.2f}", f"{row['worst_block']:.1f}")
-            made.add_row(row["loader"], routes, str(row["frames"]), str(row["wrong"]), *worst)
-    return made
-
-
-def _soak(report: dict[str, Any]) -> Table:
-    made = console.table("soak", "frames", "wrong", "frames/s", right=("frames", "wrong", "frames/s"))
-    if row := report["soak"]:
-        numbers = ("", "", "") if row.get("failed") else (str(row["frames"]), str(row["wrong"]), f"{row['frames_per_s']:.0f}")
-        made.add_row(row.get("failed") or ", ".join(row["routes"].values()), *numbers)
-    return made
+def _cell(row: dict[str, Any], key: str, form: str) -> str:
+    value = row.get(key)
+    if key == "note":
+        return row.get("failed") or (f"informational: {row['refused']}" if row.get("refused") else "")
+    if value is None:
+        return ""
+    if isinstance(value, dict):  # routes of cameras
+        return ", ".join(value.values())
+    if isinstance(value, list):  # a size
+        return " × ".join(map(str, value))
+    return console.megabytes(value) if form == "B" else format(value, form)

@@ -31,13 +31,13 @@ def stats(
 ) -> None:
     """Compute statistics as LeRobot defines them, as JSON in the form of meta/stats.json.
 
-    Of rows they are exact; of cameras they are those of some frames, as LeRobot takes them. The dataset is not changed: to
-    add the statistics to one that has none, give --out DATASET/meta/stats.json. Otherwise use them with
+    The statistics of rows are exact. Those of cameras are computed from some frames, as LeRobot does. The dataset is not
+    changed. To add statistics to a dataset without them, use --out DATASET/meta/stats.json. Otherwise, pass them to
     Dataset(uri, stats=json.load(open(FILE))).
     """
     if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
-        why = "exists" if out.exists() else "is in a folder that does not exist"
-        raise ValueError(f"--out is {str(out)!r}, which {why}; give a new file in an existing folder")
+        reason = "exists" if out.exists() else "is in a folder that does not exist"
+        raise ValueError(f"--out must be a new file in an existing folder, got {str(out)!r}, which {reason}")
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= arguments.located_by(clock, tolerance_s)
     place |= {"cameras": arguments.names(cameras), "episodes": arguments.numbers("--episodes", episodes)}
@@ -45,17 +45,17 @@ def stats(
         arguments.opened(uri, storage_options=storage_options, **place) as dataset,
         console.progress("episodes of rows and cameras") as show,
     ):
-        found = dataset.compute_stats(progress=show)
-        of = f"{counted(len(found), 'feature')} in {counted(dataset.num_episodes, 'episode')}"
+        computed = dataset.compute_stats(progress=show)
+        size = f"{counted(len(computed), 'feature')} in {counted(dataset.num_episodes, 'episode')}"
     if out is None:
-        sys.stdout.write(_json(found))
+        sys.stdout.write(_json(computed))
         return
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    unfinished.write_text(_json(found))
+    unfinished.write_text(_json(computed))
     unfinished.rename(out)
-    typer.echo(f"{out}: {of}")
+    typer.echo(f"{out}: {size}")
 
 
-def _json(found: Stats) -> str:
-    content = {key: {name: value.tolist() for name, value in each.items()} for key, each in found.items()}
+def _json(stats: Stats) -> str:
+    content = {key: {name: value.tolist() for name, value in each.items()} for key, each in stats.items()}
     return json.dumps(content, indent=4) + "\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Frames = npt.NDArray[np.uint8]
 
@@ -24,6 +23,8 @@ def resize(frames: Frames, size: tuple[int, int]) -> Frames:
     """
     if frames.shape[1:3] == size:
         return frames
+    import torch  # on use: `dali-stream doctor` imports this module on machines where torch does not load
+
     channels_last = torch.from_numpy(frames).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(channels_last, size=size, mode="bilinear", antialias=True)
     result: Frames = resized.permute(0, 2, 3, 1).contiguous().numpy()

@@ -49,7 +49,7 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None) -> RequestCl
         UnsafeForNvdec: If DALI would decode one of the clips wrongly on a GPU.
         DecodeError: If the file is damaged.
     """
-    lengths = np.diff(np.append(index.keyframes, len(index)))
+    lengths = index.gop_lengths
     count = int(np.clip(_DECODED // ((median_gop(index) + 1) / 2), 1, _REQUESTS))
     packets = (index.keyframes + (lengths - 1) // 2)[:count].tolist()
     singles = [pack(store, [index], [packet], for_nvdec=gpu is not None) for packet in packets]
@@ -131,7 +131,7 @@ def measure(clips: RequestClips, video: VideoFormat, gpu: int | None, num_thread
 
 def median_gop(index: VideoIndex) -> int:
     """Return the median length of a file's GOPs, in frames."""
-    return max(int(np.median(np.diff(np.append(index.keyframes, len(index))))), 1)
+    return max(int(np.median(index.gop_lengths)), 1)
 
 
 def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: int) -> Callable[[], int]:

@@ -78,6 +78,11 @@ class VideoIndex:
         """(n,) the keyframe of each packet's GOP."""
         return Floor(self.keyframes, len(self))
 
+    @property
+    def gop_lengths(self) -> Int64:
+        """(k,) frames of each GOP."""
+        return np.diff(np.append(self.keyframes, len(self)))
+
     def is_contiguous(self, first: int, last: int) -> bool:
         """Return whether these packets, and those between them, lie end to end in the file."""
         if isinstance(self.size, Gaps):

@@ -7,13 +7,16 @@ DALI.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from dali_stream import process
+from dali_stream.arguments import positive
 from dali_stream.dataset import Dataset
 from dali_stream.decode.route import Route, choose, refusal
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
@@ -23,7 +26,7 @@ from dali_stream.lerobot.features import ENCODING
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.format import describe as describe_format
-from dali_stream.mp4.index import LACKING, VideoIndex, read_index
+from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
 
@@ -53,18 +56,18 @@ class CameraReport:
 
     Attributes:
         kind: "video" or "image".
-        height, width: of a frame, in pixels.
-        codec, profile, pixel_format: of the first episode's file; `pixel_format` is FFmpeg's name.
-        other_formats: formats of other files that differ from the first, as "codec profile pixel_format HxW".
-        gop_min, gop_max: frames of the shortest and the longest GOP. A file's last GOP ends with the file, so it
+        height, width: Size of a frame, in pixels.
+        codec, profile, pixel_format: Format of the first episode's file. `pixel_format` is FFmpeg's name.
+        other_formats: Formats of other files that differ from the first, as "codec profile pixel_format HxW".
+        gop_min, gop_max: Number of frames of the shortest and the longest GOP. A file's last GOP ends with the file, so it
             does not count as shortest unless it is the only one.
-        b_frames: whether any file displays frames in another order than it decodes them.
-        open_gops: whether in any file frames after a keyframe depend on frames before it.
-        files, files_looked_at: number of files, and of those whose index was read.
-        bytes: of all its files.
-        route: the decoder that a Loader starts with on this machine.
-        route_change: why a Loader would switch to torchcodec at a later file; empty if no checked file requires it.
-        remarks: what `meta/info.json` says and the first file contradicts.
+        b_frames: Whether any file displays frames in another order than it decodes them.
+        open_gops: Whether in any file frames after a keyframe depend on frames before it.
+        files, files_looked_at: Number of files, and of files whose index was read.
+        bytes: Size of all files.
+        route: Decoder that a Loader starts with on this machine.
+        route_change: Why a Loader would switch to torchcodec at a later file. Empty if no checked file requires it.
+        remarks: Entries of `meta/info.json` that the first file contradicts.
         broken: Why checked files cannot be read, and why rows of the first episode have no frame.
     """
 
@@ -93,14 +96,14 @@ class DatasetReport:
     """A dataset, or its selected part.
 
     Attributes:
-        uri, address: as given, and resolved.
-        fingerprint: as of `Dataset`; empty where the tasks cannot be read.
-        episode_frames: (fewest, most) frames of an episode.
-        data_files: Parquet files of the selected episodes.
-        bytes: {"data", "videos", "meta"}: of the files of the selected episodes and cameras; all of `meta/`.
-        missing: files of the selected episodes and cameras that do not exist. Of a source without listings (HTTP), up to 32
-            are looked for.
-        broken: why metadata cannot be read.
+        uri, address: Address of the dataset as the caller wrote it, and resolved.
+        fingerprint: See `Dataset`. Empty if the tasks cannot be read.
+        episode_frames: Number of frames of the shortest and the longest episode.
+        data_files: Number of Parquet files of the selected episodes.
+        bytes: Size of the files of the selected episodes and cameras, as "data" and "videos", and of all of "meta".
+        missing: Files of the selected episodes and cameras that do not exist. Up to 32 are looked for in a source without
+            listings (HTTP).
+        broken: Why metadata cannot be read.
     """
 
     uri: str
@@ -127,27 +130,26 @@ class DatasetReport:
         return not (self.missing or self.broken or any(camera.broken for camera in self.cameras.values()))
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as dicts and lists for JSON."""
+        """Return the report as dicts and lists for JSON."""
         return dataclasses.asdict(self)
 
 
 def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
-    """Describes a dataset from its metadata and the indices of its video files.
+    """Describe a dataset from its metadata and the indices of its video files.
 
     Args:
-        dataset: the dataset, or a selected part of one.
-        look_at: video files per camera whose index is read, evenly spread over all.
+        dataset: Dataset, or a selected part of one.
+        look_at: Maximum number of video files per camera whose index is read, evenly spread over all.
 
     Returns:
         Counts, features, tasks, and per camera the video format and the decoder of this machine.
 
     Raises:
-        ValueError: `look_at` is less than 1.
-        DatasetError: a path in the metadata leads out of the dataset.
-        StorageError: the source cannot be reached.
+        ValueError: If `look_at` is less than 1.
+        DatasetError: If a path in the metadata leads out of the dataset.
+        StorageError: If the source cannot be reached.
     """
-    if look_at < 1:
-        raise ValueError(f"Invalid look_at {look_at}. Give the number of video files per camera to look at, 1 or more")
+    positive("look_at", look_at)
     info = metadata.read_json(dataset.store, metadata.INFO)
     missing, _ = missing_files(dataset)
     tasks: dict[int, str] = {}
@@ -187,65 +189,86 @@ def describe(dataset: Dataset, *, look_at: int = 32) -> DatasetReport:
 
 
 def missing_files(dataset: Dataset, deep: bool = False) -> tuple[list[str], int]:
-    """The Parquet and video files of the selected episodes and cameras that do not exist, and how many were looked for.
+    """Return the Parquet and video files of the selected episodes and cameras that do not exist, and how many were looked for.
 
-    A source with listings takes one listing per folder. Without listings (HTTP), up to 32 files are looked for, evenly
-    spread, or all if `deep`: each takes a request.
+    A source with listings takes one listing per folder. Without listings (HTTP), each file takes a request, so up to 32 files
+    are looked for, evenly spread, or all if `deep`.
 
     Raises:
-        DatasetError: a path leads out of the dataset.
-        StorageError: the source cannot be reached.
+        DatasetError: If a path leads out of the dataset.
+        StorageError: If the source cannot be reached.
     """
     paths = [path for files in (dataset.table.data, *dataset.table.video.values()) for path in used(dataset, files)]
     store = dataset.data_store
     if store.remote and store.listings:
-        there = {name for folder in {path.partition("/")[0] for path in paths} for name in store.files(folder)}
-        return [path for path in paths if path not in there], len(paths)
+        existing = {name for folder in {path.partition("/")[0] for path in paths} for name in store.files(folder)}
+        return [path for path in paths if path not in existing], len(paths)
     if store.remote and not deep:
         paths = paths[:: -(-len(paths) // LOOK_AT)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        exists = list(pool.map(store.exists, paths))
-    return [path for path, found in zip(paths, exists, strict=True) if not found], len(paths)
+        return [path for path, exists in zip(paths, pool.map(store.exists, paths), strict=True) if not exists], len(paths)
 
 
 def used(dataset: Dataset, files: metadata.Files) -> list[str]:
-    """The files of the selected episodes, in order of the episodes."""
+    """Return the files of the selected episodes, in order of the episodes."""
     return [files.paths[i] for i in dict.fromkeys(files.index[dataset.rows].tolist())]
 
 
 def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
         return CameraReport("image", *dataset.picture_size(key), Route("torchcodec", "its frames are images in Parquet rows"))
-    paths, chosen = video_files(dataset, key, look_at)
+    paths = used(dataset, dataset.table.video[key])
+    chosen = np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int).tolist()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        found = list(pool.map(lambda path: _index(dataset, path), chosen))
-    tables = [each for each in found if isinstance(each, VideoIndex)]
-    broken = tuple(str(each) for each in found if isinstance(each, DaliStreamError))
+        read = list(pool.map(lambda number: _index(dataset, paths[number]), chosen))
+    tables = [each for each in read if isinstance(each, VideoIndex)]
+    broken = tuple(str(each) for each in read if isinstance(each, DaliStreamError))
     size = _bytes(dataset.data_store, paths)
     if not tables:
         route = Route("torchcodec", "none of its checked files can be read")
         return CameraReport("video", *dataset.picture_size(key), route, files=len(paths), bytes=size, broken=broken)
-    report = describe_video(tables, dataset.data_store, process.gpu("auto"), len(paths), size)
-    broken += _rows_without_frames(dataset, key, tables[0])
-    return dataclasses.replace(report, remarks=contradictions(dataset, key, tables[0]), broken=broken)
+    return dataclasses.replace(
+        describe_video(tables, dataset.data_store, process.gpu("auto")),
+        files=len(paths),
+        bytes=size,
+        remarks=contradictions(dataset, key, tables[0]),
+        broken=broken + _rows_without_frames(dataset, key, tables[0]),
+    )
+
+
+def find_frames(
+    dataset: Dataset, camera: str, index: VideoIndex, episode: int, seconds: npt.NDArray[np.float64]
+) -> tuple[Int64, str]:
+    """Find the frames of an episode's rows in a file.
+
+    Args:
+        dataset: Dataset of the episode.
+        camera: Key of the camera.
+        index: Index of the file.
+        episode: Number of the selected episode.
+        seconds: Times of the rows, (L,).
+
+    Returns:
+        Packets, (L,), with `LACKING` for rows without a frame, and why the first of these has none. Empty if all have one.
+    """
+    interval, timing = dataset.interval(camera, episode), dataset.timing(episode)
+    packets = find_packets(index, interval, seconds, *timing)
+    if (packets != LACKING).all():
+        return packets, ""
+    frame = int(np.argmax(packets == LACKING))
+    reason = explain(index, interval, float(seconds[frame]), *timing)
+    return packets, f"frame {frame}: {dataset.data_store.where(index.path)}: {reason}"
 
 
 def _rows_without_frames(dataset: Dataset, key: str, index: VideoIndex) -> tuple[str, ...]:
-    """Return why rows of the first episode in a video file have no frame in it; empty if all have one."""
-    files = dataset.table.video[key]
-    episode = int(np.argmax(files.index[dataset.rows] == files.paths.index(index.path)))
+    """Return why rows of the first episode in a video file have no frame in it. Empty if all have one."""
+    episode = int(np.argmax(dataset.files(key) == dataset.table.video[key].paths.index(index.path)))
     try:
         rows = RowReader(dataset, keys=set(CLOCKS)).read(episode)[episode]
     except DatasetError as error:
         return (str(error),)
-    seconds, timing = dataset.seconds(episode, rows), dataset.timing(episode)
-    interval = dataset.interval(key, episode)
-    lacking = find_packets(index, interval, seconds, *timing) == LACKING
-    if not lacking.any():
-        return ()
-    frame = int(np.argmax(lacking))
-    where = f"{dataset.data_store.where(index.path)}: episode {dataset.episodes[episode]}, frame {frame}"
-    return (f"{where}: {explain(index, interval, float(seconds[frame]), *timing)}",)
+    fault = find_frames(dataset, key, index, episode, dataset.seconds(episode, rows))[1]
+    return (f"episode {dataset.episodes[episode]}, {fault}",) if fault else ()
 
 
 def _index(dataset: Dataset, path: str) -> VideoIndex | DaliStreamError:
@@ -262,48 +285,42 @@ _CODECS = {
 
 
 def contradictions(dataset: Dataset, key: str, table: VideoIndex) -> tuple[str, ...]:
-    """What `meta/info.json` says of a camera's codec, frame size and fps, and a file contradicts."""
+    """Return the entries of `meta/info.json` on a camera's codec, frame size and fps that a file contradicts."""
     video, feature = describe_format(table.configs[0]), dataset.features[key]
-    said: dict[str, Any] = next((feature[name] for name in ENCODING if isinstance(feature.get(name), dict)), {})
-    codec = str(said.get("video.codec", video.codec)).lower()
-    found = []
+    encoding: dict[str, Any] = next((feature[name] for name in ENCODING if isinstance(feature.get(name), dict)), {})
+    codec = str(encoding.get("video.codec", video.codec)).lower()
+    remarks = []
     if _CODECS.get(codec, codec) != video.codec:
-        found.append(f"video.codec {codec}, and the file has {video.codec}")
-    size = (said.get("video.height", video.height), said.get("video.width", video.width))
+        remarks.append(f"video.codec {codec}, and the file has {video.codec}")
+    size = (encoding.get("video.height", video.height), encoding.get("video.width", video.width))
     for name, stated in (("shape", dataset.picture_size(key)), ("video.height and video.width", size)):
         if stated != (video.height, video.width):
-            found.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
-    shown = np.sort(table.pts)
-    fps = table.timescale / float(np.median(np.diff(shown))) if len(shown) > 1 else dataset.fps
-    for name, rate in (("fps", dataset.fps), ("video.fps", said.get("video.fps", fps))):
+            remarks.append(f"{name} {stated[0]}×{stated[1]}, and the file has {video.height}×{video.width}")
+    fps = table.timescale / float(np.median(np.diff(table.shown_at[:]))) if len(table) > 1 else dataset.fps
+    for name, rate in (("fps", dataset.fps), ("video.fps", encoding.get("video.fps", fps))):
         if not isinstance(rate, (int, float)) or abs(rate - fps) > _SAME_FPS * fps:
-            found.append(f"{name} {rate}, and the file has {fps:.4g}")
+            remarks.append(f"{name} {rate}, and the file has {fps:.4g}")
     where = dataset.data_store.where(table.path)
-    return tuple(f"{where}: meta/info.json has {each}" for each in found)
+    return tuple(f"{where}: meta/info.json has {each}" for each in remarks)
 
 
-def video_files(dataset: Dataset, key: str, look_at: int = LOOK_AT) -> tuple[list[str], list[str]]:
-    """The video files of a camera, and those to look at: the first, the last, and others in between."""
-    paths = used(dataset, dataset.table.video[key])
-    chosen = np.unique(np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int)).tolist()
-    return paths, [paths[i] for i in chosen]
-
-
-def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, files: int, size: int) -> CameraReport:
-    """Describes a camera's videos.
+def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> CameraReport:
+    """Describe the video files of a camera, without their number and size.
 
     Args:
-        tables, store: indices of one or more files, and where these are.
-        gpu: CUDA device that the route is for; None for the CPU.
-        files, size: number of files of the camera, and their bytes.
+        tables: Indices of one or more files.
+        store: Storage of the files.
+        gpu: CUDA device of the route. None for the CPU.
 
     Raises:
-        DecodeError: a sample description is broken.
+        DecodeError: If a sample description is broken.
     """
     formats = [describe_format(config) for table in tables for config in table.configs]
     first = formats[0]
     route = choose("auto", gpu, first, tables[0], store)
-    shortest, longest = zip(*map(_gops, tables), strict=True)
+    # The last GOP of a file ends with the file.
+    shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
+    later = (f"{table.path}: {reason}" for table in tables for reason in _refusals(gpu, table))
     return CameraReport(
         kind="video",
         height=first.height,
@@ -314,13 +331,11 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None, file
         pixel_format=first.pixel_format,
         other_formats=tuple(dict.fromkeys(_name(video) for video in formats if video != first)),
         gop_min=min(shortest),
-        gop_max=max(longest),
+        gop_max=max(table.longest_gop for table in tables),
         b_frames=any(table.reordered for table in tables),
         open_gops=any(table.open_gops for table in tables),
-        files=files,
         files_looked_at=len(tables),
-        bytes=size,
-        route_change=_route_change(route, gpu, tables),
+        route_change=next(later, "") if route.decoder == "dali" else "",
     )
 
 
@@ -336,19 +351,9 @@ def _size(store: Store, path: str) -> int:
         return 0
 
 
-def _route_change(route: Route, gpu: int | None, tables: list[VideoIndex]) -> str:
-    if route.decoder == "dali":
-        for table in tables:
-            for config in table.configs:
-                if refused := refusal(gpu, describe_format(config), table):
-                    return f"{table.path}: {refused}"
-    return ""
-
-
-def _gops(table: VideoIndex) -> tuple[int, int]:
-    """(shortest, longest) GOP of a file, in frames."""
-    lengths = np.diff(np.append(table.keyframes, len(table)))
-    return int((lengths[:-1] if len(lengths) > 1 else lengths).min()), int(lengths.max())
+def _refusals(gpu: int | None, table: VideoIndex) -> Iterator[str]:
+    """Yield why DALI must not decode a file."""
+    yield from filter(None, (refusal(gpu, describe_format(config), table) for config in table.configs))
 
 
 def _profile(video: VideoFormat) -> str | None:

@@ -1,4 +1,4 @@
-"""The circumstances of a measurement, for reports: versions and the machine."""
+"""Versions, machine and memory of a measurement, for reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 import time
 from pathlib import Path, PurePosixPath
@@ -26,30 +25,30 @@ _PATH = re.compile(
 
 
 def ran_on(device: str) -> dict[str, Any]:
-    """Entries of a report: `versions`, `machine` and `date`."""
+    """Return the entries `versions`, `machine` and `date` of a report."""
     return {"versions": versions(), "machine": machine(device), "date": time.strftime("%Y-%m-%d")}
 
 
 def report_json(report: dict[str, Any], indent: int | None = None) -> str:
-    """A report as JSON text, `without_folders`."""
+    """Return a report as JSON text, `without_folders`."""
     return json.dumps(without_folders(report), indent=indent)
 
 
 def without_folders(value: Any) -> Any:
-    """A copy of a JSON value with the paths of this machine reduced to file names: "/data/g1" becomes "g1".
+    """Return a copy of a JSON value whose paths of this machine are reduced to file names: "/data/g1" becomes "g1".
 
     Reports are published, and a path may name a user or a project. Relative paths inside the working folder and addresses
     (https://, s3://, hf://) stay.
     """
     if isinstance(value, str):
-        return _PATH.sub(lambda found: PurePosixPath(found[0]).name, value)
+        return _PATH.sub(lambda path: PurePosixPath(path[0]).name, value)
     if isinstance(value, dict):
         return {without_folders(key): without_folders(each) for key, each in value.items()}
     return [without_folders(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of the decoding libraries, and of the program ffmpeg. None for what is not installed."""
+    """Return the versions of Python, the decoding libraries and the program ffmpeg. None for those that are not installed."""
     import torch
     import torchcodec
 
@@ -72,18 +71,17 @@ def _dali_version() -> str | None:
 
 
 def ffmpeg_program() -> str | None:
-    """The version of the program ffmpeg; None if it is missing or does not run."""
-    path = shutil.which("ffmpeg")
+    """Return the version of the program ffmpeg. None if it is missing or does not run."""
     try:
-        done = subprocess.run([path or "", "-version"], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(["ffmpeg", "-version"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    found = re.match(r"ffmpeg version (\S+)", done.stdout)
-    return found[1] if found else None
+    version = re.match(r"ffmpeg version (\S+)", done.stdout)
+    return version[1] if version else None
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Processor, cores that this process may use, platform and, for a device such as "cuda:0", the GPU's name."""
+    """Return processor, cores that this process may use, platform and, for a device such as "cuda:0", the GPU's name."""
     import torch
 
     return {
@@ -95,26 +93,26 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def memory_bytes(figure: str) -> int | None:
-    """Memory of this process: "VmRSS", now, or "VmHWM", its peak; None without /proc."""
+    """Return the memory of this process in bytes: "VmRSS", now, or "VmHWM", its peak. None without /proc."""
     with contextlib.suppress(OSError):
-        if found := re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(found[1]) * 1024
+        if kibibytes := re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(kibibytes[1]) * 1024
     return None
 
 
 def forget_peak() -> None:
-    """Resets the memory peak of this process, where Linux allows it."""
+    """Reset the memory peak of this process, if Linux allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss() -> int:
-    """Peak memory of this process in bytes, since its start or `forget_peak`."""
+    """Return the peak memory of this process in bytes, since its start or `forget_peak`."""
     return memory_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gpu_bytes_used(gpu: int | None) -> int | None:
-    """Bytes in use on a GPU by all processes; None on a CPU."""
+    """Return the bytes in use on a GPU by all processes. None for the CPU."""
     if gpu is None:
         return None
     import torch

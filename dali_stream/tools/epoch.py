@@ -19,13 +19,18 @@ from dali_stream.tools import environment, sheet
 def stream(
     dataset: Dataset, batch_size: int, device: str, decode: str, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, Any], list[sheet.Sample]]:
-    """Streams one epoch of a demo dataset. `progress` is called as (samples, samples in all).
+    """Stream one epoch of a demo dataset.
+
+    Args:
+        dataset: Demo dataset.
+        batch_size, device, decode: See `Loader`.
+        progress: Function that is called as (samples delivered, number of samples).
 
     Returns:
         The report, and the samples of the first batch.
 
     Raises:
-        DecodeError: a frame of the first batch is not the frame of its row.
+        DecodeError: If a frame of the first batch is not the frame of its row.
     """
     environment.forget_peak()
     first: list[sheet.Sample] = []
@@ -77,15 +82,15 @@ def stream(
 
 
 def _check_frames(dataset: Dataset, shown: list[sheet.Sample]) -> int:
-    """Compares the identities drawn into the frames with their rows; returns the number of frames."""
+    """Compare the identities drawn into the frames with their rows. Return the number of frames."""
     for number, camera in enumerate(dataset.cameras):
         try:
-            found = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()
+            identities = read_identities(np.concatenate([sample.strips[number].frames for sample in shown])).tolist()
         except ValueError as error:
             raise DecodeError(
                 f"{camera}: a frame of the first batch is damaged: {error}; try --decode torchcodec, and please report it"
             ) from error
-        for sample, (episode, frame, _) in zip(shown, found, strict=True):
+        for sample, (episode, frame, _) in zip(shown, identities, strict=True):
             if (episode, frame) != (sample.episode, sample.frame):
                 raise DecodeError(
                     f"{camera}: episode {sample.episode}, frame {sample.frame} was requested, and frame {frame} of episode "

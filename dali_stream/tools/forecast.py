@@ -32,12 +32,12 @@ class Forecast:
     """The effect of a `memory_budget`.
 
     Attributes:
-        memory_budget: bytes.
-        kept: decoded frames per camera that the cache keeps.
-        decodes: frames decoded per delivered frame, in an epoch after the first; 0 if all frames are kept.
-        first_decodes: the same in the first epoch.
-        frames_per_s: approximate limit of this machine's decode threads, frames of all cameras, in an epoch after the first;
-            None if nothing is decoded then.
+        memory_budget: Budget in bytes.
+        kept: Number of decoded frames per camera that the cache keeps.
+        decodes: Frames decoded per delivered frame, in an epoch after the first. 0 if all frames are kept.
+        first_decodes: Frames decoded per delivered frame, in the first epoch.
+        frames_per_s: Approximate limit of this machine's decode threads, in frames of all cameras per second, in an epoch after
+            the first. None if nothing is decoded then.
     """
 
     memory_budget: int
@@ -48,16 +48,16 @@ class Forecast:
 
 
 def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]:
-    """Forecasts for a loader with other budgets, up to the first that keeps all frames.
+    """Return forecasts for a loader with other budgets, up to the first that keeps all frames.
 
     Assumes that all files of a camera have the GOPs of its first file. Decodes some frames to measure the time.
 
     Args:
-        loader: dataset, image_size, batch_size, order and threads are taken from it.
-        budgets: bytes.
+        loader: Loader with the dataset, image_size, batch_size, order and threads.
+        budgets: Budgets in bytes.
 
     Returns:
-        By rising budget; empty if the CPU decodes no video.
+        Forecasts by rising budget. Empty if the CPU decodes no video.
     """
     config = loader._config
     dataset = config.dataset
@@ -66,7 +66,7 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
         return []
     tables = {key: config.indices.of(key, 0, config.dataset.data_store) for key in cameras}
     seconds = float(np.mean([_seconds_per_frame(loader, key, table) for key, table in tables.items()]))
-    found: list[Forecast] = []
+    forecasts: list[Forecast] = []
     for budget in sorted(budgets):
         sizes = config.sizes(cameras)
         parts = divide(budget, sizes)
@@ -74,15 +74,15 @@ def forecast(loader: Loader, budgets: Sequence[int] = BUDGETS) -> list[Forecast]
         limits = Limits(parts.frames, config.depth, order_horizon(parts, sizes))
         first, later = decodes(dataset.lengths, config.order, config.batches, offsets, gop, limits, config.rank)
         rate = config.num_threads / (seconds * later) if later else None
-        found.append(Forecast(budget, parts.frames, later, first, rate))
+        forecasts.append(Forecast(budget, parts.frames, later, first, rate))
         if not later:
             break
-    return found
+    return forecasts
 
 
 def median_gop(tables: Sequence[VideoIndex]) -> int:
-    """Frames of the GOPs of some files, in the middle."""
-    return max(int(np.median(np.concatenate([np.diff(np.append(table.keyframes, len(table))) for table in tables]))), 1)
+    """Return the median length of the GOPs of some files, in frames."""
+    return max(int(np.median(np.concatenate([table.gop_lengths for table in tables]))), 1)
 
 
 def decodes(
@@ -94,12 +94,12 @@ def decodes(
     limits: Limits,
     rank: int = 0,
 ) -> tuple[float, float]:
-    """Frames decoded per delivered frame, in the first epoch and later, by the loader's own schedule.
+    """Return the frames decoded per delivered frame, in the first epoch and later, by the loader's own schedule.
 
     Args:
-        lengths: (E,) frames of each episode.
-        order, batches: of an epoch.
-        offsets: of the window, in frames.
+        lengths: Number of frames of each episode, (E,).
+        order, batches: Order and batches of an epoch.
+        offsets: Offsets of the window, in frames.
         gop: Number of frames of each GOP.
         limits: Number of decoded frames that the cache keeps, and of batches in progress.
         rank: Rank whose batches are planned.
@@ -133,19 +133,19 @@ def plan_next(planner: BatchPlanner, lengths: npt.NDArray[np.int64], gop: int) -
 
 
 def _seconds_per_frame(loader: Loader, camera: str, table: VideoIndex) -> float:
-    """Seconds that one thread takes to decode and resize a frame of the camera's first file."""
+    """Return the seconds that one thread takes to decode and resize a frame of the camera's first file."""
     from dali_stream.decode import torchcodec as decode  # these load torch, which the doctor may find broken
     from dali_stream.decode.resize import resize
 
     config = loader._config
     packets = list(range(min(_TIMED, len(table))))
     video = describe(table.configs[table.config[0]])
-    taken: list[float] = []
+    seconds: list[float] = []
     for _ in range(3):
         started = time.perf_counter()
         for _, frames, _ in decode.decode_in_parts(
             config.dataset.data_store, [table] * len(packets), packets, video, len(packets)
         ):
             resize(frames.numpy(), config.frame_size(camera))
-        taken.append(time.perf_counter() - started)
-    return min(taken) / len(packets)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds) / len(packets)

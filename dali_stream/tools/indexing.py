@@ -1,9 +1,10 @@
-"""`index`: reads every file's index into the cache ahead of time."""
+"""`index`: read the index of every file into the cache ahead of time."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,20 +15,19 @@ from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import read_schema
 from dali_stream.mp4.index import read_index
 from dali_stream.tools.description import used
-from dali_stream.tools.output.work import Work
 
 THREADS = 16  # nearly all time is spent waiting for responses
 
 
 @dataclass(frozen=True)
 class IndexReport:
-    """What was read.
+    """Result of `index`.
 
     Attributes:
-        files: video and Parquet files of the selected cameras and episodes.
-        fetched_bytes: from the network. With everything cached, at most a byte of each file, to check whether it has changed.
-        cached_bytes: from the cache.
-        broken: files without a readable index, and why.
+        files: Number of video and Parquet files of the selected cameras and episodes.
+        fetched_bytes: Bytes from the network. If all files are cached, at most one byte of each, to check for changes.
+        cached_bytes: Bytes from the cache.
+        broken: Error of each file without a readable index.
     """
 
     files: int
@@ -41,21 +41,21 @@ class IndexReport:
 
 
 def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, total: None) -> IndexReport:
-    """Reads the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache, so that
+    """Read the index (`moov`) of each video file and the footer of each Parquet file through the dataset's cache, so that
     training starts without waiting for them.
 
     Files in the cache are not fetched again, so an interrupted run resumes.
 
     Args:
-        dataset: a remote dataset with a `cache_dir`.
-        progress: called as (files done, files in all), in the caller's thread.
+        dataset: Remote dataset with a `cache_dir`.
+        progress: Function that is called as (files done, number of files), in the caller's thread.
 
     Returns:
-        What was read, and which files are broken.
+        Number of files and bytes, and the broken files.
 
     Raises:
-        ValueError: the dataset is local.
-        StorageError: the source cannot be reached.
+        ValueError: If the dataset is local.
+        StorageError: If the source cannot be reached.
     """
     if not dataset.data_store.remote:
         raise ValueError(
@@ -63,38 +63,46 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
         )
     jobs, traffic = _jobs(dataset), dataset.data_store.traffic
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
-    work = Work(lambda _, done, total: progress(done, total), dataset.close, THREADS)
-    errors = work.each("index", list(jobs.values()), _error)
+    progress(0, len(jobs))
+    broken: dict[str, str] = {}
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream index") as pool:
+        futures: dict[Future[object], str] = {}
+        try:
+            for path, read in jobs.items():
+                futures[pool.submit(read)] = path
+            for done, future in enumerate(as_completed(futures), start=1):
+                try:
+                    future.result()
+                except (DatasetError, DecodeError) as error:
+                    broken[futures[future]] = str(error)
+                progress(done, len(jobs))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            running = [future for future in futures if not future.cancelled()]
+            dataset.close()  # interrupts reads
+            while wait(running, timeout=0.5).not_done:
+                dataset.close()  # a thread was between two reads
+            raise
     return IndexReport(
         files=len(jobs),
         fetched_bytes=traffic.fetched_bytes - fetched,
         cached_bytes=traffic.cached_bytes - cached,
-        broken={path: why for path, why in sorted(zip(jobs, errors, strict=True)) if why},
+        broken=dict(sorted(broken.items())),
     )
 
 
 def _jobs(dataset: Dataset) -> dict[str, Callable[[], object]]:
-    """The files of the selected cameras and episodes, each with what reads its index."""
-    store, data = dataset.data_store, dataset.table.data
+    """Return the files of the selected cameras and episodes, each with the function that reads its index."""
+    data = dataset.table.data
     jobs: dict[str, Callable[[], object]] = {}
     for number in dict.fromkeys(data.index[dataset.rows].tolist()):
         jobs[data.paths[number]] = partial(_read_footer, dataset, number)
     for camera in dataset.videos:
-        jobs |= {path: partial(read_index, store, path) for path in used(dataset, dataset.table.video[camera])}
+        jobs |= {path: partial(read_index, dataset.data_store, path) for path in used(dataset, dataset.table.video[camera])}
     return jobs
 
 
 def _read_footer(dataset: Dataset, number: int) -> None:
-    """Reads the footer of a data file as the loader does. Raises DatasetError if it is missing or broken."""
-    store, path = dataset.data_store, dataset.table.data.paths[number]
-    with parquet_errors(store, path):
-        read_schema(dataset, store, number)
-
-
-def _error(read: Callable[[], object]) -> str | None:
-    """Reads an index; returns the error of a broken or missing file."""
-    try:
-        read()
-    except (DatasetError, DecodeError) as error:
-        return str(error)
-    return None
+    """Read the footer of a data file as the loader does. Raises DatasetError if it is missing or broken."""
+    with parquet_errors(dataset.data_store, dataset.table.data.paths[number]):
+        read_schema(dataset, dataset.data_store, number)

@@ -1,120 +1,118 @@
-"""Calls of Python functions in a process of their own, since libraries may be missing, crash, hang or print anything."""
+"""Calls of functions in a process of their own, since libraries may be missing, crash, hang or print anything."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import runpy
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dali_stream import process
+
 _CRASH_S = 10.0  # for a process to end after a crash has closed its output
-Call = tuple[str, str, Mapping[str, Any]]  # (Python file, function in it, keyword arguments that JSON can hold)
+Call = Callable[[], Any]
+"""Call in another process. It and its result must be picklable, such as `functools.partial(function, argument)`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a call.
+    """Result of a call.
 
     Attributes:
-        value: what the function returned; empty after an error.
-        error: why there is no value; empty where there is one.
-        kind: the name of the exception, "crash", "hang", or "skipped" for calls after one of these; empty without an error.
+        value: Value that the function returned. An empty dict after an error.
+        error: Message of the error. Empty if the call returned.
+        kind: Name of the exception, "crash", "hang", or "skipped" for calls after one of these. Empty if the call returned.
     """
 
-    value: Mapping[str, Any]
+    value: Any
     error: str = ""
     kind: str = ""
 
     @property
     def reason(self) -> str:
-        """The first line of the error."""
+        """First line of the error."""
         return self.error.partition("\n")[0][:300]
 
 
 class Called(NamedTuple):
-    """Attributes: `answers`, one per call; `ended`: how the process ended, empty for exit code 0; `stderr`: what it wrote."""
+    """Results of the calls in one process.
+
+    Attributes:
+        answers: One per call.
+        ended: How the process ended. Empty for exit code 0.
+        stderr: Text that the process wrote to stderr.
+    """
 
     answers: list[Answer]
     ended: str
     stderr: str
 
 
-@contextlib.contextmanager
-def calling(calls: Sequence[Call], limit_s: float) -> Iterator[Callable[[float], Called]]:
-    """Starts to call functions, which return dicts that JSON can hold, one after the other in a new process.
+def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
+    """Call functions one after the other in a new process.
 
-    Each answer arrives as soon as it is known, so a crash or hang loses only the answers after it. The process is of this one's
-    group, so that Ctrl-C ends it too. The end of the context kills it.
+    Each answer arrives as soon as it is known, so a crash or hang loses only the answers after it. The process belongs to the
+    group of this one, so that Ctrl-C ends it too.
 
     Args:
-        calls: the functions and their arguments.
-        limit_s: seconds for all of them.
-
-    Returns:
-        A function that waits for the answers, and then for seconds that the process has to end by itself.
+        calls: Functions to call.
+        limit_s: Maximum time of all calls, in seconds.
+        exit_s: Time that the process has to end by itself after the last answer, in seconds. Then it is killed.
     """
-    from dali_stream.process import same_python  # here: the child runs this file without importing the package
-
     hung = threading.Event()
 
     def end() -> None:
         hung.set()
-        process.kill()
-
-    def called(exit_s: float) -> Called:
-        assert process.stdout is not None
-        answers = [Answer(**json.loads(line)) for line in process.stdout if line.startswith(b'{"value"')]
-        ended = _ended(process, exit_s if len(answers) == len(calls) else _CRASH_S)
-        stderr.seek(0)
-        if len(answers) < len(calls):
-            crash = Answer({}, ended or "it ended without an answer", "crash")
-            answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung.is_set() else crash)
-        skipped = Answer({}, "it was skipped, since the call before it got no answer", "skipped")
-        answers += [skipped] * (len(calls) - len(answers))
-        return Called(answers, ended, stderr.read().decode(errors="replace").strip())
+        child.kill()
 
     pipe, timer = subprocess.PIPE, threading.Timer(limit_s, end)
     with (
         tempfile.TemporaryFile() as stderr,
-        subprocess.Popen(same_python(__file__), stdin=pipe, stdout=pipe, stderr=stderr) as process,
+        subprocess.Popen(process.same_python(__file__), stdin=pipe, stdout=pipe, stderr=stderr) as child,
     ):
+        assert child.stdin is not None
+        assert child.stdout is not None
         timer.start()
         try:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin as requests:
-                requests.write(json.dumps(calls).encode())
-            yield called
+            with contextlib.suppress(BrokenPipeError), child.stdin as requests:
+                # Pickled one by one: a function whose module cannot be imported is the failure of its call alone.
+                pickle.dump([pickle.dumps(each) for each in calls], requests)
+            answers: list[Answer] = []
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the end of a process that crashed
+                while len(answers) < len(calls):
+                    answers.append(Answer(*pickle.load(child.stdout)))
+            ended = _wait(child, exit_s if len(answers) == len(calls) else _CRASH_S)
         finally:
             timer.cancel()
-            process.kill()
-
-
-def call(calls: Sequence[Call], limit_s: float, exit_s: float = 0.0) -> Called:
-    """Calls functions as `calling`, and waits for the answers."""
-    with calling(calls, limit_s) as called:
-        return called(exit_s)
+            child.kill()
+        stderr.seek(0)
+        text = stderr.read().decode(errors="replace").strip()
+    if len(answers) < len(calls):
+        crash = Answer({}, ended or "it ended without an answer", "crash")
+        answers.append(Answer({}, f"no answer within {limit_s:.3g} s", "hang") if hung.is_set() else crash)
+    skipped = Answer({}, "it was skipped, since the call before it got no answer", "skipped")
+    return Called(answers + [skipped] * (len(calls) - len(answers)), ended, text)
 
 
 def call_each(calls: Sequence[Call], limit_s: float) -> list[Answer]:
-    """Answers to independent calls: those after a crash or hang are called in another process."""
-    found: list[Answer] = []
-    while len(found) < len(calls):
-        found += [answer for answer in call(calls[len(found) :], limit_s).answers if answer.kind != "skipped"]
-    return found
+    """Return the answers to independent calls. Those after a crash or hang are called in another process."""
+    answers: list[Answer] = []
+    while len(answers) < len(calls):
+        answers += [answer for answer in call(calls[len(answers) :], limit_s).answers if answer.kind != "skipped"]
+    return answers
 
 
-def _ended(process: subprocess.Popen[bytes], limit_s: float) -> str:
-    """Waits for the end of a process; returns how it ended, empty for exit code 0."""
+def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str:
+    """Wait for the end of a process. Return how it ended, empty for exit code 0."""
     try:
-        code = process.wait(limit_s)
+        code = child.wait(limit_s)
     except subprocess.TimeoutExpired:
         return f"it did not end within {limit_s:.3g} s"
     if code < 0:
@@ -123,19 +121,20 @@ def _ended(process: subprocess.Popen[bytes], limit_s: float) -> str:
 
 
 def _main() -> None:
-    """The child: reads calls from stdin, and writes an answer per call to stdout. Libraries print to stderr instead."""
+    """Answer the calls on stdin, in the child. Libraries print to stderr instead of stdout."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    calls = json.load(sys.stdin)
-    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+    calls = pickle.load(sys.stdin.buffer)
+    with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for file, function, arguments in calls:
-            answer: dict[str, Any] = {"value": {}, "error": "", "kind": ""}
+        for each in calls:
+            value, error, kind = {}, "", ""
             try:
-                answer["value"] = runpy.run_path(file, run_name="isolated")[function](**arguments) or {}
-            except (Exception, SystemExit) as error:
-                answer |= {"error": str(error).strip() or type(error).__name__, "kind": type(error).__name__}
-            answers.write(json.dumps(answer) + "\n")
+                value = pickle.loads(each)()
+            except (Exception, SystemExit) as raised:
+                error, kind = str(raised).strip() or type(raised).__name__, type(raised).__name__
+            pickle.dump((value, error, kind), answers)
+            answers.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Describes the datasets of a mixture: what each one gives, and in what they differ."""
+"""Describes the datasets of a mixture: the share of each, and the features in which they differ."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PartReport:
     """One dataset of a mixture.
 
     Attributes:
-        frames: that can be sampled.
-        share: of the samples of an epoch.
-        passes: how often an epoch shows each of its frames, on average.
+        frames: Number of frames that can be sampled.
+        share: Share of the samples of an epoch.
+        passes: Average number of times that an epoch shows each of its frames.
     """
 
     uri: str
@@ -41,11 +41,11 @@ class MixtureReport:
 
     Attributes:
         kind: "union", "repeats", "weights" or "temperature".
-        epoch_samples: samples of an epoch.
-        differences: per common key in which datasets differ, what each of them has; None where it lacks the key.
-        conflicts: those of the keys under which datasets have what cannot be one feature.
-        sizes: those of the keys that are cameras with frames of several sizes.
-        warning: which datasets an epoch repeats more than 10 times as often as another; empty if none.
+        epoch_samples: Number of samples per epoch.
+        differences: Feature of each dataset, for each common key in which datasets differ. None if a dataset lacks the key.
+        conflicts: Keys of these whose features cannot be one feature.
+        sizes: Keys of these that are cameras with frames of several sizes.
+        warning: Datasets that an epoch repeats more than 10 times as often as another. Empty if it repeats none.
     """
 
     kind: str
@@ -58,24 +58,24 @@ class MixtureReport:
 
 
 def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping[str, str]], **shares: Any) -> MixtureReport:
-    """Describes datasets that may differ in anything.
+    """Describe datasets that may differ in anything.
 
     Args:
-        datasets: by name.
-        keys: as of `Mixture`.
-        shares: the other arguments of `Mixture`.
+        datasets: Datasets by name.
+        keys: See `Mixture`.
+        shares: Other arguments of `Mixture`.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: If an argument is invalid.
     """
     check_names("keys", keys, datasets, every=False)
     have = [
         {key: dataset.features[own] for key, own in own_keys(name, dataset, keys.get(name, {})).items()}
         for name, dataset in datasets.items()
     ]
-    # Without what they differ in.
+    # Datasets need not fit together for their shares.
     bare = {name: dataset.without([key for key in dataset.features if key not in NEEDED]) for name, dataset in datasets.items()}
-    found = Mixture(bare, **shares).shares
+    shared = Mixture(bare, **shares).shares
     parts = {
         name: PartReport(
             uri=dataset.uri,
@@ -86,7 +86,7 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
             share=float(share),
             passes=float(passes),
         )
-        for (name, dataset), share, passes in zip(datasets.items(), found.targets, found.passes, strict=True)
+        for (name, dataset), share, passes in zip(datasets.items(), shared.targets, shared.passes, strict=True)
     }
     all_keys = common(have)
     sizes = [
@@ -96,8 +96,8 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
     ]
     differing = dict.fromkeys([*all_keys.conflicts, *all_keys.differences, *sizes])
     return MixtureReport(
-        kind=found.kind,
-        epoch_samples=found.epoch_samples,
+        kind=shared.kind,
+        epoch_samples=shared.epoch_samples,
         datasets=parts,
         differences={
             key: {
@@ -113,16 +113,16 @@ def describe_mixture(datasets: Mapping[str, Dataset], keys: Mapping[str, Mapping
 
 
 def _repeated(parts: Mapping[str, PartReport]) -> str:
-    """Which datasets are repeated much more often than the one with the fewest passes, and what to do; empty if none is."""
+    """Return a warning about datasets that an epoch repeats much more often than others, or an empty text."""
     least = min(parts, key=lambda name: parts[name].passes)
     times = {name: part.passes / parts[least].passes for name, part in parts.items()}
     often = sorted((name for name in parts if times[name] > MOST), key=lambda name: -times[name])
     if not often:
         return ""
-    said = ", ".join(f"{name} {times[name]:.0f} times" for name in often[:_NAMED])
-    said += f", and {len(often) - _NAMED} others," if len(often) > _NAMED else ""
+    names = ", ".join(f"{name} {times[name]:.0f} times" for name in often[:_NAMED])
+    names += f", and {len(often) - _NAMED} others," if len(often) > _NAMED else ""
     return (
-        f"An epoch shows each frame of {said} as often as those of {least}. Weights are shares of samples, whatever the sizes "
+        f"An epoch shows each frame of {names} as often as those of {least}. Weights are shares of samples, whatever the sizes "
         "of the datasets. Weights nearer to the ratio of the frames, a smaller temperature, or repeats show small datasets "
         "less often."
     )

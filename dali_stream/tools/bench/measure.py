@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -26,15 +25,15 @@ CHUNK = 50  # actions
 SARM_STEPS, SARM_SPACING_S = 8, 1.0
 POINTS = 200  # of the timeline
 # Counters of `Loader.stats()` whose growth is measured.
-SUMS = ("frames", "clips", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
-        "needed_bytes", "requests", "retries", "evicted_early", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
+SUMS = ("frames", "decoded_frames", "wait_s", "substituted", "fetch_s", "fetched_bytes", "cached_bytes",
+        "needed_bytes", "requests", "retries", *(key for keys in STAGES.values() for key in keys))  # fmt: skip
 
 
 def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
-    """`delta_timestamps` of a mode; of a mixture, in frames of the dataset with the lowest fps.
+    """Return `delta_timestamps` of a mode. For a mixture, they are in frames of the dataset with the lowest fps.
 
     Raises:
-        ValueError: the mode is unknown, or the dataset lacks a feature that it needs.
+        ValueError: If the mode is unknown, or if the dataset lacks a feature that it needs.
     """
     if mode not in MODES:
         raise ValueError(f"Unknown mode {mode!r}. Allowed: {', '.join(MODES)}")
@@ -52,12 +51,12 @@ def windows(mode: Mode, dataset: Dataset | Mixture) -> dict[str, list[float]]:
 
 
 class Progress(Protocol):
-    """Show the number of batches that have come, of a total."""
+    """Show the number of finished batches, of a total."""
 
-    def __call__(self, done: int, total: int, what: str = ...) -> None: ...
+    def __call__(self, done: int, total: int, description: str = ...) -> None: ...
 
 
-def silent(done: int, total: int, what: str = "") -> None:
+def silent(done: int, total: int, description: str = "") -> None:
     """Show no progress."""
 
 
@@ -76,9 +75,9 @@ def measure(
     end, and after it batches of later epochs. Otherwise all epochs are alike, and the batches may be of several.
 
     Args:
-        dataset: to stream, epoch after epoch.
+        dataset: Dataset to stream, epoch after epoch.
         mode: "single": the current frame of all cameras; "sarm": 8 steps of all cameras, 1 s apart; "action_chunk": the
-            current frame of all cameras and 50 actions from it on.
+            current frame of all cameras and the 50 actions that begin with it.
         num_batches: Number of timed batches, after `warmup` others.
         loader: Further arguments of the Loader.
         together: Barrier of all ranks, so that all are measured over the same time. It is called four times.
@@ -88,7 +87,7 @@ def measure(
         The measurements of this rank, with those of later epochs as `later`, or None. See `run.node_report` for the fields.
 
     Raises:
-        DaliStreamError: the dataset has no frames, or one cannot be read.
+        DaliStreamError: If the dataset has no frames, or if one cannot be read.
     """
     if not dataset.cameras:
         raise DaliStreamError(f"no frame was measured: {dataset.uri} has no cameras; give a dataset with cameras")
@@ -106,112 +105,107 @@ def measure(
             clock.skip(epoch - running.batch_index, "the rest of the first epoch")
             clock.skip(warmup, "warm-up")
         later = clock.time(num_batches if fits else 0)
-        routes = {key: asdict(route) for key, route in running.routes.items()}
-        order = running.state_dict()["order"]
-    return first | {
-        "later": later if fits else None,
-        "host": platform.node(),
-        "device": where,
-        "first_batch_latency_s": first_batch_s,
-        "routes": routes,
-        "order": order,
-        "peak_rss_bytes": environment.peak_rss(),
-    }
+        return first | {
+            "later": later if fits else None,
+            "host": platform.node(),
+            "device": where,
+            "first_batch_latency_s": first_batch_s,
+            "routes": {key: asdict(route) for key, route in running.routes.items()},
+            "order": running.state_dict()["order"],
+            "peak_rss_bytes": environment.peak_rss(),
+        }
 
 
 class _Clock:
-    """The batches of a loader, skipped or timed."""
+    """The batches of a loader, skipped or timed.
+
+    Args:
+        loader: Loader to measure.
+        steps: Number of steps of each camera's window.
+        datasets: Number of datasets of a mixture, or 0.
+        together, progress: See `measure`.
+    """
 
     def __init__(
         self, loader: Loader, steps: dict[str, int], datasets: int, together: Callable[[], None], progress: Progress
     ) -> None:
-        self._loader, self._watch = loader, partial(_Watch, loader, steps, datasets)
-        self._stream, self._together, self._progress = endless(loader), together, progress
+        self._loader, self._steps, self._datasets = loader, steps, datasets
+        self._batches, self._together, self._progress = endless(loader), together, progress
 
-    def skip(self, batches: int, what: str) -> str:
+    def skip(self, batches: int, description: str) -> str:
         """Take batches without timing them. Return the device of the last one."""
         device = ""
         for number in range(batches):
-            device = _consume(next(self._stream))
-            self._progress(number + 1, batches, what)
+            device = _consume(next(self._batches))
+            self._progress(number + 1, batches, description)
         return device
 
     def time(self, batches: int) -> dict[str, Any]:
         """Time batches, together with the other ranks."""
         self._together()
-        watch = self._watch()
+        before, cpu, started = self._loader.stats(), time.process_time(), time.perf_counter()
+        samples = frames = gpu_bytes = 0
+        latencies, timeline, unique_episodes = [], [], []
+        of_datasets = np.zeros(self._datasets, np.int64)
         for number in range(batches):
             asked = time.perf_counter()
-            batch = next(self._stream)
+            batch = next(self._batches)
             _consume(batch)
-            watch.note(asked, batch)
+            now, stats = time.perf_counter(), self._loader.stats()
+            latencies.append(now - asked)
+            samples += len(batch["index"])
+            frames += self._count_frames(batch)
+            episodes = batch["episode_index"]
+            if self._datasets:
+                of_datasets += np.bincount(batch["dataset_index"].cpu().numpy(), minlength=self._datasets)
+                episodes = episodes + (batch["dataset_index"] << 40)  # episodes of two datasets may have one index
+            unique_episodes.append(len(episodes.unique()))
+            timeline.append(
+                {"s": now - started, **{key: stats[key] - before[key] for key in ("wait_s", "decode_s", "fetch_s")}}
+            )
+            gpu_bytes = max(gpu_bytes, environment.gpu_bytes_used(batch["index"].device.index) or 0)
             self._progress(number + 1, batches, "timed batches")
         self._together()
-        return watch.end() if batches else {}
-
-
-class _Watch:
-    """Records measurements from its creation to `end`."""
-
-    def __init__(self, loader: Loader, steps: dict[str, int], datasets: int) -> None:
-        self._steps, self._of_datasets = steps, np.zeros(datasets, np.int64)
-        self._frames = 0
-        self._loader, self._stats = loader, loader.stats()
-        self._cpu, self._started = time.process_time(), time.perf_counter()
-        self._latencies: list[float] = []
-        self._samples = 0
-        self._episodes: list[int] = []
-        self._line: list[tuple[float, ...]] = []
-        self._gpu_bytes = 0
-
-    def note(self, asked: float, batch: dict[str, Any]) -> None:
-        now, stats = time.perf_counter(), self._loader.stats()
-        self._latencies.append(now - asked)
-        self._samples += len(batch["index"])
-        for key, steps in self._steps.items():
-            missing = batch.get(f"{key}_is_missing")
-            self._frames += steps * (len(batch["index"]) - (0 if missing is None else int(missing.sum())))
-        episodes = batch["episode_index"]
-        if len(self._of_datasets):
-            number = batch["dataset_index"]
-            self._of_datasets += np.bincount(number.cpu().numpy(), minlength=len(self._of_datasets))
-            episodes = episodes + (number << 40)
-        self._episodes.append(len(episodes.unique()))
-        self._line.append((now - self._started, *(stats[key] - self._stats[key] for key in ("wait_s", "decode_s", "fetch_s"))))
-        self._gpu_bytes = max(self._gpu_bytes, environment.gpu_bytes_used(batch["index"].device.index) or 0)
-
-    def end(self) -> dict[str, Any]:
-        wall, cpu, stats = time.perf_counter() - self._started, time.process_time() - self._cpu, self._loader.stats()
-        thinned = self._line[:: -(-len(self._line) // POINTS) or 1]
+        if not batches:
+            return {}
+        wall, cpu, stats = time.perf_counter() - started, time.process_time() - cpu, self._loader.stats()
+        bottleneck = self._loader.bottleneck(before)
         return {
             "wallclock_s": wall,
             "cpu_s": cpu,
-            "samples": self._samples,
-            "frames": self._frames,
-            "samples_of_datasets": self._of_datasets.tolist(),
-            "batches": len(self._latencies),
-            "latencies_s": self._latencies,
-            "unique_episodes_per_batch": float(np.mean(self._episodes)),
-            "timeline": [dict(zip(("s", "wait_s", "decode_s", "fetch_s"), point, strict=True)) for point in thinned],
-            "peak_gpu_bytes": self._gpu_bytes or None,
-            "sums": {key: stats[key] - self._stats[key] for key in SUMS},
-            "bottleneck": asdict(found) if (found := self._loader.bottleneck(self._stats)) else None,
+            "samples": samples,
+            "frames": frames,
+            "samples_of_datasets": of_datasets.tolist(),
+            "latencies_s": latencies,
+            "unique_episodes_per_batch": float(np.mean(unique_episodes)),
+            "timeline": timeline[:: -(-batches // POINTS)],
+            "peak_gpu_bytes": gpu_bytes or None,
+            "sums": {key: stats[key] - before[key] for key in SUMS},
+            "bottleneck": asdict(bottleneck) if bottleneck else None,
         }
+
+    def _count_frames(self, batch: dict[str, Any]) -> int:
+        """Number of frames in a batch, without those of cameras that a sample's dataset lacks."""
+        frames = 0
+        for key, steps in self._steps.items():
+            missing = batch.get(f"{key}_is_missing")
+            frames += steps * (len(batch["index"]) - (0 if missing is None else int(missing.sum())))
+        return frames
 
 
 def endless(loader: Loader) -> Iterator[dict[str, Any]]:
-    """Batches of one epoch after another."""
+    """Yield the batches of one epoch after another."""
     while True:
         yield from loader
 
 
 def take(stream: Iterator[Any], batches: int) -> None:
-    """Takes batches and drops each before the next."""
+    """Take batches, and drop each before the next."""
     deque(itertools.islice(stream, batches), maxlen=0)
 
 
 def _consume(batch: dict[str, Any]) -> str:
-    """Waits until the batch is on its device; returns the device."""
+    """Wait until the batch is on its device. Return the device."""
     device = batch["index"].device
     if device.type == "cuda":
         import torch

@@ -33,14 +33,14 @@ def run(
     """Measure on every rank of this run.
 
     Args:
-        dataset: to stream, epoch after epoch.
-        mode, num_batches, warmup, loader: as for `measure.measure`.
-        device: of the Loader.
-        progress: Called after each batch of the main rank.
-        head: further entries of the report; `source` None becomes the scheme of the dataset's URI, or "mixture".
+        dataset: Dataset to stream, epoch after epoch.
+        mode, num_batches, warmup, loader: See `measure.measure`.
+        device: Device of the Loader.
+        head: Further entries of the report. A `source` of None becomes the scheme of the dataset's URI, or "mixture".
+        progress: Function that is called after each batch of the main rank.
 
     Returns:
-        The report (see `node_report`) on the main rank; None on others.
+        The report (see `node_report`) on the main rank. None on others.
     """
     from accelerate import PartialState
     from accelerate.utils import gather_object
@@ -71,7 +71,7 @@ def run(
 
 
 def _delivered(mixture: Mixture, ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per dataset, its samples in what was measured, their share, and the share that it should have."""
+    """Return the number of measured samples of each dataset, their share, and the share of the mixture."""
     samples = np.sum([rank["samples_of_datasets"] for rank in ranks], axis=0)
     return {
         name: {"samples": int(count), "delivered": float(count / samples.sum()), "share": float(share)}
@@ -146,20 +146,20 @@ def _speed(ranks: list[dict[str, Any]], nodes: int) -> dict[str, Any]:
 
 
 def stage_seconds(report: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """{who: {stage: seconds}} of a report, in words."""
-    return {who: {name: report["stage_s_total"][key] for key, name in stages.items()} for who, stages in STAGES.items()}
+    """Return {thread: {stage: seconds}} of a report, in words."""
+    return {thread: {name: report["stage_s_total"][key] for key, name in stages.items()} for thread, stages in STAGES.items()}
 
 
 def write(report: dict[str, Any], folder: Path) -> Path:
-    """Writes the report as JSON, and its plain figures as a CSV of one row beside it; returns the JSON's path."""
+    """Write the report as JSON, and its plain figures as a CSV of one row next to it. Return the path of the JSON."""
     path = folder / f"{'-'.join(str(report[key]) for key in ('source', 'mode', 'decode'))}.json"
     plain = {key: value for key, value in report.items() if not isinstance(value, (dict, list))}
     row = io.StringIO()
     writer = csv.DictWriter(row, list(plain))
     writer.writeheader()
     writer.writerow(plain)
-    for place, text in ((path.with_suffix(".csv"), row.getvalue()), (path, json.dumps(report, indent=1) + "\n")):
-        unfinished = place.with_name(f"{place.name}.part")  # a job may be killed at any time
+    for target, text in ((path.with_suffix(".csv"), row.getvalue()), (path, json.dumps(report, indent=1) + "\n")):
+        unfinished = target.with_name(f"{target.name}.part")  # a job may be killed at any time
         unfinished.write_text(text, newline="")
-        unfinished.replace(place)
+        unfinished.replace(target)
     return path

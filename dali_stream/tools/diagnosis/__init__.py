@@ -1,11 +1,13 @@
 """Diagnoses a machine and a dataset: what it can decode, whether its software fits together, what is wrong with a dataset.
 
-answers                   what libraries and the driver report, each asked in a process of its own
-gpu, software, machine    findings from these answers, and on this process's limits
-dataset, rows             findings on a dataset: its metadata, which files exist, its rows, their tasks and their frames
-camera                    its cameras: video formats and decoders, and what long GOPs cost
-frames                    one decoded frame, and all of them
+answers                   questions to libraries and the driver, each answered in a process of its own
+checks                    the table of all checks
+gpu, software, machine    checks of these answers, and of the limits of this process
+rows                      checks of a dataset: its metadata, its files, its rows, their tasks and their frames
+camera                    checks of a camera: video formats and decoders, and what long GOPs cost
+frames                    one decoded frame, the speed of decoders, and all frames
 looks                     what broken files are
+dataset                   runs the checks of a dataset and of its cameras
 run                       `doctor`
 """
 

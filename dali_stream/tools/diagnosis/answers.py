@@ -1,7 +1,4 @@
-"""What libraries and the driver report. Each function runs in a process of its own, which it may crash (see `isolated`).
-
-This file is run by its path: the process imports nothing of this package until a function needs it.
-"""
+"""Questions to libraries and to the driver. Each function runs in a process of its own, which it may crash (see `isolated`)."""
 
 from __future__ import annotations
 
@@ -11,6 +8,16 @@ import dataclasses
 import re
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream import process
+from dali_stream.decode import capability
+from dali_stream.decode.route import Rates
+from dali_stream.decode.speed import RequestClips, Speeds
+from dali_stream.mp4.clip import Clip
+from dali_stream.mp4.format import VideoFormat
 
 CODECS = {  # FFmpeg's codec: its software decoders
     "h264": ("h264",),
@@ -22,46 +29,47 @@ CODECS = {  # FFmpeg's codec: its software decoders
 
 
 def driver() -> dict[str, Any]:
-    """The driver's CUDA version and its GPUs; or the failure, its remedy, and the driver's error code (0: not loaded)."""
-    from dali_stream.decode import capability
-
+    """Return the driver's CUDA version and its GPUs, or its failure, remedy and error code. It is 0 if it was not loaded."""
     try:
         return {"cuda": capability.cuda_version(), "gpus": [dataclasses.asdict(gpu) for gpu in capability.gpus()]}
     except capability.DriverError as error:
         return {"failed": str(error), "remedy": error.remedy, "code": error.code}
 
 
-def nvdec() -> dict[str, Any]:
-    """Per GPU, NVDEC's capability for each format, or why the driver does not report it."""
-    from dali_stream.decode import capability
+def nvdec() -> list[dict[str, Any]]:
+    """Return NVDEC's capability for each format, per GPU, or why the driver does not report it."""
+    return [_decoders(gpu.index) for gpu in capability.gpus()]
 
-    found: list[dict[str, Any]] = []
-    for gpu in capability.gpus():
-        try:
-            caps = capability.capabilities(gpu.index)
-            keys = ("codec", "chroma", "depth")
-            found.append({"decoders": [dict(zip(keys, key, strict=True)) | vars(cap) for key, cap in caps.items()]})
-        except capability.DriverError as error:
-            found.append({"failed": str(error), "remedy": error.remedy})
-    return {"gpus": found}
+
+def _decoders(gpu: int) -> dict[str, Any]:
+    try:
+        capabilities = capability.capabilities(gpu)
+    except capability.DriverError as error:
+        return {"error": str(error), "remedy": error.remedy}
+    return {
+        "decoders": [
+            {"codec": codec, "chroma": chroma, "depth": depth, **vars(each)}
+            for (codec, chroma, depth), each in capabilities.items()
+        ]
+    }
 
 
 def dali() -> dict[str, Any]:
-    """DALI's version."""
+    """Return DALI's version."""
     import nvidia.dali
 
     return {"version": str(nvidia.dali.__version__)}
 
 
 def torch() -> dict[str, Any]:
-    """torch's version, the CUDA version it is built for (None: without CUDA), and whether it finds a GPU."""
+    """Return torch's version, the CUDA version of its build (None: without CUDA), and whether it finds a GPU."""
     import torch
 
     return {"version": str(torch.__version__), "cuda": torch.version.cuda, "finds_gpu": bool(torch.cuda.is_available())}
 
 
 def torchcodec() -> dict[str, Any]:
-    """torchcodec's version, and the FFmpeg libraries it has loaded: folder, version and decoders."""
+    """Return torchcodec's version, and path, version and decoders of the FFmpeg libraries that it has loaded."""
     import torchcodec
     import torchcodec.decoders
 
@@ -69,8 +77,8 @@ def torchcodec() -> dict[str, Any]:
 
 
 def ffmpeg() -> dict[str, Any]:
-    """FFmpeg where torchcodec has not loaded it: the newest version that it could load."""
-    for version in (62, 61, 60, 59, 58):  # FFmpeg 8 to 4. libavdevice needs all others; players ship only libavcodec
+    """Return the newest FFmpeg that torchcodec could load, for a torchcodec that does not load."""
+    for version in (62, 61, 60, 59, 58):  # FFmpeg 8 to 4. libavdevice needs all others, and players ship only libavcodec
         with contextlib.suppress(OSError):
             ctypes.CDLL(f"libavdevice.so.{version}")
             break
@@ -79,8 +87,8 @@ def ffmpeg() -> dict[str, Any]:
 
 def _mapped_ffmpeg() -> dict[str, Any] | None:
     # From this process's memory map: the program ffmpeg may belong to another FFmpeg.
-    mapped = _mapped("libavcodec")
-    return _ffmpeg(ctypes.CDLL(mapped[0]), mapped[0]) if mapped else None
+    paths = _mapped("libavcodec")
+    return _ffmpeg(ctypes.CDLL(paths[0]), paths[0]) if paths else None
 
 
 def _mapped(library: str) -> list[str]:
@@ -88,71 +96,50 @@ def _mapped(library: str) -> list[str]:
 
 
 def _ffmpeg(avcodec: ctypes.CDLL, path: str) -> dict[str, Any]:
-    """Version and decoders of a libavcodec. These parts of avcodec.h, codec.h and codec_desc.h are stable since FFmpeg 4."""
+    """Version and decoders of a libavcodec.
 
-    class Descriptor(ctypes.Structure):  # the beginning of AVCodecDescriptor
-        _fields_ = [("id", ctypes.c_int)]
-
-    class Codec(ctypes.Structure):  # the beginning of AVCodec
-        _fields_ = [("name", ctypes.c_char_p)]
-
-    avcodec.avcodec_descriptor_get_by_name.restype = ctypes.POINTER(Descriptor)
-    avcodec.avcodec_find_decoder.restype = ctypes.POINTER(Codec)
+    The first fields of AVCodecDescriptor (an int, the id) and of AVCodec (a char *, the name) are stable since FFmpeg 4.
+    """
+    avcodec.avcodec_descriptor_get_by_name.restype = ctypes.POINTER(ctypes.c_int)
+    avcodec.avcodec_find_decoder.restype = ctypes.POINTER(ctypes.c_char_p)
     avcodec.avcodec_find_decoder_by_name.restype = ctypes.c_void_p
     decoders = {}
     for codec, names in CODECS.items():
-        known = avcodec.avcodec_descriptor_get_by_name(codec.encode())
-        chosen = avcodec.avcodec_find_decoder(known.contents.id) if known else None
+        identifier = avcodec.avcodec_descriptor_get_by_name(codec.encode())
+        default = avcodec.avcodec_find_decoder(identifier.contents.value) if identifier else None
         decoders[codec] = {
-            "default": chosen.contents.name.decode() if chosen else None,
+            "default": default.contents.value.decode() if default else None,
             "software": [name for name in names if avcodec.avcodec_find_decoder_by_name(name.encode())],
         }
     version = avcodec.avcodec_version() >> 16
-    return {
-        "version": _release(path) or f"with libavcodec {version}",
-        "libavcodec": version,
-        "path": path,
-        "decoders": decoders,
-    }
+    release = _release(path) or f"with libavcodec {version}"
+    return {"version": release, "libavcodec": version, "path": path, "decoders": decoders}
 
 
 def _release(libavcodec: str) -> str:
-    """FFmpeg's version, from the libavutil next to libavcodec; empty without one."""
+    """FFmpeg's version, from the libavutil next to libavcodec. Empty without one."""
     for path in _mapped("libavutil"):
         if Path(path).parent == Path(libavcodec).parent:
-            told = ctypes.CDLL(path).av_version_info
-            told.restype = ctypes.c_char_p
-            return str(told().decode(errors="replace"))
+            version_info = ctypes.CDLL(path).av_version_info
+            version_info.restype = ctypes.c_char_p
+            return str(version_info().decode(errors="replace"))
     return ""
 
 
-def decode(clip: str, frame: int, video: dict[str, Any], dali: bool, gpu: int | None, out: str) -> dict[str, Any]:
-    """Decodes one frame of a packed clip with torchcodec or DALI, and saves it as NumPy array (H, W, 3) in `out`."""
-    import numpy as np
-
-    from dali_stream.mp4.clip import Clip
-
-    packed = Clip(bytearray(Path(clip).read_bytes()), [frame], 0)
+def decode(clip: Clip, video: VideoFormat, dali: bool, gpu: int | None) -> npt.NDArray[np.uint8]:
+    """Decode the first request of a packed clip with torchcodec or DALI. Return the frame, (H, W, 3)."""
     if dali:
-        from dali_stream.decode import dali as by_dali
+        from dali_stream.decode import dali as decoder
 
-        [frames] = by_dali.decode([by_dali.encoded(packed)], gpu, 1)
+        [frames] = decoder.decode([decoder.encoded(clip)], gpu, 1)
     else:
         from dali_stream.decode.torchcodec import decode_clip
-        from dali_stream.mp4.format import VideoFormat
 
-        frames = decode_clip(packed, VideoFormat(**video))
-    np.save(out, frames[0])
-    return {"shape": frames[0].shape}
+        frames = decode_clip(clip, video)
+    frame: npt.NDArray[np.uint8] = frames[0]
+    return frame
 
 
-def speed(clips: list[dict[str, Any]], video: dict[str, Any], gop: int, gpu: int | None, cameras: int) -> dict[str, Any]:
-    """Speeds of DALI on all clips but the last, and of torchcodec on the last one, measured or known (see `decode.speed`)."""
-    from dali_stream import process
-    from dali_stream.decode.speed import RequestClips, Speeds
-    from dali_stream.mp4.clip import Clip
-    from dali_stream.mp4.format import VideoFormat
-
-    *singles, packed = (Clip(bytearray(Path(clip["path"]).read_bytes()), clip["frames"], 0) for clip in clips)
-    speeds = Speeds(process.cores(), cameras, gpu)
-    return dataclasses.asdict(speeds.of(VideoFormat(**video), gop, lambda: RequestClips(singles, packed)))
+def speed(clips: RequestClips, video: VideoFormat, gop: int, gpu: int | None, cameras: int) -> Rates:
+    """Return the speeds of DALI and of torchcodec, measured now or earlier. See `decode.speed.Speeds`."""
+    return Speeds(process.cores(), cameras, gpu).of(video, gop, lambda: clips)

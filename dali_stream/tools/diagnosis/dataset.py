@@ -1,32 +1,28 @@
-"""Findings on a dataset: its metadata, its rows, and each camera."""
+"""Runs the checks of a dataset and of its cameras, and decodes their frames."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.decode import images as image
-from dali_stream.errors import DaliStreamError, DatasetError, StorageError, counted
+from dali_stream.decode import images
+from dali_stream.errors import DaliStreamError, StorageError
 from dali_stream.lerobot.rows import RowReader
-from dali_stream.tools.description import missing_files
-from dali_stream.tools.diagnosis import frames, speed
-from dali_stream.tools.diagnosis.camera import Camera
-from dali_stream.tools.diagnosis.frames import Decoded, Decoders, Deep
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, Finding, Result
-from dali_stream.tools.diagnosis.rows import Rows, examine_names, spread
-from dali_stream.tools.diagnosis.rows import examine as examine_rows
-
-_SHOWN = 5  # missing files named
+from dali_stream.tools.diagnosis import frames
+from dali_stream.tools.diagnosis.camera import Camera, check_frame
+from dali_stream.tools.diagnosis.checks import CHECKS
+from dali_stream.tools.diagnosis.frames import Decoders, Deep
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, Finding, Result, as_findings, run_checks
+from dali_stream.tools.diagnosis.rows import Rows
 
 
 def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
-    """A dataset, or a finding if it cannot be opened.
+    """Return a dataset, or a finding if it cannot be opened.
 
     Raises:
-        ValueError: an argument that does not fit the address.
+        ValueError: If an argument does not fit the address.
     """
     try:
         return Dataset(uri, **options)
@@ -35,7 +31,7 @@ def opened(uri: str | os.PathLike[str], **options: Any) -> Dataset | Finding:
 
 
 def unreadable(error: DaliStreamError) -> Finding:
-    """The finding on a dataset that cannot be opened or reached."""
+    """Return the finding on a dataset that cannot be opened or reached."""
     if isinstance(error, StorageError):
         remedy = "check what the message names: the address, the network or the credentials"
         return Finding("dataset", "storage", PROBLEM, str(error), remedy)
@@ -45,57 +41,20 @@ def unreadable(error: DaliStreamError) -> Finding:
 def examine(
     dataset: Dataset, decoders: Decoders, limit_s: float, deep: Deep | None = None
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """Findings, and the facts for the report. Without `deep`, one frame of each camera is decoded within `limit_s` seconds, and
-    of a large dataset only a part is checked."""
-    size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
-    found: dict[str, Result] = {"metadata": (OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps", "")}
-    found["statistics"] = _statistics(dataset)
-    rows = Rows(dataset)
-    try:
-        found["files"] = _files(dataset, bool(deep))
-        found["rows"] = examine_rows(dataset, rows, spread(dataset, dataset.num_episodes, bool(deep)))
-        found["tasks"] = examine_names(dataset, rows)
-        cameras = [Camera(dataset, key, rows, decoders, deep) for key in dataset.videos]
-    except StorageError as error:
-        return [*_findings(found), unreadable(error)], _facts(dataset, {})
-    decoded = frames.decode([camera.task for camera in cameras if camera.task], limit_s)
-    speed_findings, rates = speed.measure([each for camera in cameras for each in camera.speeds], len(cameras), limit_s)
-    facts: dict[str, Any] = {}
-    for key in dataset.cameras:
-        if key not in dataset.videos:
-            found |= _images(dataset, key, deep)
-            facts[key] = {"kind": "image", "height": dataset.picture_size(key)[0], "width": dataset.picture_size(key)[1]}
-    for camera in cameras:
-        own: dict[str, Decoded] = decoded.get(camera.key, {})
-        found |= camera.found | camera.decoded(own) | (deep.found(camera.key) if deep else {})
-        facts[camera.key] = camera.facts | {
-            "decoded": {route: dataclasses.asdict(each) for route, each in own.items()},
-            "speed": rates.get(camera.key, {}),
-        }
-    found |= speed_findings
-    return _findings(found), _facts(dataset, facts)
+    """Run all checks of a dataset.
 
+    Args:
+        dataset: Dataset to check.
+        decoders: Decoders that load on this machine.
+        limit_s: Maximum time of decoding one frame of each camera, in seconds.
+        deep: Decodes all frames. Without it, only a part of a large dataset is checked.
 
-def _findings(found: Mapping[str, Result]) -> list[Finding]:
-    return [Finding("dataset", name, *result) for name, result in found.items()]
-
-
-def _files(dataset: Dataset, deep: bool) -> Result:
-    """The result of `missing_files`. Raises StorageError."""
-    try:
-        missing, looked_for = missing_files(dataset, deep)
-    except DatasetError as error:
-        return PROBLEM, str(error), "correct data_path and video_path in meta/info.json"
-    if not missing:
-        return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
-    named = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-    text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {named}"
-    remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info URI --json` lists all"
-    return PROBLEM, text, remedy
-
-
-def _facts(dataset: Dataset, cameras: dict[str, Any]) -> dict[str, Any]:
-    return {
+    Returns:
+        Findings, and the facts for the report.
+    """
+    results: dict[str, Result] = {}
+    cameras: dict[str, Any] = {}
+    facts = {
         "uri": dataset.uri,
         "address": dataset.store.address,
         "episodes": dataset.num_episodes,
@@ -103,29 +62,43 @@ def _facts(dataset: Dataset, cameras: dict[str, Any]) -> dict[str, Any]:
         "fps": dataset.fps,
         "cameras": cameras,
     }
-
-
-def _statistics(dataset: Dataset) -> Result:
+    rows = Rows(dataset, deep is not None)
     try:
-        found = dataset.stored_stats
-    except DaliStreamError as error:
-        remedy = f"copy or fetch {dataset.stored_stats_place} again, or write another: `dali-stream stats URI --out FILE`"
-        return PROBLEM, str(error), remedy
-    if found:
-        return OK, f"{dataset.stored_stats_place} has those of {counted(len(found), 'feature')}", ""
-    only = "only `normalize` needs it, and `dali-stream stats URI` computes it"
-    return OK, f"{dataset.stored_stats_place} is missing: {only}", ""
+        for name, result in run_checks(CHECKS["dataset"], rows):
+            results[name] = result
+        videos = [Camera(key, rows, decoders, deep) for key in dataset.videos]
+        for camera in videos:
+            camera.run(CHECKS["camera"])
+    except StorageError as error:
+        return [*as_findings("dataset", results.items()), unreadable(error)], facts
+    decoded = frames.decode([camera.task for camera in videos if camera.task], limit_s)
+    speed_results, rates = frames.measure_speeds([each for camera in videos for each in camera.speeds], len(videos), limit_s)
+    for key in dataset.images:
+        height, width = dataset.picture_size(key)
+        results |= _check_images(dataset, key, deep)
+        cameras[key] = {"kind": "image", "height": height, "width": width}
+    for camera in videos:
+        own = decoded.get(camera.key, {})
+        results |= camera.results | check_frame(camera, own)
+        if deep:
+            results[f"{camera.key} all frames"] = deep.result(camera.key)
+        cameras[camera.key] = camera.facts | {
+            "decoded": {decoder: dataclasses.asdict(each) for decoder, each in own.items()},
+            "speed": rates.get(camera.key, {}),
+        }
+    return as_findings("dataset", (results | speed_results).items()), facts
 
 
-def _images(dataset: Dataset, key: str, deep: Deep | None) -> dict[str, Result]:
-    """By name. Decodes an image of the first episode, or all."""
+def _check_images(dataset: Dataset, key: str, deep: Deep | None) -> dict[str, Result]:
+    """Decode an image of the first episode, or all images."""
     height, width = dataset.picture_size(key)
+    results: dict[str, Result] = {key: (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
     try:
         encoded = RowReader(dataset, keys={key}).read(0)[0][key]
-        image.decode(encoded[len(encoded) // 2], dataset.features[key])
+        images.decode(encoded[len(encoded) // 2], dataset.features[key])
         if deep:
-            deep.images(key)
+            deep.decode_images(key)
+            results[f"{key} all frames"] = deep.result(key)
     except DaliStreamError as error:
         return {key: (PROBLEM, str(error), "record, convert or copy the dataset again")}
-    found: dict[str, Result] = {key: (OK, f"images of {height}×{width} in Parquet rows; one was decoded", "")}
-    return found | (deep.found(key) if deep else {})
+    return results

@@ -1,4 +1,4 @@
-"""Findings on the driver, the GPUs and NVDEC. No GPU is fine; an unusable GPU is a problem."""
+"""Checks of the driver, the GPUs and NVDEC. No GPU is fine, but an unusable GPU is a problem."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dali_stream.errors import counted
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Result
+from dali_stream.tools.diagnosis.machine import Machine
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
 from dali_stream.tools.isolated import Answer
 
 NAMES = {"h264": "H.264", "hevc": "HEVC", "av1": "AV1", "vp9": "VP9", "mpeg4": "MPEG-4"}
@@ -19,41 +20,46 @@ _BROKEN = "check nvidia-smi and the kernel log (dmesg) of this machine; restart 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
-def examine(driver: Answer, nvdec: Answer, root: Path = Path("/")) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Findings, and the GPUs for the report. `root` is the folder of `dev` and `sys`."""
+def read_gpus(driver: Answer, nvdec: Answer) -> list[dict[str, Any]]:
+    """Return the GPUs for the report, with NVDEC's capability for each format, or why the driver does not report it."""
+    unknown = {"decoders": [], "engines": 0, "error": nvdec.reason, "remedy": _BROKEN if nvdec.error else ""}
+    gpus = [gpu | unknown for gpu in driver.value.get("gpus", [])]
+    for gpu, capability in zip(gpus, nvdec.value, strict=False):
+        gpu |= capability
+        gpu["engines"] = max((each["engines"] for each in gpu["decoders"] if each["supported"]), default=0)
+    return gpus
+
+
+def group_equal(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return {"GPU 0, 1": the first of them}: GPUs are grouped if they differ only by their index."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for gpu in gpus:
+        groups.setdefault(repr(gpu | {"index": None}), []).append(gpu)
+    return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups.values()}
+
+
+def check_driver(machine: Machine) -> Result:
+    """Check that the driver works. A machine without GPU needs none."""
+    driver = machine.answers["driver"]
     if driver.error:
-        failed = PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN
-        return [Finding("gpu", "driver", *failed)], []
+        return PROBLEM, f"NVIDIA's driver did not report its GPUs: {driver.reason}", _BROKEN
     if "failed" in driver.value:
-        return [Finding("gpu", "driver", *_no_driver(driver.value, root))], []
+        return _explain_failure(machine.root, **driver.value)
     version = ".".join(map(str, driver.value["cuda"]))
-    text = f"supports CUDA {version} and older, {counted(len(driver.value['gpus']), 'GPU')}"
-    results: dict[str, Result] = {"driver": (OK, text, "")}
-    gpus = [dict(gpu) for gpu in driver.value["gpus"]]
-    for gpu, found in zip(gpus, nvdec.value.get("gpus") or [{}] * len(gpus), strict=True):
-        decoders = found.get("decoders", [])
-        gpu["engines"] = max((d["engines"] for d in decoders if d["supported"]), default=0)
-        gpu["decoders"] = decoders
-        gpu["error"] = found.get("failed", nvdec.reason)
-        gpu["remedy"] = found.get("remedy", _BROKEN if nvdec.error else "")
-    for name, same in alike(gpus).items():
-        results |= _gpu(name, same)
-    return [Finding("gpu", name, *result) for name, result in results.items()], gpus
+    return OK, f"supports CUDA {version} and older, {counted(len(machine.gpus), 'GPU')}", ""
 
 
-def _no_driver(failed: Mapping[str, Any], root: Path) -> Result:
-    """The driver is missing or fails, which is fine on a machine without GPU."""
-    said, remedy = failed["failed"], failed["remedy"]
-    missing = failed["code"] == 0 and "libcuda.so.1: cannot open shared object file" in said
-    if not missing and failed["code"] != _NO_DEVICE:
-        return PROBLEM, said, remedy
+def _explain_failure(root: Path, failed: str, remedy: str, code: int) -> Result:
+    missing = code == 0 and "libcuda.so.1: cannot open shared object file" in failed
+    if not missing and code != _NO_DEVICE:
+        return PROBLEM, failed, remedy
     devices = any(root.glob("dev/nvidia[0-9]*"))
     if devices and not missing and "CUDA_VISIBLE_DEVICES" in os.environ:
         remedy = "unset CUDA_VISIBLE_DEVICES to use a GPU in this process"
         return WARNING, f"CUDA_VISIBLE_DEVICES hides all GPUs: {_NO_GPU}", remedy
     if devices:
-        return PROBLEM, f"this machine has an NVIDIA GPU (/dev/nvidia0), but {said}", remedy
-    if missing and _on_pci(root):
+        return PROBLEM, f"this machine has an NVIDIA GPU (/dev/nvidia0), but {failed}", remedy
+    if missing and _is_on_pci(root):
         text = f"this machine has an NVIDIA GPU that this process cannot use, since the driver is missing: {_NO_GPU}"
         return WARNING, text, remedy
     if missing:
@@ -61,7 +67,7 @@ def _no_driver(failed: Mapping[str, Any], root: Path) -> Result:
     return WARNING, f"NVIDIA's driver is installed and finds no GPU: {_NO_GPU}", remedy
 
 
-def _on_pci(root: Path) -> bool:
+def _is_on_pci(root: Path) -> bool:
     """Whether the machine has a display or 3D controller by NVIDIA."""
     for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
         try:
@@ -72,47 +78,40 @@ def _on_pci(root: Path) -> bool:
     return False
 
 
-def alike(gpus: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """{"GPU 0, 1": the first of them}: GPUs grouped if they differ only by their index."""
-    groups: list[list[dict[str, Any]]] = []
-    for gpu in gpus:
-        for group in groups:
-            if {**group[0], "index": None} == {**gpu, "index": None}:
-                group.append(gpu)
-                break
-        else:
-            groups.append([gpu])
-    return {"GPU " + ", ".join(str(gpu["index"]) for gpu in group): group[0] for group in groups}
+def check_gpus(machine: Machine) -> dict[str, Result]:
+    """Check what NVDEC decodes on each kind of GPU."""
+    results: dict[str, Result] = {}
+    for name, gpu in group_equal(machine.gpus).items():
+        results |= _check_gpu(name, gpu)
+    return results
 
 
-def _gpu(name: str, gpu: Mapping[str, Any]) -> dict[str, Result]:
-    """By the name of the finding."""
+def _check_gpu(name: str, gpu: Mapping[str, Any]) -> dict[str, Result]:
     text = f"{gpu['name']}, {gpu['memory'] >> 30} GiB, compute {'.'.join(map(str, gpu['compute']))}"
     if gpu["error"]:
         return {name: (PROBLEM, f"{text}: {gpu['error']}", gpu["remedy"])}
-    caps = {(d["codec"], d["chroma"], d["depth"]): d for d in gpu["decoders"]}
-    if not gpu["engines"]:
-        reason = caps["h264", "420", 8]["reason"]
-        if "no NVDEC engine" not in reason:
-            return {name: (PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)}
-        remedy = "to decode on the GPU, use a GPU or a MIG profile with media engines (+me)"
-        return {name: (WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)}
-    codecs = {f"{name} {said}": _codec(codec, caps) for codec, said in NAMES.items()}
-    return {name: (OK, f"{text}, {gpu['engines']} NVDEC engines", ""), **codecs}
+    formats = {(each["codec"], each["chroma"], each["depth"]): each for each in gpu["decoders"]}
+    if gpu["engines"]:
+        codecs = {f"{name} {codec_name}": _check_codec(codec, formats) for codec, codec_name in NAMES.items()}
+        return {name: (OK, f"{text}, {gpu['engines']} NVDEC engines", ""), **codecs}
+    reason = formats["h264", "420", 8]["reason"]
+    if "no NVDEC engine" not in reason:
+        return {name: (PROBLEM, f"{text}: NVDEC decodes nothing: {reason}", _BROKEN)}
+    remedy = "to decode on the GPU, use a GPU or a MIG profile with media engines (+me)"
+    return {name: (WARNING, f"{text}: {reason}, so frames are decoded on the CPU", remedy)}
 
 
-def _codec(codec: str, caps: Mapping[tuple[str, str, int], Any]) -> Result:
-    has: dict[str, list[str]] = {}
-    for (chroma, depth), shown in FORMATS.items():
-        cap = caps[codec, chroma, depth]
-        height, width = cap["max_size"]
-        has.setdefault(f"up to {width}×{height}" if cap["supported"] else "no", []).append(shown)
-    lacking = ", ".join(has.pop("no", []))
-    formats = "; ".join(f"{', '.join(shown)} {size}" for size, shown in has.items()) + (f"; no {lacking}" if lacking else "")
-    plain = caps[codec, "420", 8]
-    if plain["supported"]:
-        return OK, formats, ""
-    better = [c for c in ("hevc", "h264") if caps[c, "420", 8]["supported"]]
-    command = f"`dali-stream transcode URI OUT --codec {better[0]}`" if better else ""
-    remedy = f"{command} re-encodes a dataset to {NAMES[better[0]]}" if better else NOTHING_TO_DO
-    return WARNING, f"{plain['reason']}: frames are decoded on the CPU", remedy
+def _check_codec(codec: str, formats: Mapping[tuple[str, str, int], Any]) -> Result:
+    plain = formats[codec, "420", 8]
+    if not plain["supported"]:
+        better = next((each for each in ("hevc", "h264") if formats[each, "420", 8]["supported"]), None)
+        command = f"`dali-stream transcode URI OUT --codec {better}` re-encodes a dataset to {NAMES[better]}" if better else ""
+        return WARNING, f"{plain['reason']}: frames are decoded on the CPU", command or NOTHING_TO_DO
+    by_size: dict[str, list[str]] = {}
+    for (chroma, depth), name in FORMATS.items():
+        capability = formats[codec, chroma, depth]
+        height, width = capability["max_size"]
+        by_size.setdefault(f"up to {height}×{width}" if capability["supported"] else "no", []).append(name)
+    unsupported = ", ".join(by_size.pop("no", []))
+    sizes = "; ".join(f"{', '.join(names)} {size}" for size, names in by_size.items())
+    return OK, sizes + (f"; no {unsupported}" if unsupported else ""), ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import struct
 from pathlib import Path
 
 from dali_stream.errors import DaliStreamError
@@ -31,22 +29,22 @@ _BEGINNINGS = (  # (first bytes, what they are, what to do)
 
 
 def look(store: Store, path: str) -> tuple[str, str]:
-    """(description of a file, what to do): its kind, its first bytes, and the target of a link."""
-    place = _resolved(store, path)
+    """Return (description, remedy) of a file, by its first bytes and the target of a link. Empty if it is unreadable."""
+    place = _target(store, path)
     try:
         size, first = store.size(path), store.read(path, 0, lfs.ENOUGH)
     except DaliStreamError:
         return (f"it cannot be read{place}", "copy or fetch the dataset again") if place else ("", "")
     if not size:
-        return f"it is empty{place}", _FETCH
-    kind, remedy = _kind(store, path, size, first)
+        return f"the file is empty{place}", _FETCH
+    kind, remedy = _kind(first)
     shown = first[:SHOWN]
     printable = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in shown)
     return f"it looks like {kind}; {size} bytes, the first are {shown.hex(' ')} ({printable}){place}", remedy
 
 
-def _resolved(store: Store, path: str) -> str:
-    """The target of a link; the Hub's cache consists of links to files named by their hash."""
+def _target(store: Store, path: str) -> str:
+    """Return the target of a link. The Hub's cache consists of links to files named by their hash."""
     if not isinstance(store, LocalStore):
         return ""
     name = Path(store.address, path)
@@ -56,9 +54,9 @@ def _resolved(store: Store, path: str) -> str:
     return f"; its name leads to {target}" + ("" if os.path.exists(target) else ", which does not exist")
 
 
-def _kind(store: Store, path: str, size: int, first: bytes) -> tuple[str, str]:
+def _kind(first: bytes) -> tuple[str, str]:
     if first[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
-        return _mp4(store, path, size)
+        return "an MP4", f"{_FETCH}, record it again, or exclude its episodes"
     if lfs.pointer(first):
         return "a Git LFS pointer", lfs.REMEDY
     begin = first.lstrip().lower() if first.strip(b"\0") else first
@@ -66,30 +64,3 @@ def _kind(store: Store, path: str, size: int, first: bytes) -> tuple[str, str]:
         if begin.startswith(start):
             return kind, remedy
     return "an unknown format", _FETCH
-
-
-def _mp4(store: Store, path: str, size: int) -> tuple[str, str]:
-    """Walks the top-level boxes (ISO/IEC 14496-12, 4.2) by their headers."""
-    at, found = 0, []
-    with contextlib.suppress(struct.error):
-        for _ in range(64):
-            if at >= size:
-                break
-            head = store.read(path, at, at + 16)
-            length, kind = struct.unpack_from(">I4s", head)
-            if length == 1:
-                length = struct.unpack_from(">Q", head, 8)[0]
-            length = length or size - at
-            if length > size - at:
-                what = (
-                    f"an MP4 that is cut short: {kind.decode('latin-1')} at byte {at} has {length} bytes, {size - at} are there"
-                )
-                return what, f"{_FETCH}, or exclude its episodes"
-            found.append(kind)
-            if length < 8:
-                break
-            at += length
-    if b"moov" not in found:
-        remedy = f"{_FETCH}; if it was recorded like this, the recording was ended too early, and the video is lost"
-        return "an MP4 without its index (moov)", remedy
-    return "an MP4 whose boxes are whole", f"{_FETCH}, record it again, or exclude its episodes"

@@ -1,60 +1,89 @@
-"""Findings on the limits of this process: container, cores, memory, shared memory, disk."""
+"""The subject of a machine's checks, and the checks of the limits of this process: container, cores, memory, disk."""
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dali_stream import process
-from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Finding, Result
+from dali_stream.memory_limit import cgroup_memory_limit, cgroup_values
+from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
+from dali_stream.tools.isolated import Answer
 
 CAPABILITIES = ("all", "compat32", "compute", "display", "graphics", "ngx", "utility", "video")
 _GIB, _SMALL_SHM, _LITTLE_DISK = 1 << 30, 1 << 28, 1 << 30
-_PLENTY = 1 << 60  # cgroup v1 reports no limit as a number near 2^63
 
 
-def examine(
-    cache_dir: str | os.PathLike[str] | None,
-    gpus: int,
-    environment: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
-) -> tuple[list[Finding], dict[str, Any]]:
-    """Findings, and the facts for the report.
+class Limits(NamedTuple):
+    """Limits of this process, for the report. Sizes are in bytes, None if they are unknown."""
 
-    Args:
-        cache_dir: as for `Dataset`; None: the working directory is checked instead.
-        gpus: of the driver.
-        environment: of its values, only words of NVIDIA's container toolkit are reported.
-        root: the folder of `proc`, `sys`, `run` and `dev`.
+    system: str
+    processor: str
+    container: str | None
+    cores: int
+    cpu_quota: float | None
+    memory: int
+    memory_limit: int | None
+    shm: int | None
+    disk_free: int | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Subject of the checks of a machine.
+
+    Attributes:
+        gpus: GPUs of the driver, for the report. See `gpu.read_gpus`.
+        answers: Answers of the functions of `answers` by name.
+        cache_dir: As for `Dataset`. Without one, the working directory is checked.
+        environment: Environment variables. Only words of NVIDIA's container toolkit are reported.
+        root: Folder of `proc`, `sys`, `run` and `dev`.
     """
-    kind = container(environment, root)
-    cores, quota, memory = len(os.sched_getaffinity(0)), cpu_quota(root), memory_limit(root)
-    total = _total_memory(root)
-    found = {"container": _container(kind, gpus, environment), "cores": _cores(cores, quota), "memory": _memory(total, memory)}
-    shm = _free(root / "dev/shm")
-    if shm is not None:
-        found["shared memory"] = _shm(shm[0], gpus)
-    found["cache_dir" if cache_dir else "disk"], free = _disk(cache_dir)
-    return [Finding("machine", name, *result) for name, result in found.items()], {
-        "system": f"{platform.system()} {platform.release()}",
-        "processor": process.processor(),
-        "container": kind,
-        "cores": cores,
-        "cpu_quota": quota,
-        "memory": total,
-        "memory_limit": memory,
-        "shm": shm[0] if shm else None,
-        "disk_free": free,
-    }
+
+    gpus: Sequence[dict[str, Any]] = ()
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    cache_dir: str | os.PathLike[str] | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    root: Path = Path("/")
+
+    @property
+    def cuda(self) -> tuple[int, int] | None:
+        """Newest CUDA version that the driver supports. None without a GPU."""
+        return tuple(self.answers["driver"].value["cuda"]) if self.gpus else None
+
+    @property
+    def folder(self) -> Path:
+        """Existing folder of the cache, which is created on first use, or of this process."""
+        folder = Path(self.cache_dir).expanduser().absolute() if self.cache_dir else Path.cwd()
+        return next(path for path in (folder, *folder.parents) if path.exists())
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """Limits of this process."""
+        shm = self.root / "dev/shm"
+        total_kib = re.search(r"MemTotal:\s*(\d+) kB", _text(self.root / "proc/meminfo"))
+        return Limits(
+            system=f"{platform.system()} {platform.release()}",
+            processor=process.processor(),
+            container=container(self.environment, self.root),
+            cores=len(os.sched_getaffinity(0)),
+            cpu_quota=cpu_quota(self.root),
+            memory=int(total_kib[1]) << 10 if total_kib else 0,
+            memory_limit=cgroup_memory_limit(self.root),
+            shm=shutil.disk_usage(shm).total if shm.exists() else None,
+            disk_free=shutil.disk_usage(self.folder).free if _is_writable(self.folder) else None,
+        )
 
 
 def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """The kind of container that this process runs in; None if none is detected."""
+    """Return the kind of container that this process runs in, or None if none is detected."""
     if environment.get("APPTAINER_CONTAINER") or environment.get("SINGULARITY_CONTAINER"):
         return "apptainer"
     if environment.get("ENROOT_ROOTFS") or (root / "etc/enroot").exists():
@@ -65,74 +94,42 @@ def container(environment: Mapping[str, str], root: Path = Path("/")) -> str | N
         return "podman"
     if (root / ".dockerenv").exists():
         return "docker"
-    found = re.search(r"docker|kubepods|containerd|libpod|lxc", _text(root / "proc/1/cgroup"))
-    return found[0] if found else None
-
-
-def _container(kind: str | None, gpus: int, environment: Mapping[str, str]) -> Result:
-    given = environment.get("NVIDIA_DRIVER_CAPABILITIES", "")
-    known = [word for word in re.split(r"[,\s]+", given) if word in CAPABILITIES]
-    text = f"{kind}" if kind else "none"
-    if "NVIDIA_DRIVER_CAPABILITIES" in environment:
-        text += f"; NVIDIA_DRIVER_CAPABILITIES has {', '.join(known) or 'nothing'}"
-    devices = environment.get("NVIDIA_VISIBLE_DEVICES", "")
-    if "NVIDIA_VISIBLE_DEVICES" in environment:
-        named = f"{len(devices.split(','))} of the machine's GPUs"
-        text += f"; NVIDIA_VISIBLE_DEVICES names {(devices or 'none') if devices in ('all', 'none', 'void', '') else named}"
-    if devices not in ("", "none", "void") and not gpus:
-        remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
-        return PROBLEM, f"{text}, and no GPU is usable", remedy
-    # If libnvcuvid is there nevertheless, the findings of `gpu` say so.
-    if kind and gpus and given and not {"all", "video"} & set(known):
-        remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility; on Kubernetes in the pod's env"
-        return WARNING, f"{text}, and without video there is no NVDEC", remedy
-    return OK, text, ""
+    name = re.search(r"docker|kubepods|containerd|libpod|lxc", _text(root / "proc/1/cgroup"))
+    return name[0] if name else None
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores of the control group's quota; None without one."""
-    found = []
-    for text in _group_files(root, "cpu", "cpu.max"):  # version 2: "quota period", or "max period"
-        quota, _, period = text.partition(" ")
-        if quota.isdigit() and period.isdigit() and int(period):
-            found.append(int(quota) / int(period))
-    quotas = _group_files(root, "cpu", "cpu.cfs_quota_us")  # version 1: -1 is none
-    for text, period in zip(quotas, _group_files(root, "cpu", "cpu.cfs_period_us"), strict=False):
-        if text.isdigit() and period.isdigit() and int(period):
-            found.append(int(text) / int(period))
-    return min(found, default=None)
+    """Return the number of cores of the cgroup's quota, or None without one."""
+    pairs = [value.split() for value in cgroup_values(root, "cpu", "cpu.max")]  # version 2: "quota period" or "max period"
+    version_1 = (cgroup_values(root, "cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # a quota of -1 is none
+    pairs += map(list, zip(*version_1, strict=False))
+    return min((int(quota) / int(period) for quota, period in pairs if quota.isdigit()), default=None)
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Memory limit of the control group in bytes; None without one."""
-    texts = _group_files(root, "memory", "memory.max") + _group_files(root, "memory", "memory.limit_in_bytes")
-    return min((int(text) for text in texts if text.isdigit() and int(text) < _PLENTY), default=None)
+def check_container(machine: Machine) -> Result:
+    """Check that a container gives its GPUs to this process, with NVDEC."""
+    kind, environment = machine.limits.container, machine.environment
+    capabilities, devices = (environment.get(f"NVIDIA_{name}", "") for name in ("DRIVER_CAPABILITIES", "VISIBLE_DEVICES"))
+    known = [word for word in re.split(r"[,\s]+", capabilities) if word in CAPABILITIES]
+    text = kind or "none"
+    if "NVIDIA_DRIVER_CAPABILITIES" in environment:
+        text += f"; NVIDIA_DRIVER_CAPABILITIES has {', '.join(known) or 'nothing'}"
+    if "NVIDIA_VISIBLE_DEVICES" in environment:
+        named = f"{len(devices.split(','))} of the machine's GPUs"
+        text += f"; NVIDIA_VISIBLE_DEVICES names {(devices or 'none') if devices in ('all', 'none', 'void', '') else named}"
+    if devices not in ("", "none", "void") and not machine.gpus:
+        remedy = "start the container with --gpus all (Docker), --nv (apptainer), or a claim to nvidia.com/gpu (Kubernetes)"
+        return PROBLEM, f"{text}, and no GPU is usable", remedy
+    # If libnvcuvid exists nevertheless, the findings on the GPUs say so.
+    if kind and machine.gpus and capabilities and not {"all", "video"} & set(known):
+        remedy = "set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility; on Kubernetes in the pod's env"
+        return WARNING, f"{text}, which lacks video, so NVDEC is unavailable", remedy
+    return OK, text, ""
 
 
-def _group_files(root: Path, controller: str, name: str) -> list[str]:
-    """Contents of a file of this name in this process's control group and its parents, which limit it too.
-
-    A container sees its own group at the top, whatever path the kernel reports, so the top is always included.
-    """
-    found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0":
-            bases = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-        elif controller in controllers.split(","):
-            bases = [root / "sys/fs/cgroup" / controller]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for base in bases:
-            for depth in range(len(parts) + 1):
-                if text := _text(base.joinpath(*parts[:depth], name)).strip():
-                    found.append(text)
-    return found
-
-
-def _cores(cores: int, quota: float | None) -> Result:
+def check_cores(machine: Machine) -> Result:
+    """Check that the quota of a container covers its cores."""
+    cores, quota = machine.limits.cores, machine.limits.cpu_quota
     text = f"{cores} for this process"
     if quota is None or quota >= cores:
         return OK, text, ""
@@ -140,51 +137,45 @@ def _cores(cores: int, quota: float | None) -> Result:
     return WARNING, text, f"give Loader(num_threads={max(int(quota), 1)}), or the container more cores"
 
 
-def _memory(total: int, limit: int | None) -> Result:
+def check_memory(machine: Machine) -> Result:
+    """Check that the default memory budget leaves memory for a model."""
+    total, limit = machine.limits.memory, machine.limits.memory_limit
     usable = min(total, limit or total)
     text = f"{usable / _GIB:.1f} GiB" + (f", the container's limit, of {total / _GIB:.1f}" if limit and limit < total else "")
     if usable >= 8 * _GIB:
         return OK, text, ""
-    remedy = 'set Loader(memory_budget=...) to what the model leaves free; its default is "4GiB"'
-    return WARNING, text, remedy
+    return WARNING, text, 'set Loader(memory_budget=...) to what the model leaves free; its default is "4GiB"'
 
 
-def _total_memory(root: Path) -> int:
-    found = re.search(r"MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"))
-    return int(found[1]) << 10 if found else 0
-
-
-def _shm(size: int, gpus: int) -> Result:
+def check_shared_memory(machine: Machine) -> Result | None:
+    """Check that NCCL has shared memory for several GPUs."""
+    size = machine.limits.shm
+    if size is None:
+        return None
     text = f"{size / _GIB:.2g} GiB in /dev/shm"
-    if gpus < 2 or size >= _SMALL_SHM:
+    if len(machine.gpus) < 2 or size >= _SMALL_SHM:
         return OK, text, ""
     text += ", and NCCL needs more for several GPUs; dali_stream uses none"
     return WARNING, text, "start the container with --shm-size=8g or --ipc=host"
 
 
-def _disk(cache_dir: str | os.PathLike[str] | None) -> tuple[Result, int | None]:
-    """Also the free bytes."""
-    folder = Path(cache_dir).expanduser().absolute() if cache_dir else Path.cwd()
-    there = next(path for path in (folder, *folder.parents) if path.exists())  # the cache is created on first use
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        if not cache_dir:
-            return (OK, "the working directory is read-only, which does not affect training", ""), None
-        wrong = "cannot be written to" if there.is_dir() else "is a file"
-        return (PROBLEM, f"{there} {wrong}", "give a folder that this user may write to"), None
-    free = _free(there)
-    text = f"{(free or (0, 0))[1] / 1e9:.1f} GB free at {there}"
-    if free and free[1] < _LITTLE_DISK:
-        return (WARNING, text, "free some space, or give another folder"), free[1]
-    return (OK, text, ""), free[1] if free else None
+def check_disk(machine: Machine) -> dict[str, Result]:
+    """Check that the cache, or else the working directory, has free space."""
+    folder, free = machine.folder, machine.limits.disk_free
+    text = f"{(free or 0) / 1e9:.1f} GB free at {folder}"
+    result: Result = OK, text, ""
+    if not _is_writable(folder) and machine.cache_dir:
+        text = f"{folder} {'cannot be written to' if folder.is_dir() else 'is a file'}"
+        result = PROBLEM, text, "give a folder that this user may write to"
+    elif not _is_writable(folder):
+        result = OK, "the working directory is read-only, which does not affect training", ""
+    elif free is not None and free < _LITTLE_DISK:
+        result = WARNING, text, "free some space, or give another folder"
+    return {"cache_dir" if machine.cache_dir else "disk": result}
 
 
-def _free(path: Path) -> tuple[int, int] | None:
-    """(bytes, free bytes) of the file system of a path; None if unknown."""
-    try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return None
-    return usage.total, usage.free
+def _is_writable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def _text(path: Path) -> str:

@@ -1,10 +1,11 @@
-"""The report of `doctor`: findings, and the facts they are based on."""
+"""The report of `doctor`: findings, the facts they are based on, and the form of a check."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 Area = Literal["gpu", "software", "machine", "dataset"]
 """Subject of a finding."""
@@ -14,7 +15,11 @@ OK: Status = "ok"
 WARNING: Status = "warning"
 PROBLEM: Status = "problem"
 STATUSES = get_args(Status)
-Result = tuple[Status, str, str]  # status, text and remedy of a finding
+Result = tuple[Status, str, str]
+"""Status, text and remedy of a finding."""
+T = TypeVar("T")
+Check = Callable[[T], "Result | Mapping[str, Result] | None"]
+"""Check of a subject. It returns one result, several by their names, or None if it does not apply."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +28,10 @@ class Finding:
 
     Attributes:
         area: "gpu", "software", "machine" or "dataset".
-        name: of the check, such as "torchcodec" or "GPU 0 AV1"; unique within its area.
+        name: Name of the check, such as "torchcodec" or "GPU 0 AV1". It is unique within its area.
         status: "ok", "warning" or "problem".
-        text: what was found.
-        remedy: what to do; empty for "ok".
+        text: Result of the check.
+        remedy: Instructions that solve it. Empty for "ok".
     """
 
     area: Area
@@ -41,11 +46,11 @@ class DoctorReport:
     """All findings.
 
     Attributes:
-        findings: in reading order.
-        gpus: per GPU its index, name, memory, compute capability, NVDEC engines and capability for each format.
-        software: versions, as far as they are known.
-        machine: cores, memory, disk, container.
-        dataset: address and cameras; None without a readable dataset.
+        findings: Findings in reading order.
+        gpus: Index, name, memory, compute capability, NVDEC engines and capability for each format, per GPU.
+        software: Versions. None for those that are unknown.
+        machine: Cores, memory, disk and container.
+        dataset: Address and cameras. None without a readable dataset.
     """
 
     findings: tuple[Finding, ...]
@@ -56,9 +61,24 @@ class DoctorReport:
 
     @property
     def status(self) -> str:
-        """The worst of all findings."""
+        """The worst status of all findings."""
         return max((finding.status for finding in self.findings), key=STATUSES.index, default=OK)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain dicts and lists, which JSON can hold."""
+        """Return the report as dicts and lists for JSON."""
         return {**dataclasses.asdict(self), "status": self.status}
+
+
+def run_checks(checks: Mapping[str, Check[T]], subject: T) -> Iterator[tuple[str, Result]]:
+    """Yield (name, result) of each check that applies, in the order of the table."""
+    for name, check in checks.items():
+        outcome = check(subject)
+        if isinstance(outcome, Mapping):
+            yield from outcome.items()
+        elif outcome is not None:
+            yield name, outcome
+
+
+def as_findings(area: Area, results: Iterable[tuple[str, Result]]) -> list[Finding]:
+    """Return the findings of an area."""
+    return [Finding(area, name, *result) for name, result in results]

@@ -1,8 +1,8 @@
-"""The rows of episodes, checked as a Loader checks them: the rows themselves, the names of their tasks, and their frames."""
+"""Checks of a dataset: its metadata, its files, and its rows, their tasks and their frames, as a Loader reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,31 +12,39 @@ from dali_stream.decode.video_files import VideoFiles
 from dali_stream.errors import DaliStreamError, DatasetError, DecodeError, counted
 from dali_stream.lerobot.rows import Columns, RowReader
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
-from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, explain, find_packets
+from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, find_packets
+from dali_stream.tools.description import find_frames, missing_files
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
 
+_SHOWN = 5  # missing files named
 LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
 _NAMES = ("task_index", "subtask_index")
 
 
 class Rows:
-    """Rows of episodes without images. Each episode is read once, and its timestamps are kept.
+    """Subject of the checks of a dataset: its rows, without images. Each episode is read once, and its timestamps are kept.
 
     Attributes:
-        errors: per episode whose rows are broken.
-        named: per column of `_NAMES`, each value in the rows with the first episode that has it.
+        dataset: Dataset of the rows.
+        deep: Whether to check all episodes and files, instead of up to 1000, or 32 of remote data.
+        errors: Error of each episode whose rows are broken.
+        first_episodes: First episode of each value of each column of `_NAMES`.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset, deep: bool) -> None:
+        self.dataset, self.deep = dataset, deep
         self._reader = RowReader(dataset, keys={key for key, feature in dataset.features.items() if not feature.is_image})
         self._seconds: dict[int, npt.NDArray[np.float64]] = {}
         self.errors: dict[int, DatasetError] = {}
-        self.named: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
+        self.first_episodes: dict[str, dict[int, int]] = {name: {} for name in _NAMES if name in dataset.features}
 
     def seconds(self, episode: int) -> npt.NDArray[np.float64] | None:
-        """(L,) timestamps of the `episode`-th selected episode; None if its rows are broken. Raises StorageError."""
+        """Return the timestamps of the `episode`-th selected episode, (L,), or None if its rows are broken.
+
+        Raises:
+            StorageError: If rows cannot be read.
+        """
         if episode not in self._seconds and episode not in self.errors:
             try:
                 for number, rows in self._reader.read(episode).items():
@@ -45,22 +53,57 @@ class Rows:
                 self.errors[episode] = error
         return self._seconds.get(episode)
 
+    def spread(self, count: int) -> list[int]:
+        """Return which of `count` episodes or files to check, evenly spread."""
+        most = count if self.deep else min(count, REMOTE if self.dataset.data_store.remote else LOCAL)
+        places: list[int] = np.linspace(0, count - 1, most).round().astype(int).tolist()
+        return places
+
     def _keep(self, episode: int, rows: Columns) -> None:
-        self._seconds[episode] = self._dataset.seconds(episode, rows)
-        for name, found in self.named.items():
+        self._seconds[episode] = self.dataset.seconds(episode, rows)
+        for name, episodes in self.first_episodes.items():
             for value in np.unique(rows[name]).tolist():
-                found.setdefault(value, episode)
+                episodes.setdefault(value, episode)
 
 
-def spread(dataset: Dataset, count: int, deep: bool) -> list[int]:
-    """Which of `count` episodes or files to check: all if `deep`, else a number of them, evenly spread."""
-    most = count if deep else min(count, REMOTE if dataset.data_store.remote else LOCAL)
-    places: list[int] = np.linspace(0, count - 1, most).round().astype(int).tolist()
-    return places
+def check_metadata(rows: Rows) -> Result:
+    """Describe the size of the dataset, whose metadata has been read."""
+    dataset = rows.dataset
+    size = f"{counted(dataset.num_episodes, 'episode')}, {counted(dataset.num_frames, 'frame')}"
+    return OK, f"{dataset.store.address}: {size} at {dataset.fps:g} fps", ""
 
 
-def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Result:
-    """Checks the rows of these episodes: as many as promised, of the promised kinds, with timestamps that rise."""
+def check_statistics(rows: Rows) -> Result:
+    """Check that statistics can be read if the dataset has some."""
+    place = rows.dataset.stored_stats_place
+    try:
+        stats = rows.dataset.stored_stats
+    except DaliStreamError as error:
+        return PROBLEM, str(error), f"copy or fetch {place} again, or write another: `dali-stream stats URI --out FILE`"
+    if stats:
+        return OK, f"{place} has those of {counted(len(stats), 'feature')}", ""
+    return OK, f"{place} is missing: only `normalize` needs it, and `dali-stream stats URI` computes it", ""
+
+
+def check_files(rows: Rows) -> Result:
+    """Check that all files exist. Raises StorageError."""
+    dataset = rows.dataset
+    try:
+        missing, looked_for = missing_files(dataset, rows.deep)
+    except DatasetError as error:
+        return PROBLEM, str(error), "correct data_path and video_path in meta/info.json"
+    if not missing:
+        return OK, f"{counted(looked_for, 'file')} of rows and video, none missing", ""
+    names = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+    text = f"{dataset.data_store.address}: {len(missing)} of {counted(looked_for, 'file')} missing: {names}"
+    remedy = "copy or fetch them again, or exclude their episodes (episodes=...); `dali-stream info URI --json` lists all"
+    return PROBLEM, text, remedy
+
+
+def check_rows(rows: Rows) -> Result:
+    """Check the rows of episodes: as many as promised, of the promised kinds, with timestamps that rise."""
+    dataset, files = rows.dataset, rows.dataset.table.data
+    episodes = rows.spread(dataset.num_episodes)
     episode = 0
     try:
         for episode in episodes:
@@ -69,16 +112,16 @@ def examine(dataset: Dataset, rows: Rows, episodes: Sequence[int]) -> Result:
             episode, error = min(rows.errors.items())
             raise error
     except DaliStreamError as error:
-        files, count = dataset.table.data, len(rows.errors)
-        said, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
-        more = f"; {count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
-        text = f"{error}{'; ' if said else ''}{said}{more}"
-        return PROBLEM, text, remedy or "copy the dataset again"
+        kind, remedy = look(dataset.data_store, files.paths[files.index[dataset.rows[episode]]])
+        count = len(rows.errors)
+        more = f"{count} of {len(episodes)} checked episodes have such rows" if count > 1 else ""
+        return PROBLEM, "; ".join(filter(None, (str(error), kind, more))), remedy or "copy the dataset again"
     return OK, f"rows are whole and timestamps rise in {len(episodes)} checked episodes of {dataset.num_episodes}", ""
 
 
-def examine_names(dataset: Dataset, rows: Rows) -> Result:
-    """Checks that each task of the rows that were read has a name. Without that, a Loader delivers no batch."""
+def check_names(rows: Rows) -> Result:
+    """Check that each task of the rows that were read has a name. Without that, a Loader delivers no batch."""
+    dataset = rows.dataset
     for name, path in zip(_NAMES, (dataset.tasks_place, "meta/subtasks.parquet"), strict=True):
         try:
             names = dataset.tasks if name == "task_index" else dataset.subtasks
@@ -86,62 +129,59 @@ def examine_names(dataset: Dataset, rows: Rows) -> Result:
             return PROBLEM, str(error), look(dataset.store, path)[1] or "copy the dataset again"
         if name != "task_index" and not names:  # not delivered then
             continue
-        unknown = {value: episode for value, episode in rows.named.get(name, {}).items() if value not in names}
-        where = dataset.store.where(path)
+        unknown = [(episode, value) for value, episode in rows.first_episodes.get(name, {}).items() if value not in names]
         if unknown:
-            value, episode = min(unknown.items(), key=lambda item: item[1])
+            episode, value = min(unknown)
             lacks = f"has no {name} {value}" if dataset.store.exists(path) else f"no such file, which names {name} {value}"
-            text = f"{where}: {lacks} of the rows of episode {dataset.episodes[episode]}"
+            text = f"{dataset.store.where(path)}: {lacks} of the rows of episode {dataset.episodes[episode]}"
             return PROBLEM, text, f"copy or fetch {path} again"
     return OK, f"{len(dataset.tasks)} named in {dataset.tasks_place}, each that the checked rows have", ""
 
 
-class Timing:
+class FrameTimes:
     """The frames of a camera's rows, file by file.
 
     Attributes:
-        faults: First row of each episode without a frame, and why.
-        checked: Number of episodes that were looked at.
+        faults: Why an episode has rows without frames.
+        checked: Number of episodes that were checked.
         by_frame_index: Episodes among them that have all of their frames at frame_index / fps.
     """
 
-    def __init__(self, dataset: Dataset, camera: str, rows: Rows) -> None:
-        self._dataset, self._camera, self._rows = dataset, camera, rows
-        self._files = VideoFiles(dataset, camera)
-        self.faults = dict(self._short())
+    def __init__(self, rows: Rows, camera: str) -> None:
+        self._dataset, self._camera, self._rows = rows.dataset, camera, rows
+        self._files = VideoFiles(rows.dataset, camera)
+        self.faults = self._short_episodes()
         self.checked = 0
         self.by_frame_index: set[int] = set()
 
-    def examine(self, table: VideoIndex, episodes: list[int]) -> Mapping[int, Int64]:
-        """Looks up the frames of these episodes in their file. Returns their packets, `LACKING` for those without one.
+    def find(self, table: VideoIndex, episodes: Iterable[int]) -> dict[int, Int64]:
+        """Return the packets of the rows of episodes in a file, `LACKING` for those without a frame.
 
         Raises:
-            StorageError: rows cannot be read.
+            StorageError: If rows cannot be read.
         """
-        packets = {}
+        dataset, packets = self._dataset, {}
         for episode in episodes:
             self.checked += 1
             seconds = self._rows.seconds(episode)
             if seconds is None:
                 continue
-            interval = self._dataset.table.interval(self._camera, self._dataset.rows[episode])
-            found = packets[episode] = find_packets(table, interval, seconds, self._dataset.fps, self._dataset.tolerance_s)
+            packets[episode], fault = find_frames(dataset, self._camera, table, episode, seconds)
             try:
-                self._files.checked(table, found[found != LACKING], episode)
+                self._files.checked(table, packets[episode][packets[episode] != LACKING], episode)
             except DecodeError as error:
                 self.faults.setdefault(episode, f": {error}")
                 del packets[episode]
-            if (lacking := found == LACKING).any():
-                frame = int(np.argmax(lacking))
-                why = explain(table, interval, float(seconds[frame]), self._dataset.fps, self._dataset.tolerance_s)
-                self.faults[episode] = f", frame {frame}: {self._dataset.data_store.where(table.path)}: {why}"
-                regular = np.arange(len(seconds)) / self._dataset.fps
-                if (find_packets(table, interval, regular, self._dataset.fps, self._dataset.tolerance_s) != LACKING).all():
+            if fault:
+                self.faults[episode] = f", {fault}"
+                regular = np.arange(len(seconds)) / dataset.fps
+                interval, timing = dataset.interval(self._camera, episode), dataset.timing(episode)
+                if (find_packets(table, interval, regular, *timing) != LACKING).all():
                     self.by_frame_index.add(episode)
         return packets
 
-    def found(self) -> Result:
-        """What was found in all files."""
+    def result(self) -> Result:
+        """Return the result for all files."""
         dataset, faults = self._dataset, self.faults
         if not faults:
             return OK, f"each row has a frame of its episode, in {self.checked} checked episodes of {dataset.num_episodes}", ""
@@ -152,13 +192,13 @@ class Timing:
             remedy = f"each row has its frame at frame_index / fps. {BY_FRAME_INDEX}"
         return PROBLEM, f"episode {dataset.episodes[first]}{faults[first]}{more}", remedy
 
-    def _short(self) -> Iterator[tuple[int, str]]:
-        """Yield the episodes that the next one of the file leaves too little room, by the metadata alone."""
+    def _short_episodes(self) -> dict[int, str]:
+        """Return the episodes that have too little room in their file, by the metadata alone."""
         dataset = self._dataset
         start, stop = (times[self._camera][dataset.rows] for times in (dataset.table.start, dataset.table.stop))
-        for episode in np.flatnonzero(stop - start <= (dataset.lengths - 1 + TOLERANCE) / dataset.fps).tolist():
-            yield (
-                episode,
-                f": meta/episodes: it begins at {start[episode]:.4f} s and the next episode of the file at {stop[episode]:.4f} "
-                f"s, too early for {counted(int(dataset.lengths[episode]), 'frame')} at {dataset.fps:g} fps",
-            )
+        short = np.flatnonzero(stop - start <= (dataset.lengths - 1 + TOLERANCE) / dataset.fps).tolist()
+        return {
+            episode: f": meta/episodes: it begins at {start[episode]:.4f} s and the next episode of the file at "
+            f"{stop[episode]:.4f} s, too early for {counted(int(dataset.lengths[episode]), 'frame')} at {dataset.fps:g} fps"
+            for episode in short
+        }

@@ -1,17 +1,23 @@
-"""`doctor`: asks libraries in processes of their own, and turns their answers into findings."""
+"""`doctor`: asks libraries in processes of their own, and runs the checks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dali_stream.dataset import Dataset
-from dali_stream.tools.diagnosis import answers, dataset, gpu, machine, software
+from dali_stream.tools.diagnosis import answers, dataset, gpu, software
+from dali_stream.tools.diagnosis.checks import CHECKS, MACHINE
 from dali_stream.tools.diagnosis.frames import Decoders, Deep
-from dali_stream.tools.diagnosis.report import DoctorReport, Finding
-from dali_stream.tools.isolated import Answer, Call, call, calling
+from dali_stream.tools.diagnosis.machine import Machine
+from dali_stream.tools.diagnosis.report import DoctorReport, Finding, as_findings, run_checks
+from dali_stream.tools.isolated import Answer, call
+
+# A crash or hang skips the questions that follow in the same process.
+_QUESTIONS = ((answers.driver, answers.nvdec), (answers.dali,), (answers.torch, answers.torchcodec))
 
 
 def doctor(
@@ -23,16 +29,16 @@ def doctor(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
 ) -> DoctorReport:
-    """Examines this machine, and optionally a dataset. Whatever is wrong with them becomes a finding, not an exception.
+    """Examine this machine, and optionally a dataset. Errors become findings, not exceptions.
 
     Args:
-        uri: a dataset, as for `Dataset`; None: the machine only.
-        cache_dir: as for `Dataset`; checks its disk.
+        uri: Dataset, as for `Dataset`. Without one, only the machine is examined.
+        cache_dir: Cache, as for `Dataset`. Its disk is checked.
         limit_s: Seconds that a library may take to load, or a decoder to decode, before it counts as hanging. A first import
             of torch from a network file system takes a minute.
-        deep: check all files and rows, and decode every frame of the selected cameras and episodes. Otherwise one frame of
-            each camera is decoded, and up to 1000 episodes and files are checked, or 32 of remote data.
-        progress: called as (frames decoded, frames in all), from several threads, if `deep`.
+        deep: Whether to check all files and rows, and to decode every frame of the selected cameras and episodes. Otherwise one
+            frame of each camera is decoded, and up to 1000 episodes and files are checked, or 32 of remote data.
+        progress: Function that is called as (frames decoded, number of frames), from several threads, if `deep`.
         options: Further arguments of `Dataset`: `revision`, `data_files_root`, `storage_options`, `cameras`, `episodes`,
             `clock`, `tolerance_s`.
 
@@ -40,34 +46,37 @@ def doctor(
         Findings, each with a status and a remedy, and the facts they are based on.
 
     Raises:
-        ValueError: an argument does not fit the address.
+        ValueError: If an argument does not fit the address.
     """
     opened = None if uri is None else dataset.opened(uri, cache_dir=cache_dir, **options)  # checks the arguments
     with contextlib.ExitStack() as stack:
         if isinstance(opened, Dataset):
             stack.enter_context(contextlib.closing(opened))
-        groups = [
-            stack.enter_context(calling(_calls(*names), limit_s))
-            for names in (("driver", "nvdec"), ("dali",), ("torch", "torchcodec"))
-        ]
-        driver, nvdec, dali, torch, torchcodec = (answer for called in groups for answer in called(0).answers)
-        ffmpeg = call(_calls("ffmpeg"), limit_s).answers[0] if torchcodec.error else Answer({})
-        findings, gpus = gpu.examine(driver, nvdec)
-        cuda = tuple(driver.value["cuda"]) if gpus else None
-        found, versions = software.examine(software.Asked(dali, torch, torchcodec, ffmpeg, cuda, len(gpus)))
-        findings += found
-        found, facts = machine.examine(cache_dir, len(gpus))
-        findings += found
-        seen = None
+        subject, nvdec_gpus = _ask(limit_s, cache_dir)
+        findings = [finding for area in MACHINE for finding in as_findings(area, run_checks(CHECKS[area], subject))]
+        facts = None
         if isinstance(opened, Dataset):
-            usable = {name: first["index"] for name, first in gpu.alike(gpus).items() if not first["error"]}
-            every = Deep(opened, progress) if deep and not torchcodec.error else None
-            found, seen = dataset.examine(opened, Decoders(not torchcodec.error, not dali.error, usable), limit_s, every)
-            findings += found
-    findings += [opened] if isinstance(opened, Finding) else []
-    return DoctorReport(tuple(findings), tuple(gpus), versions, facts, seen)
+            has_torchcodec = not subject.answers["torchcodec"].error
+            decoders = Decoders(has_torchcodec, not subject.answers["dali"].error, nvdec_gpus)
+            every = Deep(opened, progress) if deep and has_torchcodec else None
+            more, facts = dataset.examine(opened, decoders, limit_s, every)
+            findings += more
+    if isinstance(opened, Finding):
+        findings.append(opened)
+    limits = subject.limits._asdict()
+    return DoctorReport(tuple(findings), tuple(subject.gpus), software.versions(subject), limits, facts)
 
 
-def _calls(*names: str) -> list[Call]:
-    """Calls of functions of `answers`."""
-    return [(str(answers.__file__), name, {}) for name in names]
+def _ask(limit_s: float, cache_dir: str | os.PathLike[str] | None) -> tuple[Machine, dict[str, int]]:
+    """Return the machine, and {name: index} of one GPU of each kind whose NVDEC is known."""
+    with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
+        called = list(pool.map(lambda functions: call(functions, limit_s), _QUESTIONS))
+    known = {
+        function.__name__: answer
+        for functions, each in zip(_QUESTIONS, called, strict=True)
+        for function, answer in zip(functions, each.answers, strict=True)
+    }
+    known["ffmpeg"] = call([answers.ffmpeg], limit_s).answers[0] if known["torchcodec"].error else Answer({})
+    gpus = gpu.read_gpus(known["driver"], known["nvdec"])
+    usable = {name: first["index"] for name, first in gpu.group_equal(gpus).items() if not first["error"]}
+    return Machine(gpus, known, cache_dir), usable

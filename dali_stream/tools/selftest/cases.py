@@ -78,15 +78,10 @@ def measure(case: str, decoder: str, gpu: int | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="dali_stream-case-") as folder:
         try:
             video = _write(CASES[case], Path(folder))
+            refused = _refusal(video, decoder, gpu)
         except RuntimeError as error:
-            return {
-                "refused": f"the video cannot be written: {str(error)[:200]}",
-                "shapes": {},
-                "clip_ms": None,
-                "gpu_growth": None,
-            }
-        refused = _refusal(video, decoder, gpu)
-        if decoder == TORCHCODEC_CUDA and refused:
+            video, refused = None, f"the video cannot be written: {str(error)[:200]}"
+        if video is None or (decoder == TORCHCODEC_CUDA and refused):
             return {"refused": refused, "shapes": {}, "clip_ms": None, "gpu_growth": None}
         decode = functools.partial(_DECODE[decoder], gpu)
         shapes = {shape: identity.measure_shape([([video], _CLIPS)], shape, decode) for shape in videos.SHAPES}

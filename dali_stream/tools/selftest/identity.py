@@ -20,24 +20,24 @@ _CLIPS, _FEW = 24, 6  # of one batch, decoded by two threads, so each decoder ge
 
 
 def measure(folders: list[str], gpu: int | None) -> dict[str, Any]:
-    """Requests frames of the videos of these folders: one folder after the other, then all of them mixed.
+    """Request frames of the videos of these folders: one folder after the other, then all of them mixed.
 
     DALI keeps its decoders until the process ends, so state left by one folder's videos affects the next.
 
     Args:
-        folders: of demo datasets of one codec; frames may differ in size, and GOPs in length.
-        gpu: the CUDA device; None on a CPU.
+        folders: Demo datasets of one codec. Frames may differ in size, and GOPs in length.
+        gpu: CUDA device. None for the CPU.
 
     Returns:
         `refused`: why the loader would decode one of these videos with torchcodec, empty if it would not. For each of
-        `shapes`: `frames`, the requested ones; `wrong`, the frames delivered in place of others; `mean_error`, the mean
-        absolute difference of 8 bit RGB values to FFmpeg's frames; `failed`, DALI's error if it delivered nothing.
+        `shapes`: `frames`, the number of requested frames; `wrong`, the number of frames delivered in place of others;
+        `mean_error`, the mean absolute difference of 8 bit RGB values to FFmpeg's frames; `failed`, DALI's error if it
+        delivered nothing.
     """
     groups = [videos.read(folder) for folder in folders]
-    found = [video for group in groups for video in group]
-    refused = next(filter(None, (refusal_of_file(gpu, video.format, video.table, video.store) for video in found)), "")
-    batches = [(found, _CLIPS)] if len(groups) == 1 else [*((group, _FEW) for group in groups), (found, _CLIPS)]
-
+    mixed = [video for group in groups for video in group]
+    refused = next(filter(None, (refusal_of_file(gpu, video.format, video.table, video.store) for video in mixed)), "")
+    batches = [(mixed, _CLIPS)] if len(groups) == 1 else [*((group, _FEW) for group in groups), (mixed, _CLIPS)]
     decode = functools.partial(decode_with_dali, gpu)
     return {"refused": refused, "shapes": {shape: measure_shape(batches, shape, decode) for shape in SHAPES}}
 
@@ -53,8 +53,9 @@ def measure_shape(
     """Return the row of a shape of request, for batches of (videos, requests of each in turn) and a decoder."""
     rng = np.random.default_rng([SHAPES.index(shape), len(batches)])
     count, wrong, errors, failed = 0, 0, [], ""
-    for found, clips in batches:
-        requests = [_request(found[number % len(found)], shape, rng) for number in rng.permutation(clips).tolist()]
+    for group, clips in batches:
+        chosen = [group[number % len(group)] for number in rng.permutation(clips).tolist()]
+        requests = [(video, videos.request(shape, len(video.identity), rng)) for video in chosen]
         requested = sum(len(shown) for _, shown in requests)
         count += requested
         try:
@@ -73,11 +74,8 @@ def measure_shape(
     return {"frames": count, "wrong": wrong, "mean_error": mean_error, "failed": failed}
 
 
-def _request(video: Video, shape: str, rng: np.random.Generator) -> Request:
-    return video, videos.request(shape, len(video.identity), rng)
-
-
 def _is(frame: dali.Frames, video: Video, shown: int) -> bool:
+    """Whether a frame contains the identity of a frame of a video."""
     try:
         return read_identity(frame) == tuple(video.identity[shown].tolist())
     except ValueError:  # not readable

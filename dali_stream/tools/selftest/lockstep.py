@@ -1,14 +1,14 @@
 """Compares the Loader with DALI and with torchcodec, frame by frame, while frames are held and the GPU is busy.
 
-Checking a frame as soon as it arrives does not detect that its memory is overwritten later. So half of the batches are held
-for several steps; the others are dropped after a copy is queued behind other work of the GPU.
+Checking a frame as soon as it arrives does not detect that its memory is overwritten later. Therefore half of the batches are
+held for several steps. The others are dropped after a copy is queued, which waits for other work of the GPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,22 +27,21 @@ _MEAN, _BLOCK = 3.0, 40.0  # of 255: tolerated mean absolute differences to torc
 def measure(
     folder: str, device: str, seconds: float, image_size: tuple[int, int] | None, decode: str = "dali"
 ) -> dict[str, Any]:
-    """Compares all frames of both loaders for some seconds, and at least until batches were held.
+    """Compare all frames of both loaders for some seconds, and at least until batches were held.
 
     Args:
-        folder: of a demo dataset.
-        device: such as "cuda:0"; "cpu" runs without other work.
-        seconds: to run.
-        image_size: (height, width) for both loaders; None for the recorded size.
+        folder: Demo dataset.
+        device: Device such as "cuda:0". "cpu" runs without other work.
+        seconds: Time to run, in seconds.
+        image_size: (height, width) for both loaders. None for the recorded size.
         decode: Argument of the loader that is tested.
 
     Returns:
-        `frames`, the compared ones; `wrong`, those that differ by more than a decoder's rounding; `worst_mean` and
-        `worst_block`, mean absolute differences of 255, of a frame and of 16 × 16 pixels; `routes` {camera: decoder} and
-        `route_changes` of the loader with DALI; `wait_s` in its `next()`, and `seconds` in all.
+        `frames`, the number of compared frames; `wrong`, the number that differs by more than a decoder's rounding;
+        `worst_mean` and `worst_block`, mean absolute differences of 255, of a frame and of 16 × 16 pixels; `routes`
+        {camera: decoder} and `route_changes` of the loader with DALI; `wait_s` in its `next()`, and total `seconds`.
     """
-    found = _Differences(device)
-    busy, held = work(device), deque[tuple[Any, Any]]()
+    busy, held, differences = work(device), deque[tuple[Any, Any]](), list[torch.Tensor]()
     started = time.perf_counter()
     with (
         _loader(folder, device, decode, image_size) as ours,
@@ -53,7 +52,7 @@ def measure(
             expected = iter(theirs)
             for batch in ours:
                 if len(held) == _HELD:
-                    found.add(*held.popleft())  # before new work is queued: this waits for the GPU
+                    differences += _differences(*held.popleft(), device)  # before new work is queued: this waits for the GPU
                 busy()
                 frames = [batch[camera].clone() if number % 2 else batch[camera] for camera in cameras]
                 del batch
@@ -63,15 +62,16 @@ def measure(
                 if number > _HELD and time.perf_counter() - started >= seconds:
                     break
         for pair in held:
-            found.add(*pair)
+            differences += _differences(*pair, device)
         stats, routes = ours.stats(), {camera: route.decoder for camera, route in ours.routes.items()}
+    mean, block = torch.cat(differences).T
     return {
         "routes": routes,
         "route_changes": stats["route_changes"],
-        "frames": found.frames,
-        "wrong": found.wrong,
-        "worst_mean": found.mean,
-        "worst_block": found.block,
+        "frames": len(mean),
+        "wrong": int((~((mean <= _MEAN) & (block <= _BLOCK))).sum()),  # NaN is wrong, too
+        "worst_mean": float(mean.max()),
+        "worst_block": float(block.max()),
         "wait_s": stats["wait_s"],
         "seconds": time.perf_counter() - started,
     }
@@ -100,7 +100,7 @@ def _loader(folder: str, device: str, decode: str, image_size: tuple[int, int] |
 
 
 def work(device: str) -> Callable[[], None]:
-    """A function that queues work on a GPU without waiting for it; on a CPU, it does nothing."""
+    """Return a function that queues work on a GPU without waiting for it. On a CPU, it does nothing."""
     if device == "cpu":
         return lambda: None
     matrix = torch.randn(_MATRIX, _MATRIX, device=device, dtype=torch.bfloat16)
@@ -113,19 +113,13 @@ def work(device: str) -> Callable[[], None]:
     return queue
 
 
-class _Differences:
-    """Attributes: `frames` compared, `wrong` ones, and the largest `mean` and `block` differences."""
+def _differences(frames: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> Iterator[torch.Tensor]:
+    """Mean absolute differences of each frame, and of its worst 16 × 16 pixels, (n, 2) per camera.
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self.frames = self.wrong = 0
-        self.mean = self.block = 0.0
-
-    def add(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-        """Compares frames in [0, 1], (B, T, C, H, W) per camera."""
-        for a, b in zip(found, expected, strict=True):
-            difference = (a.flatten(0, 1) - b.flatten(0, 1).to(self._device)).abs().mean(1, keepdim=True) * 255
-            mean, block = difference.mean((1, 2, 3)), F.avg_pool2d(difference, 16).amax((1, 2, 3))
-            self.frames += len(mean)
-            self.wrong += int((~((mean <= _MEAN) & (block <= _BLOCK))).sum())  # NaN is wrong, too
-            self.mean, self.block = max(self.mean, float(mean.max())), max(self.block, float(block.max()))
+    Args:
+        frames, expected: Frames in [0, 1], (B, T, C, H, W) per camera.
+        device: Device to compare on.
+    """
+    for a, b in zip(frames, expected, strict=True):
+        difference = (a.flatten(0, 1) - b.flatten(0, 1).to(device)).abs().mean(1, keepdim=True) * 255
+        yield torch.stack([difference.mean((1, 2, 3)), F.avg_pool2d(difference, 16).amax((1, 2, 3))], 1).cpu()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dali_stream.decode.torchcodec_cuda import unavailable
 from dali_stream.demo.encode import CODECS
 from dali_stream.tools import environment
 from dali_stream.tools.isolated import call
-from dali_stream.tools.selftest import cases
+from dali_stream.tools.selftest import cases, identity, lockstep, soak, speed, videos
 
 IMPORTANT = ("h264", "hevc", "av1", "vp9", "mpeg4")  # codecs, most important first, as are GOPs
 GOPS = (2, 12, 30, 1)
@@ -35,20 +36,23 @@ _START_S = 15.0  # what a step needs at most before it measures
 _SHARES = {"identity": 0.3, "cases": 0.25, "lockstep": 0.4, "verdict": 0.4, "soak": 0.5, "speed": 1.0}  # of the remaining time
 _BUSY_THREADS = 4, 8, 16
 EXIT_S = 15.0  # for a process to end after its step has returned
-_STEPS = {  # name: (module, function)
-    "write": ("videos", "write"),
-    "mix": ("videos", "mix"),
-    "identity": ("identity", "measure"),
-    "speed": ("speed", "measure"),
-    "torchcodec": ("speed", "measure_torchcodec"),
-    "case": ("cases", "measure"),
-    "busy": ("speed", "measure_busy"),
-    "lockstep": ("lockstep", "measure"),
-    "two loaders": ("lockstep", "measure_two"),
-    "soak": ("soak", "measure"),
+_STEPS: Mapping[str, Callable[..., Any]] = {
+    "write": videos.write,
+    "mix": videos.mix,
+    "identity": identity.measure,
+    "speed": speed.measure,
+    "torchcodec": speed.measure_torchcodec,
+    "case": cases.measure,
+    "busy": speed.measure_busy,
+    "lockstep": lockstep.measure,
+    "two loaders": lockstep.measure_two,
+    "soak": soak.measure,
 }
+_AT_A_TIME = ("write", "identity", "case")  # steps that measure no speed, so that several run at a time
 Progress = Callable[[str, int, int], None]
 Report = dict[str, Any]
+Video = tuple[str, int, tuple[int, int]]
+"""Codec, GOP and (height, width) of the videos of a demo dataset."""
 
 
 def selftest(
@@ -58,19 +62,19 @@ def selftest(
     soak_s: float = 30.0,
     speed_s: float = 1.0,
     limit_s: float = LIMIT_S,
-    progress: Progress | None = None,
-    keep: Callable[[Report], None] | None = None,
+    progress: Progress = lambda step, done, total: None,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Tests DALI's video decoder on this machine, most important parts first.
+    """Test DALI's video decoder on this machine, most important parts first.
 
     Args:
-        device: "auto": the GPU, if there is one; "cuda:1"; "cpu": the codecs that DALI decodes there, to test this test.
-        gops: distances of keyframes, most important first.
-        soak_s: seconds of streaming; each comparison in lockstep takes a third of it.
-        speed_s: seconds per speed measurement.
-        limit_s: seconds in all. Steps without time are left out, and listed.
-        progress: called as (step, done, total).
-        keep: called with the report after each stage; its status is "unfinished" until the end.
+        device: "auto" for the GPU if the machine has one, "cuda:1", or "cpu" for the codecs that DALI decodes on the CPU.
+        gops: Distances of keyframes, most important first.
+        soak_s: Seconds of streaming. Each comparison in lockstep takes a third of it.
+        speed_s: Seconds per speed measurement.
+        limit_s: Maximum time in seconds. Steps without time are left out, and listed.
+        progress: Function that is called as (step, done, total).
+        keep: Function that is called with the report after each stage. Its status is "unfinished" until the end.
 
     Returns:
         A dict for JSON. `status`: "passed", "failed", "unfinished" (no failure, but out of time) or, without a GPU, "not run".
@@ -81,7 +85,7 @@ def selftest(
         `lockstep`, `soak`, `speed`: see the modules.
 
     Raises:
-        ValueError: the requested GPU does not exist.
+        ValueError: If the requested GPU does not exist.
     """
     gpu, started = process.gpu(device), time.perf_counter()
     if gpu is None and device != "cpu":
@@ -112,252 +116,261 @@ def selftest(
             now = time.perf_counter()
             run.until = now + _SHARES[name] * (started + limit_s - now)
             report |= {name: stage(), "seconds": time.perf_counter() - started}
-            report["problems"] = run.problems(report)
+            report["problems"] = [*run.unwritten(), *_problems(report), *run.exits]
             if name == list(stages)[-1]:
                 report["status"] = "failed" if report["problems"] else "unfinished" if run.left_out else "passed"
-            if keep is not None:
-                keep(report)
+            keep(report)
     return report
 
 
 def _without_gpu() -> Report:
     reason = "no GPU that torch can use was found, so NVDEC was not tested; `dali-stream doctor` shows what is missing"
     try:
-        there = gpus()
+        unusable = gpus()
     except DriverError:
-        there = ()
-    if there:  # an unusable GPU is a failure
-        return {"status": "failed", "problems": [f"the driver has {there[0].name}, and {reason}"], "reason": reason}
+        unusable = ()
+    if unusable:
+        return {"status": "failed", "problems": [f"the driver has {unusable[0].name}, and {reason}"], "reason": reason}
     return {"status": "not run", "problems": [], "reason": reason}
 
 
 def step(name: str, *, time_limit_s: float, **arguments: Any) -> Report:
-    """Calls a step with keyword arguments that JSON can hold, in a process of its own: a driver that crashes is a result.
+    """Call a step in a process of its own, so that a driver that crashes is a result.
 
     Returns:
-        What the step returns, or {"failed": reason}. Also `exit`, if the step returned and its process then crashed or hung,
+        The result of the step, or {"failed": reason}. Also `exit`, if the step returned and its process then crashed or hung,
         and `out_of_time`, if it did not return within its time limit.
     """
-    module, function = _STEPS[name]
-    own = str(Path(__file__).with_name(f"{module}.py")), function, arguments
-    [answer], ended, stderr = call([own], time_limit_s, EXIT_S)
+    [answer], ended, stderr = call([partial(_STEPS[name], **arguments)], time_limit_s, EXIT_S)
     if answer.kind == "hang":
         return {"failed": answer.error, "out_of_time": True}
     if answer.kind == "crash":
         return {"failed": f"{answer.error}: {stderr[-300:]}"}
-    result = {"failed": f"{answer.kind}: {answer.error}"} if answer.error else dict(answer.value)
+    result = {"failed": f"{answer.kind}: {answer.error}"} if answer.error else dict(answer.value or {})
     return result | ({"exit": f"after the step had returned, {ended}: {stderr[-300:]}"} if ended else {})
 
 
 class _Run:
     """The stages, and their videos.
 
-    Attributes: `codecs` {codec: why it is not tested, or empty}; `left_out`, steps without time; `until`, the `perf_counter`
-    at which the current stage ends.
+    Attributes:
+        codecs: Why each codec is not tested, or empty.
+        left_out: Steps without time.
+        exits: Steps whose process crashed after its answer.
+        until: `perf_counter` at which the current stage ends.
     """
 
-    def __init__(self, root: Path, gpu: int | None, device: str, gops: tuple[int, ...], progress: Progress | None) -> None:
+    def __init__(self, root: Path, gpu: int | None, device: str, gops: tuple[int, ...], progress: Progress) -> None:
         self._root, self._gpu, self._device, self._progress = root, gpu, device, progress
-        self.codecs = {codec: _why_not(gpu, codec) for codec in sorted(CODECS, key=IMPORTANT.index)}
-        self._gops, self.until, self.left_out = gops, 0.0, list[str]()
-        self._written: set[str] = set()
+        self.codecs = {codec: _refusal(gpu, codec) for codec in sorted(CODECS, key=IMPORTANT.index)}
+        self._gops, self.until, self.left_out, self.exits = gops, 0.0, list[str](), list[str]()
+        self._written: set[Video] = set()
         self._unwritten: dict[str, str] = {}
-        self._exits: list[str] = []  # of steps whose process crashed after its answer
         self._longest: dict[str, int] = {}  # per codec, the longest GOP that the loader decodes with DALI
 
     def identity(self) -> list[Report]:
-        """A row per codec, GOP (or set of sizes) and shape of request, GOP by GOP."""
+        """Return a row per codec, GOP (or set of sizes) and shape of request, GOP by GOP."""
         rounds = {f"GOP {gop}": [(gop, SIZE)] for gop in self._gops}
         rounds |= {name: [(SHORT, size) for size in sizes] for name, sizes in (("sizes", SIZES), ("padded sizes", PADDED))}
         rows = []
-        for name, videos in rounds.items():
-            codecs = [codec for codec in self._tried() if videos[0][0] >= CODECS[codec].min_gop]
-            self._write([(codec, *video) for codec in codecs for video in videos])
+        for name, of_round in rounds.items():
+            codecs = [codec for codec in self._tried() if of_round[0][0] >= CODECS[codec].min_gop]
+            wanted = {codec: [(codec, *video) for video in of_round] for codec in codecs}
+            self._write([video for own in wanted.values() for video in own])
             jobs = {
-                f"{codec}, {name}": {"folders": folders, "gpu": self._gpu}
-                for codec in codecs
-                if self._written.issuperset(folders := [self._folder(codec, *video) for video in videos])
+                f"{codec}, {name}": {"folders": [self._folder(video) for video in own], "gpu": self._gpu}
+                for codec, own in wanted.items()
+                if self._written.issuperset(own)
             }
-            for label, result in self._each("identity", jobs).items():
-                codec, refused = label.partition(",")[0], result.get("refused", "")
-                failed = {"": {"frames": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed")}}
-                shapes = result.get("shapes", failed)
-                rows += [{"codec": codec, "videos": name, "shape": s, "refused": refused, **row} for s, row in shapes.items()]
-                if len(videos) == 1 and not refused:
-                    self._longest[codec] = max(self._longest.get(codec, 0), videos[0][0])
+            for label, result in self._each("identity", jobs):
+                codec = label.partition(",")[0]
+                rows += _shape_rows({"codec": codec, "videos": name}, result)
+                if len(of_round) == 1 and not result.get("refused"):
+                    self._longest[codec] = max(self._longest.get(codec, 0), of_round[0][0])
         return rows
 
     def cases(self) -> list[Report]:
-        """A row per case, decoder and shape of request."""
+        """Return a row per case, decoder and shape of request."""
         jobs = {
             f"{case}: {decoder}": {"case": case, "decoder": decoder, "gpu": self._gpu}
             for decoder in cases.DECODERS
             for case in cases.CASES
         }
         rows = []
-        for label, result in self._each("case", jobs).items():
-            case, _, decoder = label.rpartition(": ")
-            head: Report = {"codec": case.partition(" ")[0].strip(","), "videos": case, "decoder": decoder}
-            head |= {key: result.get(key) for key in ("clip_ms", "gpu_growth")} | {"refused": result.get("refused", "")}
-            nothing = {"": {"frames": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed", "")}}
-            rows += [{**head, "shape": shape, **row} for shape, row in (result.get("shapes") or nothing).items()]
+        for label, result in self._each("case", jobs):
+            case, decoder = jobs[label]["case"], jobs[label]["decoder"]
+            head = {"codec": str(case).partition(" ")[0].strip(","), "videos": case, "decoder": decoder}
+            rows += _shape_rows(head | {key: result.get(key) for key in ("clip_ms", "gpu_growth")}, result)
         return rows
 
     def lockstep(self, seconds: float) -> list[Report]:
-        """A row per codec at the recorded size, one for two Loaders at a time, and rows for resized frames and torchcodec."""
-        jobs: list[tuple[str, str, dict[str, Any]]] = []
+        """Return a row per codec at the recorded size, one for two Loaders, and rows for resized frames and torchcodec."""
         plain = {
-            codec: {"folder": self._folder(codec, gop, SIZE), "device": self._device, "seconds": seconds}
+            codec: {"folder": self._folder((codec, gop, SIZE)), "device": self._device, "seconds": seconds}
             for codec, gop in self._longest.items()
         }
-        jobs += [("lockstep", f"{codec}, recorded size", {**job, "image_size": None}) for codec, job in plain.items()]
-        jobs += [("two loaders", f"{codec}, two Loaders", job) for codec, job in list(plain.items())[:1]]
-        jobs += [("lockstep", f"{codec}, resized", {**job, "image_size": RESIZED}) for codec, job in plain.items()]
+        tests: list[tuple[str, str, Report]] = [("lockstep", "recorded size", {"image_size": None})]
+        tests += [("two loaders", "two Loaders", {}), ("lockstep", "resized", {"image_size": RESIZED})]
         if self._decodes_with_torchcodec():
-            other = {"image_size": None, "decode": TORCHCODEC_CUDA}
-            jobs += [("lockstep", f"{codec}, {TORCHCODEC_CUDA}", {**job, **other}) for codec, job in plain.items()]
-        return [
-            {"loader": label, **row}
-            for step_name, label, job in jobs
-            for row in self._each(step_name, {label: job}, seconds).values()
-        ]
+            tests.append(("lockstep", TORCHCODEC_CUDA, {"image_size": None, "decode": TORCHCODEC_CUDA}))
+        rows = []
+        for name, test, options in tests:
+            codecs = list(plain)[:1] if name == "two loaders" else list(plain)
+            jobs = {f"{codec}, {test}": plain[codec] | options for codec in codecs}
+            rows += [{"loader": label, **row} for label, row in self._each(name, jobs, seconds)]
+        return rows
 
     def verdict(self, seconds: float) -> Report:
-        """Frames/s on a busy GPU beside torchcodec on the CPU, of the codec that matters most; empty if none was decoded."""
+        """Return frames/s on a busy GPU, and on the CPU, of the most important codec. Empty if none was decoded."""
         video = next(((codec, SHORT, FAST) for codec in self._longest), None)
         if video is None or not self._write([video]):
             return {}
-        folder, cores = self._folder(*video), process.cores()
-        on_cpu = {f"{video[0]} on the CPU": {"folder": folder, "threads": cores, "seconds": seconds}}
-        [cpu] = self._each("torchcodec", on_cpu, 4 * seconds).values() or [{}]
+        codec = video[0]
+        cpu = self._on_cpu(f"{codec} on the CPU", video, seconds)
         rows: list[Report] = []
         for decoder in ["dali"] + [TORCHCODEC_CUDA] * self._decodes_with_torchcodec():
-            job = {"folder": folder, "decoder": decoder, "gpu": self._gpu, "threads": list(_BUSY_THREADS), "seconds": seconds}
-            for found in self._each("busy", {f"{video[0]}, {decoder}": job}, 4 * seconds * len(_BUSY_THREADS)).values():
-                rows += found.get("rows", [found])
+            job: Report = {"folder": self._folder(video), "decoder": decoder, "gpu": self._gpu, "seconds": seconds}
+            job["threads"] = list(_BUSY_THREADS)
+            for _, result in self._each("busy", {f"{codec}, {decoder}": job}, 4 * seconds * len(_BUSY_THREADS)):
+                rows += result.get("rows", [result])
         nvdec = [row["frames_per_s"] for row in rows if "frames_per_s" in row]
-        ratio = max(nvdec) / cpu["frames_per_s"] if nvdec and cpu.get("frames_per_s") else None
-        rows += [{"decoder": "torchcodec", "threads": cores, **cpu}] if cpu else []
-        return {"codec": video[0], "rows": rows, "ratio": ratio}
+        ratio = max(nvdec) / cpu[0]["frames_per_s"] if nvdec and cpu and cpu[0].get("frames_per_s") else None
+        return {"codec": codec, "rows": rows + cpu, "ratio": ratio}
+
+    def soak(self, seconds: float) -> Report:
+        """Return the results of the Loader over a longer time. On a GPU, the second camera is AV1, on the route of "auto"."""
+        if not self._longest:
+            return {} if self.left_out else {"failed": "the loader decodes no codec with DALI here"}
+        codec, gop = next(iter(self._longest.items()))
+        folder, decode = self._folder((codec, gop, SIZE)), "dali"
+        av1 = ("av1", SHORT, SIZE)
+        if self._gpu is not None and self._write([av1]):
+            mixed, decode = str(self._root / "mixed"), "auto"
+            self._each("mix", {"two datasets": {"folder": mixed, "top": folder, "side": self._folder(av1)}})
+            folder = mixed
+        seconds = max(0.0, min(seconds, self.until - time.perf_counter() - _START_S))
+        job = {"folder": folder, "device": self._device, "decode": decode, "seconds": seconds}
+        return dict(self._each("soak", {"the Loader": job}, 2 * seconds)).get("the Loader", {})
+
+    def speed(self, seconds: float) -> list[Report]:
+        """Return a row per codec, size and setting, and one of torchcodec per codec and size."""
+        cores = process.cores()
+        settings = [(1, cores, 1), (4, cores, 1), (16, cores, 1), (1, cores, 2), (16, cores, 2), (1, max(cores // 2, 1), 1)]
+        rows = []
+        for size, tried in ((FAST, settings), (PADDED[1], settings[:1])):
+            for video in [(codec, SHORT, size) for codec in self._tried()]:
+                if not self._write([video]):
+                    continue
+                label = f"{video[0]}, {size[0]}×{size[1]}"
+                job = {"folder": self._folder(video), "gpu": self._gpu, "settings": tried, "seconds": seconds}
+                own: list[Report] = []
+                for _, result in self._each("speed", {label: job}, 4 * seconds * len(tried)):
+                    own = [{"decoder": "dali", **row} for row in result.get("rows", [result])]
+                    own[-1]["gpu_bytes"] = result.get("gpu_bytes")
+                own += self._on_cpu(label, video, seconds)
+                rows += [{"codec": video[0], "size": list(size), **row} for row in own]
+        return rows
+
+    def unwritten(self) -> list[str]:
+        """Return why videos of codecs that DALI decodes could not be written."""
+        return [f"{codec}: {reason}" for codec, reason in self._unwritten.items() if self.codecs[codec] == reason]
+
+    def _on_cpu(self, label: str, video: Video, seconds: float) -> list[Report]:
+        """Return the row of torchcodec on all cores. Empty without time."""
+        job = {"folder": self._folder(video), "threads": process.cores(), "seconds": seconds}
+        results = self._each("torchcodec", {label: job}, 4 * seconds)
+        return [{"decoder": "torchcodec", "threads": job["threads"], **result} for _, result in results]
 
     def _decodes_with_torchcodec(self) -> bool:
         """Whether torchcodec decodes on this GPU."""
         return self._gpu is not None and not unavailable(self._gpu)
 
-    def soak(self, seconds: float) -> Report:
-        """The Loader over a longer time; empty without time. On a GPU, the second camera is AV1, on the route of "auto"."""
-        if not self._longest:
-            return {} if self.left_out else {"failed": "the loader decodes no codec with DALI here"}
-        codec, gop = next(iter(self._longest.items()))
-        folder, decode = self._folder(codec, gop, SIZE), "dali"
-        av1 = ("av1", SHORT, SIZE)
-        if self._gpu is not None and self._write([av1]):
-            mixed, decode = str(self._root / "mixed"), "auto"
-            self._each("mix", {"two datasets": {"folder": mixed, "top": folder, "side": self._folder(*av1)}})
-            folder = mixed
-        seconds = max(0.0, min(seconds, self.until - time.perf_counter() - _START_S))
-        job = {"folder": folder, "device": self._device, "decode": decode, "seconds": seconds}
-        return self._each("soak", {"the Loader": job}, 2 * seconds).get("the Loader", {})
-
-    def speed(self, seconds: float) -> list[Report]:
-        """Per codec and size, a row per setting and one of torchcodec."""
-        cores = process.cores()
-        settings = [(1, cores, 1), (4, cores, 1), (16, cores, 1), (1, cores, 2), (16, cores, 2), (1, max(cores // 2, 1), 1)]
-        rows = []
-        for size, tried in ((FAST, settings), (PADDED[1], settings[:1])):
-            for codec in self._tried():
-                video = codec, SHORT, size
-                if not self._write([video]):
-                    continue
-                folder, label = self._folder(*video), f"{codec}, {size[0]}×{size[1]}"
-                head = {"codec": codec, "size": list(size)}
-                job = {"folder": folder, "gpu": self._gpu, "settings": tried, "seconds": seconds}
-                for dali in self._each("speed", {label: job}, 4 * seconds * len(tried)).values():
-                    rows += [{**head, "decoder": "dali", **row} for row in dali.get("rows", [dali])]
-                    rows[-1]["gpu_bytes"] = dali.get("gpu_bytes")
-                job = {"folder": folder, "threads": cores, "seconds": seconds}
-                for cpu in self._each("torchcodec", {label: job}, 4 * seconds).values():
-                    rows.append({**head, "decoder": "torchcodec", "threads": cores, **cpu})
-        return rows
-
-    def problems(self, report: Report) -> list[str]:
-        """Failures so far."""
-        found = [f"{codec}: {reason}" for codec, reason in self._unwritten.items() if self.codecs[codec] == reason]
-        for row in report["identity"]:
-            if wrong := "" if row["refused"] else _wrong(row) or _colours(row):
-                found.append(f"{row['codec']}, {row['videos']}, {row['shape']}: {wrong}")
-        for row in report.get("cases", []):
-            if wrong := "" if row["refused"] else _wrong(row) or _colours(row):
-                found.append(f"{row['videos']}, {row['decoder']}, {row['shape']}: {wrong}")
-        for row in report.get("lockstep", []):
-            if wrong := _wrong(row) or _routes(row, cameras=2):
-                found.append(f"{row['loader']}, in lockstep with torchcodec: {wrong}")
-        if (row := report.get("soak")) and (wrong := _wrong(row) or _routes(row, cameras=1) or _growth(row)):
-            found.append(f"soak: {wrong}")
-        rows = (report.get("verdict") or {}).get("rows", [])
-        found += [f"speed on a busy GPU: {row['failed']}" for row in rows if row.get("failed")]
-        found += [f"speed of {row['codec']}: {row['failed']}" for row in report.get("speed", []) if row.get("failed")]
-        return found + self._exits
-
     def _tried(self) -> list[str]:
         return [codec for codec, reason in self.codecs.items() if not reason]
 
-    def _folder(self, codec: str, gop: int, size: tuple[int, int]) -> str:
-        return str(self._root / f"{codec}-{gop}-{size[0]}x{size[1]}")
+    def _folder(self, video: Video) -> str:
+        codec, gop, (height, width) = video
+        return str(self._root / f"{codec}-{gop}-{height}x{width}")
 
-    def _write(self, wanted: list[tuple[str, int, tuple[int, int]]]) -> bool:
-        """Writes these videos unless they exist; returns whether all do. A codec that FFmpeg cannot encode is left out."""
-        folders = {self._folder(*w): w for w in wanted}
-        jobs = {
-            f"{codec}, GOP {gop}, {size[0]}×{size[1]}": {"folder": folder, "codec": codec, "gop": gop, "size": size}
-            for folder, (codec, gop, size) in folders.items()
-            if folder not in self._written
+    def _write(self, wanted: Sequence[Video]) -> bool:
+        """Write these videos unless they exist. Return whether all do. A codec that FFmpeg cannot encode is left out."""
+        missing = {
+            f"{codec}, GOP {gop}, {size[0]}×{size[1]}": (codec, gop, size)
+            for codec, gop, size in wanted
+            if (codec, gop, size) not in self._written
         }
-        for label, made in self._each("write", jobs).items():
-            codec = label.partition(",")[0]
-            if made.get("failed"):
-                self._unwritten.setdefault(codec, f"its videos cannot be written: {made['failed']}")
+        jobs = {
+            label: {"folder": self._folder(video), **dict(zip(("codec", "gop", "size"), video, strict=True))}
+            for label, video in missing.items()
+        }
+        for label, result in self._each("write", jobs):
+            codec = missing[label][0]
+            if result.get("failed"):
+                self._unwritten.setdefault(codec, f"its videos cannot be written: {result['failed']}")
                 self.codecs[codec] = self.codecs[codec] or self._unwritten[codec]
             else:
-                self._written.add(str(jobs[label]["folder"]))
-        return self._written.issuperset(folders)
+                self._written.add(missing[label])
+        return self._written.issuperset(wanted)
 
-    def _each(self, name: str, jobs: Mapping[str, dict[str, Any]], seconds: float = 0.0) -> dict[str, Report]:
-        """Runs a step per job: several at a time for "write", "identity" and "case", one at a time for measurements.
+    def _each(self, name: str, jobs: Mapping[str, Report], seconds: float = 0.0) -> list[tuple[str, Report]]:
+        """Run a step per job.
 
-        `jobs` are their arguments by name, and `seconds` those of a measurement. Returns results by name, without those of jobs
-        without time, which are in `left_out`.
+        Args:
+            name: Name of the step.
+            jobs: Arguments of the step by label.
+            seconds: Time that the step measures, in seconds.
+
+        Returns:
+            (label, result) of each job. Those without time are in `left_out` instead.
         """
-        results = {}
+        results = []
         limit = _STEP_S + seconds
 
-        def run(job: dict[str, Any]) -> Report | None:
+        def run(job: Report) -> Report | None:
             left = self.until - time.perf_counter()
-            found = step(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
-            return None if found.pop("out_of_time", False) and left < limit else found
+            result = step(name, time_limit_s=min(limit, left), **job) if left > 0 else {"out_of_time": True}
+            return None if result.pop("out_of_time", False) and left < limit else result
 
-        at_a_time = max(1, min(8, process.cores() // 2)) if name in ("write", "identity", "case") else 1
-        with ThreadPoolExecutor(at_a_time) as pool:
+        with ThreadPoolExecutor(max(1, min(8, process.cores() // 2)) if name in _AT_A_TIME else 1) as pool:
             for number, (label, result) in enumerate(zip(jobs, pool.map(run, jobs.values()), strict=True), 1):
                 if result is None:
                     self.left_out.append(f"{name} of {label}")
                 else:
-                    self._exits += [f"{name} of {label}: {result.pop('exit')}"] if "exit" in result else []
-                    results[label] = result
-                if self._progress is not None:
-                    self._progress(name, number, len(jobs))
+                    self.exits += [f"{name} of {label}: {result.pop('exit')}"] if "exit" in result else []
+                    results.append((label, result))
+                self._progress(name, number, len(jobs))
         return results
 
 
-def _why_not(gpu: int | None, codec: str) -> str:
+def _refusal(gpu: int | None, codec: str) -> str:
+    """Return why DALI does not decode a codec. Empty if it does."""
     if gpu is not None:
         return capability(gpu, codec, "420", 8).refusal(*SIZE)
     return "" if codec in DALI_ON_CPU else f"DALI decodes {', '.join(DALI_ON_CPU)} on a CPU"
 
 
-def _wrong(row: Report) -> str:
-    if row.get("failed"):
-        return str(row["failed"])
+def _shape_rows(head: Report, result: Report) -> list[Report]:
+    """Return a row per shape of request, or one for a step that failed."""
+    failed = {"": {"frames": 0, "wrong": 0, "mean_error": None, "failed": result.get("failed", "")}}
+    head = head | {"refused": result.get("refused", "")}
+    return [{**head, "shape": shape, **row} for shape, row in (result.get("shapes") or failed).items()]
+
+
+def _problems(report: Report) -> Iterator[str]:
+    """Yield the first problem of each row."""
+    for stage, (label, checks) in _CHECKS.items():
+        rows = report.get(stage) or []
+        rows = rows.get("rows", [rows]) if isinstance(rows, dict) else rows
+        for row in rows:
+            if problem := "" if row.get("refused") else next(filter(None, (check(row) for check in checks)), ""):
+                yield f"{label.format(**row)}: {problem}"
+
+
+def _failure(row: Report) -> str:
+    return str(row.get("failed") or "")
+
+
+def _wrong_frames(row: Report) -> str:
     return f"{row['wrong']} of {row['frames']} frames are of another frame" if row["wrong"] else ""
 
 
@@ -368,7 +381,7 @@ def _colours(row: Report) -> str:
 
 
 def _routes(row: Report, cameras: int) -> str:
-    """What is wrong unless NVDEC decodes the first `cameras`."""
+    """Check that the first cameras are decoded by NVDEC."""
     decoders = set(list(row["routes"].values())[:cameras])
     if row["route_changes"] or len(decoders) != 1 or decoders == {"torchcodec"}:
         return f"a camera is not on the DALI route: {row['routes']}"
@@ -381,3 +394,14 @@ def _growth(row: Report) -> str:
         if used and used["first"] and used["last"] > used["first"] * _GROWTH[0] + _GROWTH[1]:
             return f"{kind} grew from {used['first']} to {used['last']} bytes in {row['epochs']} epochs"
     return ""
+
+
+_CHECKS: Mapping[str, tuple[str, Sequence[Callable[[Report], str]]]] = {
+    "identity": ("{codec}, {videos}, {shape}", (_failure, _wrong_frames, _colours)),
+    "cases": ("{videos}, {decoder}, {shape}", (_failure, _wrong_frames, _colours)),
+    "lockstep": ("{loader}, in lockstep with torchcodec", (_failure, _wrong_frames, partial(_routes, cameras=2))),
+    "soak": ("soak", (_failure, _wrong_frames, partial(_routes, cameras=1), _growth)),
+    "verdict": ("speed on a busy GPU", (_failure,)),
+    "speed": ("speed of {codec}", (_failure,)),
+}
+"""Label of a row, and its checks, per stage. A check returns the problem, or an empty text."""

@@ -1,4 +1,4 @@
-"""Tests the Loader over several epochs: every frame's identity, and that memory does not grow."""
+"""Tests the Loader over several epochs: the identity of every frame, and that memory does not grow."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from dali_stream.demo import read_identities
 from dali_stream.loader import Loader
 from dali_stream.tools import environment
 
-_STEPS = (-3, 0, 20)  # of a window: it is clamped at both ends of an episode
+_STEPS = (-3, 0, 20)  # of a window, which is clamped at both ends of an episode
 _FPS = 20
 
 
 def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, Any]:
-    """Streams whole epochs of a demo dataset, with windows for the first camera, for some seconds.
+    """Stream whole epochs of a demo dataset, with windows for the first camera, for some seconds.
 
     Returns:
-        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `frames`, the delivered ones; `wrong`, those that
-        do not belong to their row; `frames_per_s`; `memory` {"first", "last"}, bytes of this process after the first and the
-        last epoch, and `gpu_memory` of the GPU (None on a CPU); `wait_s` in the loader's `next()`, and `seconds` in all.
+        `routes` {camera: decoder} at the end; `route_changes`; `epochs`; `frames`, the number of delivered frames; `wrong`, the
+        number of frames that do not belong to their row; `frames_per_s`; `memory` {"first", "last"}, bytes of this process
+        after the first and the last epoch, and `gpu_memory` of the GPU (None on a CPU); `wait_s` in the loader's `next()`, and
+        total `seconds`.
     """
     dataset = Dataset(folder)
     windowed = dataset.cameras[0]
@@ -35,8 +36,8 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
         while epochs < 2 or time.perf_counter() - started < seconds:
             for batch in loader:
                 for number, camera in enumerate(dataset.cameras):
-                    found, bad = _check(batch, camera, number, _STEPS if camera == windowed else (0,), dataset.lengths)
-                    frames, wrong = frames + found, wrong + bad
+                    count, errors = _check(batch, camera, number, _STEPS if camera == windowed else (0,), dataset.lengths)
+                    frames, wrong = frames + count, wrong + errors
             epochs += 1
             memory.append(environment.memory_bytes("VmRSS"))
             gpu_memory.append(environment.gpu_bytes_used(batch["index"].device.index))
@@ -56,14 +57,12 @@ def measure(folder: str, device: str, decode: str, seconds: float) -> dict[str, 
 
 
 def _check(batch: dict[str, Any], camera: str, number: int, steps: tuple[int, ...], lengths: Any) -> tuple[int, int]:
-    """(frames, wrong ones) of one camera in a batch."""
+    """Return the number of frames of one camera in a batch, and how many are wrong."""
     episode, frame = batch["episode_index"].cpu().numpy(), batch["frame_index"].cpu().numpy()
     shown = np.clip(frame[:, None] + np.array(steps), 0, lengths[episode][:, None] - 1)
     expected = np.stack(np.broadcast_arrays(episode[:, None], shown, number), -1).reshape(-1, 3)
-    found = batch[camera].movedim(-3, -1).cpu().numpy()
-    found = found.reshape(-1, *found.shape[-3:])
+    frames = batch[camera].movedim(-3, -1).flatten(0, -4).cpu().numpy()
     try:
-        wrong = int((read_identities(found) != expected).any(1).sum())
+        return len(expected), int((read_identities(frames) != expected).any(1).sum())
     except ValueError:  # some are not readable
-        wrong = len(expected)
-    return len(expected), wrong
+        return len(expected), len(expected)

@@ -23,17 +23,17 @@ BATCHES = 24  # prepared in advance and repeated
 
 
 def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], seconds: float) -> dict[str, Any]:
-    """Decodes random frames from packed clips, for some seconds per setting.
+    """Decode random frames from packed clips with DALI, for some seconds per setting.
 
     Args:
-        folder: of a demo dataset.
-        gpu: the CUDA device; None on a CPU.
+        folder: Demo dataset.
+        gpu: CUDA device. None for the CPU.
         settings: (requests per clip, a divisor of 64; threads of the decoder; prefetched batches).
-        seconds: per setting, after three batches that are not counted.
+        seconds: Time per setting, in seconds, after three batches that are not counted.
 
     Returns:
-        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. `gpu_bytes`: in use on the GPU at the end,
-        which covers the largest setting, since DALI keeps its memory; None on a CPU.
+        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. `gpu_bytes`: bytes in use on the GPU at the end,
+        which covers the largest setting, since DALI keeps its memory. None on a CPU.
     """
     rows = []
     for per_clip, threads, prefetch in settings:
@@ -98,7 +98,7 @@ def _busy(gpu: int | None) -> Iterator[None]:
 
 
 def measure_torchcodec(folder: str, threads: int, seconds: float, gpu: int | None = None, per_clip: int = 16) -> dict[str, Any]:
-    """Decodes such frames with torchcodec, 16 per clip as the loader does on a CPU. Returns `frames_per_s`."""
+    """Decode such frames with torchcodec, 16 per clip as the loader does on a CPU. Return `frames_per_s`."""
     [video, *_] = videos.read(folder)
     batches, number = _batches(folder, per_clip), itertools.count()
     with ThreadPoolExecutor(threads) as pool:
@@ -117,17 +117,18 @@ def measure_torchcodec(folder: str, threads: int, seconds: float, gpu: int | Non
 
 def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
     [video, *_] = videos.read(folder)
-    rng, made = np.random.default_rng(per_clip), []
-    for _ in range(BATCHES):
-        picks = (rng.choice(len(video.identity), per_clip, replace=False) for _ in range(BATCH // per_clip))
-        made.append([video.clip(sorted(pick.tolist())) for pick in picks])
-    return made
+    rng = np.random.default_rng(per_clip)
+
+    def clip() -> Clip:
+        return video.clip(sorted(rng.choice(len(video.identity), per_clip, replace=False).tolist()))
+
+    return [[clip() for _ in range(BATCH // per_clip)] for _ in range(BATCHES)]
 
 
-def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: int, wait: bool = True) -> Callable[[], Any]:
-    """A function that decodes the next batch and returns when it is done; with `wait`, when all work of the GPU is done."""
-    batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in made])
-    pipeline = dali.pipeline(lambda: next(batches), len(made[0]), gpu, threads, prefetch)
+def _pipeline(clips: list[list[Clip]], gpu: int | None, threads: int, prefetch: int, wait: bool = True) -> Callable[[], Any]:
+    """Return a function that decodes the next batch. With `wait`, it waits for all work of the GPU."""
+    batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in clips])
+    pipeline = dali.pipeline(lambda: next(batches), len(clips[0]), gpu, threads, prefetch)
     pipeline.build()
     if gpu is None or not wait:
         return pipeline.run
@@ -141,7 +142,7 @@ def _pipeline(made: list[list[Clip]], gpu: int | None, threads: int, prefetch: i
 
 
 def _rate(run: Callable[[], Any], seconds: float) -> float:
-    """Frames per second of a function that decodes a batch."""
+    """Return the frames per second of a function that decodes a batch."""
     for _ in range(3):
         run()
     started, count = time.perf_counter(), 0

@@ -31,7 +31,7 @@ class Video:
     identity: Int64
 
     def clip(self, shown: Sequence[int]) -> Clip:
-        """A packed clip with some of its frames, counted in display order."""
+        """Return a packed clip with some of its frames, counted in display order."""
         return pack(self.store, [self.table] * len(shown), self._packets(shown))
 
     def frames(self, shown: Sequence[int], device: str = "cpu") -> npt.NDArray[np.uint8]:
@@ -45,14 +45,14 @@ class Video:
 
 
 def write(folder: str, codec: str, gop: int, size: tuple[int, int]) -> None:
-    """Writes two episodes with two cameras into a new folder."""
+    """Write two episodes with two cameras into a new folder."""
     write_demo(folder, episodes=2, codec=codec, gop=gop, size=size)
 
 
 def read(folder: str) -> list[Video]:
-    """The videos of a folder."""
+    """Return the videos of a demo dataset."""
     dataset, store = Dataset(folder), LocalStore(folder)
-    found = []
+    videos = []
     for number, camera in enumerate(dataset.videos):
         files = dataset.table.video[camera]
         for i, path in enumerate(files.paths):
@@ -62,8 +62,8 @@ def read(folder: str) -> list[Video]:
                 for episode in np.flatnonzero(files.index == i).tolist()
                 for frame in range(int(dataset.lengths[episode]))
             ]
-            found.append(Video(store, table, describe(table.configs[0]), np.array(identity)))
-    return found
+            videos.append(Video(store, table, describe(table.configs[0]), np.array(identity)))
+    return videos
 
 
 SHAPES = ("one frame", "window of 4", "8 frames a second apart", "16 anywhere")
@@ -71,7 +71,7 @@ _SECOND = 20  # frames of a demo dataset
 
 
 def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
-    """A request of a shape for some of `count` frames, rising and each once."""
+    """Return a request for some of `count` frames, rising and without repetition."""
     first = int(rng.integers(count))
     if shape == "one frame":
         return [first]
@@ -83,7 +83,7 @@ def request(shape: str, count: int, rng: np.random.Generator) -> list[int]:
 
 
 def mix(folder: str, top: str, side: str) -> None:
-    """Writes a dataset with the second camera of another one, which may have another codec."""
+    """Write a dataset with the second camera of another one, which may have another codec."""
     shutil.copytree(top, folder)
     camera = Dataset(top).cameras[1]
     shutil.rmtree(Path(folder, "videos", camera))
