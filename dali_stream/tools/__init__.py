@@ -10,33 +10,23 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis import DoctorReport, Finding, doctor
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
-    from dali_stream.tools.output.work import Progress
-    from dali_stream.tools.rewriting import RewriteReport, Side, convert, reshard
-    from dali_stream.tools.transcoding import TranscodedCamera, TranscodeReport, transcode
-    from dali_stream.tools.transcoding.encoders import Codec, EncoderChoice
+    from dali_stream.tools.prepare import PreparedCamera, PrepareReport, prepare
 
 __all__ = [
     "Area",
     "CameraReport",
-    "Codec",
     "DatasetReport",
     "DoctorReport",
-    "EncoderChoice",
     "FeatureReport",
     "Finding",
     "IndexReport",
-    "Progress",
-    "RewriteReport",
-    "Side",
+    "PrepareReport",
+    "PreparedCamera",
     "Status",
-    "TranscodeReport",
-    "TranscodedCamera",
-    "convert",
     "describe",
     "doctor",
     "index",
-    "reshard",
-    "transcode",
+    "prepare",
 ]
 
 _MODULES = {
@@ -44,10 +34,7 @@ _MODULES = {
     "diagnosis": ("DoctorReport", "Finding", "doctor"),
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
-    "output.work": ("Progress",),
-    "rewriting": ("RewriteReport", "Side", "convert", "reshard"),
-    "transcoding": ("TranscodeReport", "TranscodedCamera", "transcode"),
-    "transcoding.encoders": ("Codec", "EncoderChoice"),
+    "prepare": ("PreparedCamera", "PrepareReport", "prepare"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

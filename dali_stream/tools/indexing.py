@@ -14,7 +14,7 @@ from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import read_schema
 from dali_stream.mp4.index import read_index
 from dali_stream.tools.description import used
-from dali_stream.tools.output.work import Work
+from dali_stream.tools.work import Work
 
 THREADS = 16  # nearly all time is spent waiting for responses
 

@@ -1,4 +1,4 @@
-"""MP4 files: assigning packets to files, and their times there.
+"""Packets that are copied from MP4 files into a new one, and their times there.
 
 Nothing is re-encoded. Source files are cut at keyframes, so each new file begins with one and has no gaps. A source file with
 open GOPs is copied whole, since which packets can be dropped without changing the decoded frames depends on the decoder.
@@ -8,7 +8,7 @@ The parts of a new file share timescale, track matrix, display size and codec; t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.mp4.clip import span
-from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.index import Int64, VideoIndex
 from dali_stream.mp4.muxer import Track
-from dali_stream.storage import Store
-from dali_stream.tools.output.checks import refuse_sound
-
-_MOST_CONFIGS = 127  # sample descriptions per file that the reader allows
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,26 +26,19 @@ class Source:
 
     Attributes:
         cuts: (pieces + 1,) rising packets.
-        nbytes, low, high: (pieces,) bytes, and first and last time of a frame.
+        low, high: (pieces,) first and last time of a frame.
         frame: ticks from one frame to the next.
-        kind: must be the same for all parts of a new file.
-        spans: per episode (position in the episode table), its packets, from one cut to another.
+        spans: per episode, its packets, from one cut to another.
     """
 
     path: str
     timescale: int
     configs: tuple[bytes, ...]
-    kind: tuple[Any, ...]
     frame: int
     cuts: Int64
-    nbytes: Int64
     low: Int64
     high: Int64
     spans: dict[int, tuple[int, int]]
-
-    def size(self, start: int, stop: int) -> int:
-        """Bytes of the packets from one cut to another."""
-        return int(self.nbytes[self._pieces(start, stop)].sum())
 
     def times(self, start: int, stop: int) -> tuple[int, int]:
         """(first, last) time of a frame from one cut to another."""
@@ -73,27 +62,14 @@ class Run:
 
 @dataclass
 class VideoFile:
-    """A new file. `episodes` maps episodes (positions in the table) to their run."""
+    """A new file. `episodes` maps episodes to their run."""
 
-    path: str
     runs: list[Run] = field(default_factory=list)
     episodes: dict[int, int] = field(default_factory=dict)
 
     @property
-    def nbytes(self) -> int:
-        return sum(run.source.size(run.start, run.stop) for run in self.runs)
-
-    @property
     def configs(self) -> tuple[bytes, ...]:
         return tuple(dict.fromkeys(config for run in self.runs for config in run.source.configs))
-
-    def missing(self, source: Source, start: int, stop: int) -> int:
-        """Bytes of these packets that are not in it yet."""
-        for run in self.runs:
-            if run.source is source and run.start <= start and stop <= run.stop:
-                return 0
-        last = self.runs[-1]
-        return source.size(last.stop if self._continues(last, source, start) else start, stop)
 
     def add(self, episode: int, source: Source, start: int, stop: int) -> None:
         """Adds an episode that needs these packets."""
@@ -119,54 +95,29 @@ class VideoFile:
             at += high - low + run.source.frame
 
 
-def read_source(store: Store, path: str, fps: float, shown: Callable[[VideoIndex], dict[int, Int64]]) -> Source:
-    """Reads the index of a source file; `shown` returns the packets of the rows of each of its episodes.
+def kind(table: VideoIndex) -> str:
+    """Return what must be the same for all sources of a new file."""
+    codecs = sorted({config[4:8] for config in table.configs})
+    parts: list[Any] = [table.timescale, table.track_header.hex(), codecs]
+    if table.open_gops:
+        leads = (table.pts[: table.keyframes[1] if len(table.keyframes) > 1 else None] < table.pts[0]).any()
+        parts += [table.configs, table.path if leads else ""]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
-    Raises:
-        DecodeError: it cannot be read, or has sound.
-    """
-    table = read_index(store, path)
-    refuse_sound(store, path)
-    spans = {episode: _span(table, samples) for episode, samples in shown(table).items()}
+
+def make_source(table: VideoIndex, fps: float, shown: Mapping[int, Int64]) -> Source:
+    """Return a source, of whose episodes `shown` has the packets of the rows."""
+    spans = {episode: span_of(table, samples) for episode, samples in shown.items()}
     cuts = np.unique(np.array([end for ends in spans.values() for end in ends], np.int64))
     times = np.diff(table.pts[table.display_order])
     frame = int(np.median(times)) if len(times) else max(1, round(table.timescale / fps))
-    kinds = frozenset(config[4:8] for config in table.configs)
-    kind: tuple[Any, ...] = (table.timescale, table.track_header, kinds)
-    if table.open_gops:
-        leads = (table.pts[: table.keyframes[1] if len(table.keyframes) > 1 else None] < table.pts[0]).any()
-        kind += (table.configs, path if leads else "")
-    return Source(
-        path, table.timescale, table.configs, kind, frame, cuts,
-        nbytes=_between(cuts, np.add, table.size[:]),
-        low=_between(cuts, np.minimum, table.pts[:]),
-        high=_between(cuts, np.maximum, table.pts[:]),
-        spans=spans,
-    )  # fmt: skip
+    low, high = _between(cuts, np.minimum, table.pts[:]), _between(cuts, np.maximum, table.pts[:])
+    return Source(table.path, table.timescale, table.configs, frame, cuts, low, high, spans)
 
 
 def _between(cuts: Int64, of: np.ufunc, values: Int64) -> Int64:
     """`of` reduced over the values between neighbouring cuts."""
     return of.reduceat(values, cuts[cuts < len(values)])[: len(cuts) - 1]
-
-
-def plan(episodes: list[tuple[int, Source]], file_size: int, name: Callable[[int], str]) -> list[VideoFile]:
-    """Assigns the episodes of a camera, in this order, to files. `name` returns the path of the n-th."""
-    files: list[VideoFile] = []
-    for episode, source in episodes:
-        start, stop = source.spans[episode]
-        if not files or not _fits(files[-1], source, start, stop, file_size):
-            files.append(VideoFile(name(len(files))))
-        files[-1].add(episode, source, start, stop)
-    for file in files:
-        file.place()
-    return files
-
-
-def _fits(file: VideoFile, source: Source, start: int, stop: int, file_size: int) -> bool:
-    missing = file.missing(source, start, stop)
-    same = file.runs[0].source.kind == source.kind and len({*file.configs, *source.configs}) <= _MOST_CONFIGS
-    return same and (not missing or file.nbytes + missing <= file_size)
 
 
 def _first_needed(table: VideoIndex, shown: Int64) -> int:
@@ -175,11 +126,18 @@ def _first_needed(table: VideoIndex, shown: Int64) -> int:
     return min(span(table, sample)[0] for sample in earliest.tolist())
 
 
-def _span(table: VideoIndex, shown: Int64) -> tuple[int, int]:
+def span_of(table: VideoIndex, shown: Int64) -> tuple[int, int]:
     if table.open_gops:
         return 0, len(table)
     after = np.searchsorted(table.keyframes, shown.max(), side="right")
     return _first_needed(table, shown), int(table.keyframes[after]) if after < len(table.keyframes) else len(table)
+
+
+def needed(table: VideoIndex, shown: Int64) -> tuple[int, int]:
+    """Return [start, stop) of the packets that decoding these takes."""
+    after = np.searchsorted(table.keyframes, shown.max(), side="right")
+    stop = int(table.keyframes[after]) if after < len(table.keyframes) else len(table)
+    return int(table.decode_starts(shown).min()), stop
 
 
 def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
@@ -192,7 +150,7 @@ def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
         configs=tuple(configs),
         size=np.concatenate([table.size[run.start : run.stop] for run, table in parts]),
         pts=np.concatenate([table.pts[run.start : run.stop] + run.shift for run, table in parts]),
-        sync=np.concatenate([_is_sync(table, run.start, run.stop) for run, table in parts]),
+        sync=np.concatenate([keyframes(table, run.start, run.stop) for run, table in parts]),
         config=np.concatenate(
             [number[table.config[run.start : run.stop]] for number, (run, table) in zip(numbers, parts, strict=True)]
         ),
@@ -200,7 +158,7 @@ def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
     )
 
 
-def _is_sync(table: VideoIndex, start: int, stop: int) -> npt.NDArray[np.bool_]:
+def keyframes(table: VideoIndex, start: int, stop: int) -> npt.NDArray[np.bool_]:
     found = np.zeros(stop - start, np.bool_)
     first, last = np.searchsorted(table.keyframes, [start, stop])
     found[table.keyframes[first:last] - start] = True
@@ -222,7 +180,7 @@ def digest(table: VideoIndex, shown: Int64, marks: npt.NDArray[np.uint8], start:
     found = hashlib.blake2b(table.track_header + table.timescale.to_bytes(4, "big"), digest_size=16)
     for values in (shown - first, table.pts[first:last] - table.pts[shown[0]], table.size[first:last]):
         found.update(values.astype("<i8").tobytes())
-    found.update(_is_sync(table, first, last).tobytes())
+    found.update(keyframes(table, first, last).tobytes())
     for config in table.config[first:last].tolist():
         found.update(configs[config])
     found.update(marks[first - start : last - start].tobytes())

@@ -1,14 +1,14 @@
-"""Parquet files: assigning episodes to files and row groups, and writing them.
+"""Parquet files: reading episodes with all columns, and writing them in row groups of whole episodes.
 
-Row groups hold whole episodes, about `ROW_GROUP` bytes of them as encoded in the source. A larger episode has row groups of
-its own. Schema, metadata, columns and compression stay those of the source; a new file starts where the schema changes.
+Metadata, columns and compression stay those of the source.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dali_stream.errors import DatasetError
-from dali_stream.lerobot.metadata import Episodes, parquet_errors
+from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
-from dali_stream.tools.rewriting.stores import Window
+from dali_stream.tools.prepare.source import Window
 
-ROW_GROUP = 32 << 20
+ROW_GROUP = 32 << 20  # bytes of rows in a row group
 WINDOW = 16 << 20  # bytes of row groups fetched together; a single one may be larger
 Int64 = npt.NDArray[np.int64]
 
@@ -43,42 +43,14 @@ class Parquet:
     start: Int64
     stop: Int64
 
-    def nbytes(self, start: int, stop: int) -> int:
-        """Approximate encoded bytes of the rows [start, stop)."""
-        rows = np.diff(self.first_row)
-        taken = np.clip(np.minimum(self.first_row[1:], stop) - np.maximum(self.first_row[:-1], start), 0, None)
-        return int((taken * (self.stop - self.start) / np.maximum(rows, 1)).sum())
+    @property
+    def row_bytes(self) -> float:
+        """Average encoded bytes of a row."""
+        return float((self.stop - self.start).sum()) / max(int(self.first_row[-1]), 1)
 
     def groups(self, start: int, stop: int) -> list[int]:
         """The row groups of the rows [start, stop)."""
         return np.flatnonzero((self.first_row[:-1] < stop) & (start < self.first_row[1:])).tolist()
-
-
-@dataclass
-class Group:
-    """Episodes of a row group, as positions in the episode table, and their approximate bytes."""
-
-    episodes: list[int] = field(default_factory=list)
-    nbytes: int = 0
-
-
-@dataclass
-class DataFile:
-    """A new file."""
-
-    path: str
-    schema: pa.Schema
-    codec: str
-    groups: list[Group] = field(default_factory=list)
-
-    @property
-    def episodes(self) -> list[int]:
-        return [episode for group in self.groups for episode in group.episodes]
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate bytes; 1 for an empty file."""
-        return 1 + sum(group.nbytes for group in self.groups)
 
 
 def read_footer(store: Store, path: str) -> Parquet:
@@ -97,25 +69,21 @@ def read_footer(store: Store, path: str) -> Parquet:
         return Parquet(path, parquet.schema_arrow, "none" if codec == "uncompressed" else codec, np.cumsum(rows), begin, stop)
 
 
-def without_pandas(schema: pa.Schema) -> pa.Schema:
-    """A schema without the metadata of pandas."""
-    return schema.with_metadata({key: value for key, value in (schema.metadata or {}).items() if key != b"pandas"})
-
-
-def check_columns(store: Store, features: dict[str, Any], videos: list[str], sources: list[Parquet]) -> None:
-    """Checks that every feature is a video or a column of every data file, with images and not their paths."""
-    for source in sources:
-        for key in (key for key, feature in features.items() if feature.get("dtype") == "image" and key in source.schema.names):
-            kind = source.schema.field(key).type
-            if pa.types.is_string(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") < 0):
-                raise _elsewhere(store.where(source.path), key)
-        missing = [key for key in features if key not in videos and key not in source.schema.names]
-        if missing:
-            dtype = str(features[missing[0]].get("dtype"))[:40]
+def check_columns(store: Store, features: Mapping[str, Any], source: Parquet) -> None:
+    """Check that every feature but videos is a column of a data file, with images and not their paths. Raises DatasetError."""
+    for key, feature in features.items():
+        if feature.get("dtype") == "video":
+            continue
+        if key not in source.schema.names:
             raise DatasetError(
-                f"{store.where(source.path)}: has no column {missing[0]}, a feature of dtype {dtype!r} in meta/info.json. Only "
-                "columns and videos can be copied; remove the feature or copy the dataset again"
+                f"{store.where(source.path)}: has no column {key}, a feature of dtype {str(feature.get('dtype'))[:40]!r} in "
+                "meta/info.json. Only columns and videos can be copied; remove the feature or copy the dataset again"
             )
+        kind = source.schema.field(key).type
+        if feature.get("dtype") == "image" and (
+            pa.types.is_string(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") < 0)
+        ):
+            raise _elsewhere(store.where(source.path), key)
 
 
 def _elsewhere(where: str, key: str) -> DatasetError:
@@ -125,62 +93,35 @@ def _elsewhere(where: str, key: str) -> DatasetError:
     )
 
 
-def places(table: Episodes) -> Int64:
-    """Per episode, its first row in its file, assuming that the file holds its episodes in order and no other rows."""
-    lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
-    np.minimum.at(lowest, table.data.index, table.first_row)
-    return table.first_row - lowest[table.data.index]
-
-
-def plan(table: Episodes, sources: list[Parquet], order: Int64, file_size: int, name: Callable[[int], str]) -> list[DataFile]:
-    """Assigns the episodes of the source's table, in this order, to files and row groups.
-
-    `sources` are the footers of `table.data.paths`. A file has at most `file_size` bytes, unless it holds one episode; `name`
-    returns the path of the n-th.
-    """
-    files: list[DataFile] = []
-    first = places(table)
-    for episode in order.tolist():
-        source = sources[table.data.index[episode]]
-        size = source.nbytes(int(first[episode]), int(first[episode] + table.length[episode]))
-        if not files or files[-1].nbytes + size > file_size or not files[-1].schema.equals(source.schema, check_metadata=True):
-            files.append(DataFile(name(len(files)), source.schema, source.codec))
-        groups = files[-1].groups
-        if not groups or groups[-1].nbytes + size > ROW_GROUP:
-            groups.append(Group())
-        groups[-1].episodes.append(episode)
-        groups[-1].nbytes += size
-    return files
-
-
 class EpisodeRows:
-    """Rows of episodes, with all columns. Keeps the row group that was read last. Not thread-safe.
+    """Reader of the rows of episodes. Keeps the row group that was read last. Not thread-safe.
 
     Args:
-        window: where the files are read.
-        table: their episode table.
-        footers: of the files that are read, by their number in the table.
-        episodes: those that will be read, as positions in the table.
+        window: Store of the files.
+        footers: Footers of the files, by path.
+        until: Per file, the end of the rows that will be read, if the file is in order.
+        columns: Columns to read. Default: all.
     """
 
-    def __init__(self, window: Window, table: Episodes, footers: Mapping[int, Parquet], episodes: Sequence[int]) -> None:
-        self._window, self._table, self._footers = window, table, footers
-        self._first = places(table)
-        self._until: dict[int, int] = {}  # per file, the end of the rows that will be read, assuming that the file is in order
-        for episode in episodes:
-            number, stop = int(table.data.index[episode]), int(self._first[episode] + table.length[episode])
-            self._until[number] = max(self._until.get(number, 0), stop)
-        self._number = -1
+    def __init__(
+        self, window: Window, footers: Mapping[str, Parquet], until: Mapping[str, int], columns: list[str] | None = None
+    ) -> None:
+        self._window, self._footers, self._until, self._columns = window, footers, until, columns
+        self._path = ""
 
-    def read(self, episode: int) -> pa.Table:
-        """The rows of an episode."""
-        number = int(self._table.data.index[episode])
-        if number != self._number:
-            self._number, self._file = number, self._footers[number]
+    def read(self, path: str, index: int, first: int, length: int) -> pa.Table:
+        """Return the rows of an episode.
+
+        Args:
+            path: Its file.
+            index: Its `episode_index`.
+            first: Its first row in the file, if the file is in order.
+            length: Number of its rows.
+        """
+        if path != self._path:
+            self._path, self._file = path, self._footers[path]
             self._group: tuple[int, pa.Table] | None = None
             self._index: Int64 | None = None
-        index, first, length = (int(of[episode]) for of in (self._table.index, self._first, self._table.length))
-        path = self._file.path
         with parquet_errors(self._window, path), self._window.open(path) as file:
             parquet = pq.ParquetFile(file, pre_buffer=True)
             table = self._rows(parquet, first, first + length) if first + length <= self._file.first_row[-1] else None
@@ -203,8 +144,9 @@ class EpisodeRows:
             last = group
             while last + 1 < len(self._file.start) and self._joins(group, last + 1):
                 last += 1
-            self._window.load(self._file.path, int(self._file.start[group]), int(self._file.stop[last]))
-            self._group = group, self._checked(parquet.read_row_group(group, use_threads=False))
+            if self._columns is None:
+                self._window.load(self._path, int(self._file.start[group]), int(self._file.stop[last]))
+            self._group = group, self._checked(parquet.read_row_group(group, self._columns, use_threads=False))
         return self._group[1]
 
     def _checked(self, rows: pa.Table) -> pa.Table:
@@ -213,14 +155,14 @@ class EpisodeRows:
             kind = rows[key].type
             names = {field.name for field in kind} if pa.types.is_struct(kind) else set()
             if {"bytes", "path"} <= names and pc.struct_field(rows[key], "bytes").null_count:
-                raise _elsewhere(self._window.where(self._file.path), key)
+                raise _elsewhere(self._window.where(self._path), key)
         return rows
 
     def _joins(self, first: int, group: int) -> bool:
         """Whether to fetch a row group together with those from `first` on."""
         file = self._file
         return bool(
-            file.first_row[group] < self._until[self._number]
+            file.first_row[group] < self._until[self._path]
             and file.start[group] == file.stop[group - 1]
             and file.stop[group] - file.start[first] <= WINDOW
         )
@@ -232,23 +174,43 @@ class EpisodeRows:
         rows = np.flatnonzero(self._index == index)
         if len(rows) != length or rows[-1] - rows[0] != length - 1:
             raise DatasetError(
-                f"{self._window.where(self._file.path)}: episode {index}: the metadata has {length} contiguous rows, and "
+                f"{self._window.where(self._path)}: episode {index}: the metadata has {length} contiguous rows, and "
                 f"the file holds {len(rows)}; copy the dataset again"
             )
         return int(rows[0])
 
 
-def write(out: BinaryIO, file: DataFile, read: Callable[[int], pa.Table]) -> dict[int, str]:
-    """Writes a file; `read` returns the rows of the episode at a position of the table. Returns a digest per episode."""
-    digests: dict[int, str] = {}
-    layout = {"write_page_index": True, "write_page_checksum": True}
-    with pq.ParquetWriter(out, file.schema, compression=file.codec, **layout) as writer:
-        for group in file.groups:
-            tables = [read(episode) for episode in group.episodes]
-            digests |= {e: RowDigest().add(table).hexdigest() for e, table in zip(group.episodes, tables, strict=True)}
-            rows = sum(map(len, tables))
-            writer.write_table(pa.concat_tables(tables), row_group_size=-(-rows // max(1, group.nbytes // ROW_GROUP)))
-    return digests
+def write(out: BinaryIO, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> None:
+    """Write episodes to a file. A row group has at most `rows_per_group` rows of whole episodes, or a part of a longer one."""
+    with pq.ParquetWriter(out, schema, compression=codec, write_page_index=True, write_page_checksum=True) as writer:
+        group: list[pa.Table] = []
+
+        def flush() -> None:
+            rows = sum(map(len, group))
+            if rows:
+                writer.write_table(pa.concat_tables(group), row_group_size=-(-rows // -(-rows // rows_per_group)))
+            group.clear()
+
+        for table in tables:
+            if sum(map(len, group)) + len(table) > rows_per_group:
+                flush()
+            group.append(table)
+        flush()
+
+
+def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Schema:
+    """Return a schema without columns, and for v2.x without the metadata of pandas, whose index differs from file to file."""
+    described = dict(schema.metadata or {})
+    if is_v2:
+        described.pop(b"pandas", None)
+    for name in columns:
+        schema = schema.remove(schema.get_field_index(name))
+    if columns and b"huggingface" in described:
+        text = json.loads(described[b"huggingface"])
+        for name in columns:
+            text.get("info", {}).get("features", {}).pop(name, None)
+        described[b"huggingface"] = json.dumps(text).encode()
+    return schema.with_metadata(described or None)
 
 
 def times(table: pa.Table, clock: str, fps: float) -> npt.NDArray[np.float32]:
@@ -258,11 +220,13 @@ def times(table: pa.Table, clock: str, fps: float) -> npt.NDArray[np.float32]:
     return table["timestamp"].to_numpy().astype(np.float32)
 
 
-def with_regular_timestamps(table: pa.Table, fps: float) -> pa.Table:
-    """Return rows whose timestamps are frame_index / fps, in the column's own type."""
-    place = table.column_names.index("timestamp")
-    seconds = pa.array(table["frame_index"].to_numpy() / fps).cast(table.schema.field(place).type)
-    return table.set_column(place, table.schema.field(place), seconds)
+def replaced(table: pa.Table, columns: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
+    """Return rows with other values in some columns, of the columns' own types."""
+    for name, values in columns.items():
+        place = table.column_names.index(name)
+        field = table.schema.field(place)
+        table = table.set_column(place, field, pa.array(values).cast(field.type))
+    return table
 
 
 class RowDigest:
