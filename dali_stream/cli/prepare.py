@@ -14,7 +14,7 @@ from dali_stream.cli import arguments, console
 from dali_stream.errors import DaliStreamError, counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.prepare import PrepareReport, Status
+    from dali_stream.tools.preparation import PrepareReport, Status
 
 _LINE_EVERY_S = 10.0  # between two lines of progress where there is no terminal
 
@@ -71,8 +71,8 @@ def prepare(
     Without options, rows and encoded frames stay as they are. Every file is verified against the source before it gets its
     name. After an interruption, the same command continues. OUT becomes a dataset when all files are written.
     """
-    from dali_stream.tools.prepare.run import prepare as run
-    from dali_stream.tools.prepare.run import status
+    from dali_stream.tools.preparation.run import prepare as run
+    from dali_stream.tools.preparation.run import status
 
     if as_status:
         state = status(out or uri, arguments.json_object("--out-storage-options", out_storage_options))

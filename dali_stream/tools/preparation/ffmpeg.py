@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DaliStreamError
-from dali_stream.tools.prepare.encoders import Encoder
+from dali_stream.tools.preparation.encoders import Encoder
 
 _SAID = 400  # characters of its stderr in an error
 # On Linux, ffmpeg ends with this process, even if that is killed. A small program requests this before it becomes ffmpeg,

@@ -21,8 +21,8 @@ from dali_stream.lerobot import metadata, v2
 from dali_stream.lerobot.features import ENCODING
 from dali_stream.lerobot.metadata import Episodes
 from dali_stream.lerobot.stats import table_stats
-from dali_stream.tools.prepare.place import Place
-from dali_stream.tools.prepare.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, path_of
+from dali_stream.tools.preparation.place import Place
+from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, path_of
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 DONE = "meta/prepare.json"  # what was done, in a finished dataset
@@ -156,7 +156,8 @@ def _columns(dataset: Dataset, plan: Plan, notes: Mapping[str, Json]) -> _Column
         chunk, file = divmod(numbers.setdefault(camera, 0), head["chunks_size"])
         numbers[camera] += 1
         encoded = camera and head["cameras"][camera]["mode"] != "copy"
-        for old, episode in zip(task["old"], task["episodes"], strict=True):
+        for episode in task["episodes"]:
+            old = episode["old"]
             for name, value in (("chunk_index", chunk), ("file_index", file)):
                 columns.put(prefix + name, old, value, pa.int64())
             if not camera:

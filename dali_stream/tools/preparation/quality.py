@@ -18,7 +18,7 @@ from dali_stream.mp4.format import PROFILES, VideoFormat, describe
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.storage import Store
-from dali_stream.tools.prepare.source import read_packets
+from dali_stream.tools.preparation.source import read_packets
 
 FLOOR = 25.0  # dB in RGB that every compared frame must have: lossy codecs at sensible settings give 30 to 50
 # Two frames count as different if they differ by this many times the encoding error. Recordings hold frames twice that differ

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dali_stream.tools.prepare.place import Place
+from dali_stream.tools.preparation.place import Place
 
 PROGRESS = "meta/prepare/progress.json"
 _EVERY_S = 5.0  # between two writes of it
@@ -93,10 +93,10 @@ class Progress:
         left = (self.total - self.done - self.failed) / rate if rate else None
         running = self.running if state == "running" else 0
         status = Status(state, self.done, running, self.failed, self.total, self.nbytes, rate, left, time.time())
-        self.show(status)
         if state != "running" or not self._written or time.monotonic() - self._written > _EVERY_S:
             self._written = time.monotonic()
             self.place.write(PROGRESS, json.dumps(status.as_dict()).encode())
+        self.show(status)
 
 
 def _duration(seconds: float) -> str:

@@ -30,10 +30,10 @@ from dali_stream.mp4.boxes import UPRIGHT
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.storage import LocalStore
-from dali_stream.tools.prepare import packets, quality, rows
-from dali_stream.tools.prepare.encoders import Encoder
-from dali_stream.tools.prepare.place import Place, file_hash, open_place
-from dali_stream.tools.prepare.source import Clock, Window, open_cached, read_packets, refuse_sound
+from dali_stream.tools.preparation import packets, quality, rows
+from dali_stream.tools.preparation.encoders import Encoder
+from dali_stream.tools.preparation.place import Place, file_hash, open_place
+from dali_stream.tools.preparation.source import Clock, Window, open_cached, read_packets, refuse_sound
 
 NOTES = "meta/prepare/done"
 TIMESCALE = 90_000  # ticks per second of encoded files: whole ticks at 24, 25, 30, 50 and 60 frames per second
@@ -72,11 +72,11 @@ def write_file(job: Json, task: Json) -> Json:
 def check_episodes(job: Json, task: Json) -> dict[int, str]:
     """Return {episode: why it cannot be read} of the episodes of one output file, by their index in the source."""
     broken = {}
-    for number, episode in enumerate(task["episodes"]):
+    for episode in task["episodes"]:
         try:
             _Task(job, task | {"episodes": [episode]}, None).check()
         except DaliStreamError as error:
-            broken[int(task["old"][number])] = str(error)
+            broken[episode["old"]] = str(error)
     return broken
 
 
@@ -116,27 +116,26 @@ class _Task:
 
     def check(self) -> None:
         """Read all of the task's episodes. Raise DaliStreamError if one cannot be read."""
-        tables = self.rows()
-        for number, episode in enumerate(self.task["episodes"]):
-            table = tables(number)
+        read = self.rows()
+        for episode in self.task["episodes"]:
+            table = read(episode)
             if "camera" in self.task and self.job["cameras"][self.task["camera"]]["mode"] != "images":
-                index, shown = self.shown(episode, number, self.times(table))
+                index, shown = self.shown(episode, self.times(table))
                 with self._naming(episode):
                     quality.check_packets(self.store, index, *packets.needed(index, shown))
 
     # ---- rows
 
-    def rows(self, columns: list[str] | None = None) -> Callable[[int], pa.Table]:
-        """Return a function that reads the rows of the task's n-th episode."""
+    def rows(self, columns: list[str] | None = None) -> Callable[[Json], pa.Table]:
+        """Return a function that reads the rows of an episode of the task."""
         until: dict[str, int] = {}
         for episode in self.task["episodes"]:
             until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])
         footers = _Footers(self.footer)
         reader = rows.EpisodeRows(self.window, footers, until, columns)
 
-        def read(number: int) -> pa.Table:
-            episode = self.task["episodes"][number]
-            return reader.read(episode["data"], self.task["old"][number], episode["place"], episode["length"])
+        def read(episode: Json) -> pa.Table:
+            return reader.read(episode["data"], episode["old"], episode["place"], episode["length"])
 
         return read
 
@@ -156,8 +155,8 @@ class _Task:
         read = self.rows()
 
         def changed() -> Iterator[pa.Table]:
-            for number, episode in enumerate(task["episodes"]):
-                table = read(number).drop_columns(job["without"])
+            for episode in task["episodes"]:
+                table = read(episode).drop_columns(job["without"])
                 new: dict[str, npt.NDArray[Any]] = {}
                 if self.regular:
                     new["timestamp"] = table["frame_index"].to_numpy() / self.fps
@@ -196,11 +195,11 @@ class _Task:
 
     # ---- video
 
-    def shown(self, episode: Json, number: int, times: npt.NDArray[np.float32]) -> tuple[VideoIndex, Int64]:
+    def shown(self, episode: Json, times: npt.NDArray[np.float32]) -> tuple[VideoIndex, Int64]:
         """Return the index of an episode's video file, and the packets of its rows there."""
         index = self.index(episode["video"])
         stop = math.inf if episode["stop"] is None else episode["stop"]
-        where = f"{self.store.where(index.path)}: {self.task['camera']}, episode {self.task['old'][number]}"
+        where = f"{self.store.where(index.path)}: {self.task['camera']}, episode {episode['old']}"
         return index, self.clock.locate(where, index, (episode["start"], stop), times)
 
     def copy_video(self, file: Path) -> Json:
@@ -209,8 +208,8 @@ class _Task:
         read, new_times = self.rows(["episode_index", "timestamp", "frame_index"]), []
         by_path: dict[str, dict[int, Int64]] = {}
         for number, episode in enumerate(episodes):
-            table = read(number)
-            index, shown = self.shown(episode, number, self.times(table))
+            table = read(episode)
+            index, shown = self.shown(episode, self.times(table))
             by_path.setdefault(index.path, {})[number] = shown
             new_times.append(self.times(table, self.new_clock))
         sources = {path: packets.make_source(self.index(path), self.fps, shown) for path, shown in by_path.items()}
@@ -271,11 +270,11 @@ class _Task:
         spec = self.job["cameras"][self.task["camera"]]
         return spec, Encoder(**spec["encoder"] | {"arguments": tuple(spec["encoder"]["arguments"])})
 
-    def frames(self, number: int, table: pa.Table) -> Iterator[quality.Frames]:
-        """Yield the frames of the n-th episode, which has these rows, in arrays of shape (n, H, W, 3)."""
+    def frames(self, episode: Json, table: pa.Table) -> Iterator[quality.Frames]:
+        """Yield the frames of an episode, which has these rows, in arrays of shape (n, H, W, 3)."""
         if self.encoding()[0]["mode"] == "images":
             return self._images(table)
-        return self._decoded(self.task["episodes"][number], number, self.times(table))
+        return self._decoded(episode, self.times(table))
 
     def encode_video(self, file: Path) -> Json:
         """Write and verify an MP4 file of frames that are encoded, each episode on its own."""
@@ -284,11 +283,11 @@ class _Task:
         read = self.rows(None if spec["mode"] == "images" else ["episode_index", "timestamp", "frame_index"])
         body, tracks, starts, kept, times, at = file.with_suffix(".packets"), list[Json](), {}, [], [], 0
         with open(body, "wb") as out:
-            for number, episode in enumerate(self.task["episodes"]):
-                table, keep = read(number), dict[int, quality.Frames]()
+            for episode in self.task["episodes"]:
+                table, keep = read(episode), dict[int, quality.Frames]()
                 seconds = self.times(table, self.new_clock)
                 grid = self._grid(episode, seconds)
-                frames = self.frames(number, table)
+                frames = self.frames(episode, table)
                 with self._naming(episode):
                     tracks.append(
                         encode_episode(_resized(frames, size, episode["length"], keep), size, encoder, file.parent, out)
@@ -317,10 +316,10 @@ class _Task:
             )
         return grid
 
-    def _decoded(self, episode: Json, number: int, times: npt.NDArray[np.float32]) -> Iterator[quality.Frames]:
+    def _decoded(self, episode: Json, times: npt.NDArray[np.float32]) -> Iterator[quality.Frames]:
         from dali_stream.decode.torchcodec import decode
 
-        index, shown = self.shown(episode, number, times)
+        index, shown = self.shown(episode, times)
         start, stop = packets.needed(index, shown)
         self.window.load(index.path, int(index.offset[start]), int(index.offset[stop - 1] + index.size[stop - 1]))
         with self._naming(episode):
@@ -402,14 +401,16 @@ class _Footers(dict[str, rows.Parquet]):
 
 
 def trial(job: Json, task: Json) -> float:
-    """Encode the first frames of a task's first episode, and return the bytes of a frame."""
+    """Encode the first frames of a task's first episode, and return the bytes of a frame; if it is broken, a guess."""
     made = _Task(job, task | {"episodes": task["episodes"][:1]}, None)
     spec, encoder = made.encoding()
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/packets", "wb") as out:
-        parts = itertools.islice(made.frames(0, made.rows()(0)), _TRIAL // _PART)
-        frames = _resized(parts, tuple(spec["size"]), 1, {})
-        track = encode_episode(frames, tuple(spec["size"]), encoder, Path(folder), out)
-        return float(track["size"].mean())
+        try:
+            parts = itertools.islice(made.frames(task["episodes"][0], made.rows()(task["episodes"][0])), _TRIAL // _PART)
+            frames = _resized(parts, tuple(spec["size"]), 1, {})
+            return float(encode_episode(frames, tuple(spec["size"]), encoder, Path(folder), out)["size"].mean())
+        except (DatasetError, DecodeError):  # named when its file is written
+            return math.prod(spec["size"]) / 10
 
 
 def encode_episode(frames: Iterator[quality.Frames], size: tuple[int, int], encoder: Encoder, scratch: Path, out: Any) -> Json:
@@ -418,7 +419,7 @@ def encode_episode(frames: Iterator[quality.Frames], size: tuple[int, int], enco
     Returns:
         Size, keyframe and sample description of each packet.
     """
-    from dali_stream.tools.prepare.ffmpeg import encode
+    from dali_stream.tools.preparation.ffmpeg import encode
 
     target = scratch / "episode.mp4"
     target.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dali_stream.arguments import one_of, picture_size, positive
-from dali_stream.tools.prepare.encoders import CODECS, ENCODERS
+from dali_stream.tools.preparation.encoders import CODECS, ENCODERS
 
 # `--for cpu` is the fastest setting of benchmarks/results/prepare_codecs_2cores.json at equal quality. `--for nvdec` follows
 # from the vendor's figures, and was not measured. `--for hub` are the settings with which LeRobot records.

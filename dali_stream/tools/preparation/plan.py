@@ -2,8 +2,8 @@
 
 A plan is JSON lines: the header, then one task per file:
 
-    {"path": of the file, "old": [index of each episode in the source],
-     "episodes": [{"new": index, "length": rows, "data": Parquet file, "place": first row in it,
+    {"path": of the file,
+     "episodes": [{"old": index in the source, "new": index, "length": rows, "data": Parquet file, "place": first row in it,
                    "first": first `index`,                                       (rows)
                    "video": MP4 file, "start": seconds in it, "stop": seconds}]  (video)
      "rows_per_group": rows of a row group,                                      (rows)
@@ -30,10 +30,10 @@ from dali_stream.lerobot.features import ENCODING, Feature
 from dali_stream.mp4.index import read_index
 from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.storage.store import checked
-from dali_stream.tools.prepare import packets, rows
-from dali_stream.tools.prepare.encoders import CODECS, encoder
-from dali_stream.tools.prepare.options import Options
-from dali_stream.tools.prepare.place import content_hash
+from dali_stream.tools.preparation import packets, rows
+from dali_stream.tools.preparation.encoders import CODECS, encoder
+from dali_stream.tools.preparation.options import Options
+from dali_stream.tools.preparation.place import content_hash
 from dali_stream.tools.work import Work
 
 VERSION = 1  # increased when the same dataset and options are written differently
@@ -258,55 +258,58 @@ class Planner:
         first = np.zeros(len(table.index), np.int64)
         first[order] = np.cumsum(table.length[order]) - table.length[order]
         episodes = [
-            {"new": int(new[e]), "length": int(table.length[e]), "data": table.data.paths[table.data.index[e]],
-             "place": int(self._places[e])}
+            {
+                "old": int(table.index[e]),
+                "new": int(new[e]),
+                "length": int(table.length[e]),
+                "data": table.data.paths[table.data.index[e]],
+                "place": int(self._places[e]),
+            }
             for e in order.tolist()
-        ]  # fmt: skip
-        tasks = []
+        ]
+        with_first = [episode | {"first": int(first[e])} for episode, e in zip(episodes, order.tolist(), strict=True)]
         groups = [self._surveyed["data"][n] for n in table.data.index[order]]
-        for number, part in enumerate(self._cut(order, groups, DATA_MB)):
-            size = float(np.mean([groups[i].frame_bytes for i in part]))
-            tasks.append(self._task(path_of(DATA_PATH, number, self._head), order[part], [
-                episodes[i] | {"first": int(first[order[i]])} for i in part
-            ]) | {"rows_per_group": self._rows_per_group or max(1, int(rows.ROW_GROUP / max(size, 1)))})  # fmt: skip
+        tasks = list(self._files(with_first, groups, DATA_MB, DATA_PATH))
         for camera, spec in self._head["cameras"].items():
-            files = table.video.get(camera)
-            groups = [Group("", frame_bytes[camera])] * len(order) if spec["mode"] != "copy" else [
-                self._surveyed[camera][n] for n in table.video[camera].index[order]
-            ]  # fmt: skip
-            for number, part in enumerate(self._cut(order, groups, VIDEO_MB)):
-                held = [episodes[i] | ({} if files is None else self._video(camera, int(order[i]))) for i in part]
-                path = path_of(VIDEO_PATH, number, self._head, camera)
-                tasks.append(self._task(path, order[part], held) | {"camera": camera})
+            groups = [Group("", frame_bytes.get(camera, 1))] * len(order)
+            if spec["mode"] == "copy":
+                groups = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
+            held = [
+                episode | ({} if spec["mode"] == "images" else self._video(camera, e))
+                for episode, e in zip(episodes, order.tolist(), strict=True)
+            ]
+            tasks += [each | {"camera": camera} for each in self._files(held, groups, VIDEO_MB, VIDEO_PATH, camera)]
         return tasks
 
     def trials(self) -> dict[str, Json]:
-        """Return for each camera that is encoded a task of one episode."""
-        tasks = self.tasks(dict.fromkeys(self._head["cameras"], 1000000000000.0), {})
-        encoded = [task for task in tasks if "camera" in task and self._head["cameras"][task["camera"]]["mode"] != "copy"]
-        return {task["camera"]: task for task in reversed(encoded)}
-
-    def _task(self, path: str, order: Int64, episodes: list[Json]) -> Json:
-        return {"path": path, "old": self._table.index[order].tolist(), "episodes": episodes}
+        """Return for each camera that is encoded a task that begins with the first episode."""
+        tasks = [task for task in self.tasks({}, {}) if "camera" in task]
+        return {t["camera"]: t for t in reversed(tasks) if self._head["cameras"][t["camera"]]["mode"] != "copy"}
 
     def _video(self, camera: str, episode: int) -> Json:
         start, stop = self._table.interval(camera, episode)
         files = self._table.video[camera]
         return {"video": files.paths[files.index[episode]], "start": start, "stop": stop if np.isfinite(stop) else None}
 
-    def _cut(self, order: Int64, groups: list[Group], default_mb: float) -> Iterator[list[int]]:
-        """Yield the places in `order` of the episodes of each file. A file has one kind of source, and about one size."""
+    def _files(
+        self, episodes: list[Json], groups: list[Group], default_mb: float, template: str, camera: str = ""
+    ) -> Iterator[Json]:
+        """Yield files of these episodes. A file has one kind of source, and about one size."""
         most = (self._file_mb or default_mb) * (1 << 20)
-        part, size = list[int](), 0.0
-        for place, group in enumerate(groups):
-            own = float(self._table.length[order[place]]) * group.frame_bytes
-            if part and (size + own > most or group.kind != groups[part[-1]].kind):
-                yield part
-                part, size = [], 0.0
-            part.append(place)
-            size += own
-        if part:
-            yield part
+        parts, sizes, kind = list[list[Json]](), list[float](), ""
+        for episode, group in zip(episodes, groups, strict=True):
+            size = episode["length"] * group.frame_bytes
+            if not parts or sizes[-1] + size > most or group.kind != kind:
+                parts.append([])
+                sizes.append(0.0)
+            parts[-1].append(episode)
+            sizes[-1], kind = sizes[-1] + size, group.kind
+        for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": part}
+            if not camera:
+                row_bytes = max(size / sum(episode["length"] for episode in part), 1)
+                task["rows_per_group"] = self._rows_per_group or max(1, int(rows.ROW_GROUP / row_bytes))
+            yield task
 
 
 def _places(table: metadata.Episodes) -> Int64:

@@ -24,10 +24,10 @@ from dali_stream.lerobot.metadata import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.process import cores, reading_threads
 from dali_stream.storage import LocalStore
-from dali_stream.tools.prepare import executors, metadata, plan, task
-from dali_stream.tools.prepare.options import Options
-from dali_stream.tools.prepare.place import LocalPlace, Place, open_place
-from dali_stream.tools.prepare.progress import PROGRESS, Progress, Status
+from dali_stream.tools.preparation import executors, metadata, plan, task
+from dali_stream.tools.preparation.options import Options
+from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
+from dali_stream.tools.preparation.progress import PROGRESS, Progress, Status
 from dali_stream.tools.work import Work
 
 PLAN = "meta/prepare/plan.jsonl"
@@ -306,7 +306,7 @@ def _run(
     notes = _notes(place)
     report = _report(made, notes, failed, len(todo) - len(failed))
     if not failed:
-        metadata.write(dataset, made, notes, place, {"plan": made.header, "report": report.as_dict()})
+        metadata.write(dataset, made, notes, place, {"plan": made.header, "report": report.as_dict() | {"written": 0}})
         _verify(place, report, job["out_options"])
         place.remove("meta/prepare")
     return report

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
-from dali_stream.tools.prepare.source import Window
+from dali_stream.tools.preparation.source import Window
 
 ROW_GROUP = 32 << 20  # bytes of rows in a row group
 WINDOW = 16 << 20  # bytes of row groups fetched together; a single one may be larger
