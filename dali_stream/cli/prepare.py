@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,23 @@ def prepare(
     jobs: Annotated[
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Files at a time. Default: one per core.")
     ] = None,
+    executor: Annotated[
+        str, typer.Option(metavar="local|slurm|ray", help="Where files are written: processes of this machine, or a cluster.")
+    ] = "local",
+    files_per_job: Annotated[
+        int | None, typer.Option(metavar="N", parser=arguments.count, help="Files of a job of SLURM. Default: 1000 jobs.")
+    ] = None,
+    slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the jobs.")] = None,
+    slurm_time: Annotated[
+        int | None, typer.Option(metavar="MINUTES", parser=arguments.count, help="Time limit of a job.")
+    ] = None,
+    slurm_account: Annotated[str | None, typer.Option(metavar="NAME", help="Account of the jobs.")] = None,
+    slurm_folder: Annotated[
+        str, typer.Option(metavar="DIR", help="Folder that all nodes share, for the jobs' files.")
+    ] = "prepare-slurm",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
+    ] = None,
     as_status: Annotated[bool, typer.Option("--status", help="Print how far the run is that writes URI, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -91,9 +109,35 @@ def prepare(
         "out_storage_options": arguments.json_object("--out-storage-options", out_storage_options),
         **arguments.located_by(clock, tolerance_s),
     }  # fmt: skip
+    slurm = {"partition": slurm_partition, "time": slurm_time, "account": slurm_account}
+    slurm = {name: value for name, value in slurm.items() if value is not None}
+    options |= _cluster(executor, jobs, files_per_job, slurm_folder, slurm, ray_address)
     with _shown() as show:
         report = run(uri, out, **options, progress=show)
     _say(out, report, as_json)
+
+
+def _cluster(
+    executor: str, jobs: int | None, files_per_job: int | None, folder: str, slurm: dict[str, Any], address: str | None
+) -> dict[str, Any]:
+    """Return the arguments of `prepare` that choose where files are written."""
+    if executor == "slurm":
+        from dali_stream.tools.preparation.slurm import MOST, SlurmExecutor
+
+        parallel = {} if jobs is None else {"array_parallelism": jobs}
+        make: Any = functools.partial(SlurmExecutor, folder, **slurm, **parallel)
+        return {"executor": make, "jobs": MOST, "files_per_call": files_per_job}
+    if files_per_job is not None or slurm:
+        raise ValueError(f"--files-per-job and --slurm-... need --executor slurm, got {executor}")
+    if executor == "ray":
+        from dali_stream.tools.preparation.ray import RayExecutor
+
+        return {"executor": functools.partial(RayExecutor, address), "jobs": jobs or 1000}
+    if executor != "local":
+        raise ValueError(f"executor must be 'local', 'slurm' or 'ray', got {executor!r}")
+    if address is not None:
+        raise ValueError("--ray-address needs --executor ray")
+    return {"jobs": jobs}
 
 
 @contextmanager

@@ -9,14 +9,14 @@ import functools
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from typing import Any
 
 Json = dict[str, Any]
 Call = Callable[[Sequence[Json]], list[Json]]
-_ALONE = 2  # times that a task may end its worker while nothing else runs
+_TRIES = 2  # times that a task is run without others
 
 
 class ThisProcess(Executor):
@@ -77,7 +77,8 @@ def run_tasks(
     """Yield each task with its result, in the order in which they end.
 
     A worker that dies breaks a pool of processes. Then a new one is made. The tasks that were running come last, one at a
-    time, so that one that always ends its worker is found, and fails alone.
+    time, so that one that always ends its worker is found, and fails alone. A call that fails in an executor that does not
+    break, such as a job of SLURM that was killed, is split and repeated once.
 
     Args:
         make: Makes an executor.
@@ -86,15 +87,12 @@ def run_tasks(
         at_once: Calls at a time.
         per_call: Tasks of a call.
         starting: Called with the tasks of each call when it is handed over.
-
-    Raises:
-        BrokenExecutor: If an executor broke twice without the end of a single task in between.
     """
     waiting = deque(list(tasks[at : at + per_call]) for at in range(0, len(tasks), per_call))
-    suspects, alone = deque[list[Json]](), dict[str, int]()
+    suspects, tries = deque[list[Json]](), Counter[str]()
     while waiting or suspects:
         limit, queue = (at_once, waiting) if waiting else (1, suspects)
-        executor, running, ended = make(), dict[Future[list[Json]], list[Json]](), 0
+        executor, running = make(), dict[Future[list[Json]], list[Json]]()
         try:
             while queue or running:
                 while queue and len(running) < limit:
@@ -102,30 +100,33 @@ def run_tasks(
                     running[executor.submit(call, queue[0])] = queue[0]
                     queue.popleft()
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    part = running[future]
-                    results = _results(future, part)
-                    del running[future]
-                    ended += 1
-                    yield from zip(part, results, strict=True)
+                    if isinstance(error := future.exception(), BrokenExecutor):
+                        raise error
+                    part = running.pop(future)
+                    if error is None:
+                        yield from zip(part, future.result(), strict=True)
+                    else:
+                        yield from _failed(part, error, tries, queue)
         except BrokenExecutor as error:
             lost = [*running.values(), *([queue.popleft()] if queue and not running else [])]
-            for part in lost:
-                alone[part[0]["path"]] = alone.get(part[0]["path"], 0) + (limit == 1)
-            for part in [each for each in lost if alone[each[0]["path"]] >= _ALONE]:
-                lost.remove(part)
-                why = f"its worker died each time ({error}); is there enough memory?"
-                yield from ((task, {"path": task["path"], "bytes": 0, "error": why}) for task in part)
-            suspects.extend([task] for part in lost for task in part)
+            if limit > 1:
+                suspects.extend([task] for part in lost for task in part)
+            else:
+                for part in lost:
+                    yield from _failed(part, error, tries, suspects)
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _results(future: Future[list[Json]], part: Sequence[Json]) -> list[Json]:
-    """Return the results of a call; if it failed as a whole, an error for each task."""
-    try:
-        return future.result()
-    except BrokenExecutor:
-        raise
-    except Exception as error:  # of the executor, such as Ray's when a worker died too often
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return [{"path": task["path"], "bytes": 0, "error": why} for task in part]
+def _failed(
+    part: Sequence[Json], error: BaseException, tries: Counter[str], again: deque[list[Json]]
+) -> Iterator[tuple[Json, Json]]:
+    """Put the tasks of a call that was lost back one by one. Yield those that were lost alone before."""
+    for task in part:
+        tries[task["path"]] += 1
+        if tries[task["path"]] < _TRIES:
+            again.append([task])
+        else:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why = f"its worker died each time ({said}); is there enough memory?"
+            yield task, {"path": task["path"], "bytes": 0, "error": why}

@@ -108,7 +108,7 @@ def prepare(
     out_storage_options: dict[str, Any] | None = None,
     jobs: int | None = None,
     executor: Callable[[], Executor] | None = None,
-    files_per_call: int = 1,
+    files_per_call: int | None = None,
     progress: Callable[[Status], None] = lambda status: None,
 ) -> PrepareReport:
     """Rewrite a dataset as LeRobot v3.0. Without options, rows and encoded frames stay as they are.
@@ -134,7 +134,7 @@ def prepare(
         out_storage_options: Credentials and the like of OUT. They are handed to the tasks, and not stored in OUT.
         jobs: Calls at a time. Default: one per core.
         executor: Makes executors that run the tasks. Default: processes of this machine.
-        files_per_call: Files of a call.
+        files_per_call: Files of a call. Default: 1, or more for above `jobs` files with an executor of your own.
         progress: Called with each new status.
 
     Returns:
@@ -152,12 +152,13 @@ def prepare(
     source: Json = {"revision": revision, "data_files_root": data_files_root, "storage_options": storage_options}
     selection: Json = {"episodes": episodes, "episode_filter": episode_filter, "cameras": cameras}
     located: Json = {"clock": clock, "tolerance_s": tolerance_s}
-    run_of = functools.partial(
-        executors.run_tasks,
-        executor or executors.local(jobs),
-        at_once=jobs,
-        per_call=positive("files_per_call", files_per_call),
-    )
+    if files_per_call is not None:
+        positive("files_per_call", files_per_call)
+
+    def run_of(call: executors.Call, tasks: list[Json], **more: Any) -> Iterator[tuple[Json, Json]]:
+        per_call = files_per_call or (1 if executor is None else -(-len(tasks) // jobs) or 1)
+        return executors.run_tasks(executor or executors.local(jobs), call, tasks, jobs, per_call, **more)
+
     with contextlib.closing(Dataset(uri, **source, **selection, **located)) as dataset:
         place = open_place(os.fspath(out), out_storage_options)
         _check_outside(dataset, place)
