@@ -26,7 +26,7 @@ for index in range(int(array[1]) + 1) if array else [None]:
 print("Submitted batch job", number)
 """,
     "srun": """
-command = arguments[next(i for i, a in enumerate(arguments) if not a.startswith("-") and (i == 0 or arguments[i - 1][:2] != "--" or "=" in arguments[i - 1] or arguments[i - 1] == "--unbuffered")):]
+command = arguments[next(i for i, each in enumerate(arguments) if os.path.isfile(each) and os.access(each, os.X_OK)) :]
 kill = root / "kill"
 if kill.exists():  # the first job dies
     kill.unlink()
