@@ -318,7 +318,8 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
     stats = v2.read_episode_stats(dataset.store) if dataset.stored_stats_place == v2.EPISODES_STATS else {}
-    kinds, own = _kinds(stats), _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
+    names = dict.fromkeys((key, name) for found in stats.values() for key, of in found.items() for name in of)
+    own = _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
     cameras = [f"videos/{camera}/{end}" for camera in table.video for end in ("chunk_index", "file_index")]
     times = [f"videos/{camera}/{end}" for camera in table.video for end in ("from_timestamp", "to_timestamp")]
     indices = ["data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index", *cameras]
@@ -332,9 +333,9 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
             **{name: np.zeros(len(index), np.float64) for name in times},
         }
         columns |= {name: values.slice(at, len(index)) for name, values in own.items() if name not in columns}
-        for (key, name), kind in kinds.items():
+        for key, name in names:
             values = [stats.get(episode, {}).get(key, {}).get(name) for episode in index.tolist()]
-            columns[f"stats/{key}/{name}"] = _nested(dataset, values, kind, key, name)
+            columns[f"stats/{key}/{name}"] = _nested(dataset, values, key, name)
         columns |= {f"meta/episodes/{end}": np.zeros(len(index), np.int64) for end in ("chunk_index", "file_index")}
         encoded = io.BytesIO()
         pq.write_table(pa.table(columns), encoded)
@@ -365,24 +366,11 @@ def _tasks(dataset: Dataset, entry: dict[str, Any]) -> list[str]:
     return tasks
 
 
-def _kinds(stats: dict[int, metadata.Stats]) -> dict[tuple[str, str], pa.DataType]:
-    """The Arrow type of each statistic: lists of numbers, nested as in the first episode that has it."""
-    kinds: dict[tuple[str, str], pa.DataType] = {}
-    for found in stats.values():
-        for key, of in found.items():
-            for name, values in of.items():
-                if (key, name) not in kinds:
-                    kind = pa.int64() if name == "count" else pa.float64()
-                    for _ in range(values.ndim):
-                        kind = pa.list_(kind)
-                    kinds[key, name] = kind
-    return kinds
-
-
-def _nested(dataset: Dataset, values: list[Any], kind: pa.DataType, key: str, name: str) -> pa.Array:
+def _nested(dataset: Dataset, values: list[Any], key: str, name: str) -> pa.Array:
+    """Return a statistic of some episodes as lists of numbers. Raises DatasetError if they differ in kind or shape."""
     number = np.int64 if name == "count" else np.float64
     try:
-        return pa.array([None if each is None else each.astype(number).tolist() for each in values], kind)
+        return pa.array([None if each is None else each.astype(number).tolist() for each in values])
     except (pa.ArrowException, ValueError, TypeError) as error:
         where = dataset.store.where(v2.EPISODES_STATS)
         raise DatasetError(f"{where}: {name} of {key} has another kind or shape in some episodes: {error}") from error

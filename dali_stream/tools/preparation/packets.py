@@ -8,7 +8,7 @@ The parts of a new file share timescale, track matrix, display size and codec; t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,32 +22,17 @@ from dali_stream.mp4.muxer import Track
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A source file, in pieces between `cuts`.
+    """A source file.
 
     Attributes:
-        cuts: (pieces + 1,) rising packets.
-        low, high: (pieces,) first and last time of a frame.
-        frame: ticks from one frame to the next.
-        spans: per episode, its packets, from one cut to another.
+        index: Its index.
+        frame: Ticks from one frame to the next.
+        spans: Per episode, its packets [start, stop), from one keyframe to another.
     """
 
-    path: str
-    timescale: int
-    configs: tuple[bytes, ...]
+    index: VideoIndex
     frame: int
-    cuts: Int64
-    low: Int64
-    high: Int64
     spans: dict[int, tuple[int, int]]
-
-    def times(self, start: int, stop: int) -> tuple[int, int]:
-        """(first, last) time of a frame from one cut to another."""
-        pieces = self._pieces(start, stop)
-        return int(self.low[pieces].min()), int(self.high[pieces].max())
-
-    def _pieces(self, start: int, stop: int) -> slice:
-        first, last = np.searchsorted(self.cuts, [start, stop]).tolist()
-        return slice(first, last)
 
 
 @dataclass
@@ -69,7 +54,7 @@ class VideoFile:
 
     @property
     def configs(self) -> tuple[bytes, ...]:
-        return tuple(dict.fromkeys(config for run in self.runs for config in run.source.configs))
+        return tuple(dict.fromkeys(config for run in self.runs for config in run.source.index.configs))
 
     def add(self, episode: int, source: Source, start: int, stop: int) -> None:
         """Adds an episode that needs these packets."""
@@ -90,9 +75,9 @@ class VideoFile:
         """Places the runs one after the other in time."""
         at = 0
         for run in self.runs:
-            low, high = run.source.times(run.start, run.stop)
-            run.shift = at - low
-            at += high - low + run.source.frame
+            pts = run.source.index.pts[run.start : run.stop]
+            run.shift = at - int(pts.min())
+            at += int(np.ptp(pts)) + run.source.frame
 
 
 def kind(table: VideoIndex) -> str:
@@ -107,17 +92,9 @@ def kind(table: VideoIndex) -> str:
 
 def make_source(table: VideoIndex, fps: float, shown: Mapping[int, Int64]) -> Source:
     """Return a source, of whose episodes `shown` has the packets of the rows."""
-    spans = {episode: span_of(table, samples) for episode, samples in shown.items()}
-    cuts = np.unique(np.array([end for ends in spans.values() for end in ends], np.int64))
     times = np.diff(table.pts[table.display_order])
     frame = int(np.median(times)) if len(times) else max(1, round(table.timescale / fps))
-    low, high = _between(cuts, np.minimum, table.pts[:]), _between(cuts, np.maximum, table.pts[:])
-    return Source(table.path, table.timescale, table.configs, frame, cuts, low, high, spans)
-
-
-def _between(cuts: Int64, of: np.ufunc, values: Int64) -> Int64:
-    """`of` reduced over the values between neighbouring cuts."""
-    return of.reduceat(values, cuts[cuts < len(values)])[: len(cuts) - 1]
+    return Source(table, frame, {episode: span_of(table, samples) for episode, samples in shown.items()})
 
 
 def _first_needed(table: VideoIndex, shown: Int64) -> int:
@@ -140,12 +117,12 @@ def needed(table: VideoIndex, shown: Int64) -> tuple[int, int]:
     return int(table.decode_starts(shown).min()), stop
 
 
-def track(file: VideoFile, tables: Callable[[str], VideoIndex]) -> Track:
-    """The track of a new file, from the indices of its sources."""
-    parts, configs = [(run, tables(run.source.path)) for run in file.runs], list(file.configs)
+def track(file: VideoFile) -> Track:
+    """The track of a new file."""
+    parts, configs = [(run, run.source.index) for run in file.runs], list(file.configs)
     numbers = [np.array([configs.index(config) for config in table.configs]) for _, table in parts]
     return Track(
-        timescale=file.runs[0].source.timescale,
+        timescale=parts[0][1].timescale,
         header=parts[0][1].track_header,
         configs=tuple(configs),
         size=np.concatenate([table.size[run.start : run.stop] for run, table in parts]),

@@ -215,7 +215,7 @@ def open_place(address: str, options: dict[str, Any] | None) -> Place:
     return RemotePlace(address, options) if "://" in address else LocalPlace(address)
 
 
-def content_hash(data: bytes) -> str:
+def content_hash(data: bytes | memoryview) -> str:
     """Return a digest as 32 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -112,7 +112,7 @@ def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
         "regular": regular,
         "chunks_size": size if type(size) is int and 0 < size < 1000 else 1000,  # three digits sort by name
     }
-    _check_apart([(key, path_of(VIDEO_PATH, 0, head, _inside(key))) for key in specs])
+    _check_apart(specs)
     return head
 
 
@@ -165,21 +165,17 @@ def _inside(key: str) -> str:
         ) from None
 
 
-def _check_apart(places: list[tuple[str, str]]) -> None:
+def _check_apart(keys: Collection[str]) -> None:
     """Check that no camera's files lie in the place of another's."""
-    files: dict[PurePosixPath, str] = {}
-    folders: dict[PurePosixPath, str] = {}
-    for name, path in places:
-        place = PurePosixPath(path)
-        above = [parent for parent in place.parents if parent.name]
-        other = next((files[p] for p in (place, *above) if p in files), folders.get(place))
-        if other is not None:
+    places: dict[PurePosixPath, str] = {}
+    for key in sorted(keys, key=len):
+        place = PurePosixPath(_inside(key))
+        for other in {place, *place.parents} & places.keys():
             raise DatasetError(
-                f"{other[:80]!r} and {name[:80]!r} would be written to the same path; nothing was written. Rename one in "
-                "meta/info.json and meta/episodes"
+                f"{places[other][:80]!r} and {key[:80]!r} would be written to the same path; nothing was written. Rename one "
+                "in meta/info.json and meta/episodes"
             )
-        files[place] = name
-        folders |= dict.fromkeys(above, name)
+        places[place] = key
 
 
 def path_of(template: str, number: int, head: Json, key: str = "") -> str:

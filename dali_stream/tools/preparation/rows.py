@@ -5,11 +5,12 @@ Metadata, columns and compression stay those of the source.
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
+from dali_stream.tools.preparation.place import content_hash
 from dali_stream.tools.preparation.source import Window
 
 ROW_GROUP = 32 << 20  # bytes of rows in a row group
@@ -98,13 +100,13 @@ class EpisodeRows:
 
     Args:
         window: Store of the files.
-        footers: Footers of the files, by path.
+        footers: Returns the footer of a file.
         until: Per file, the end of the rows that will be read, if the file is in order.
         columns: Columns to read. Default: all.
     """
 
     def __init__(
-        self, window: Window, footers: Mapping[str, Parquet], until: Mapping[str, int], columns: list[str] | None = None
+        self, window: Window, footers: Callable[[str], Parquet], until: Mapping[str, int], columns: list[str] | None = None
     ) -> None:
         self._window, self._footers, self._until, self._columns = window, footers, until, columns
         self._path = ""
@@ -119,7 +121,7 @@ class EpisodeRows:
             length: Number of its rows.
         """
         if path != self._path:
-            self._path, self._file = path, self._footers[path]
+            self._path, self._file = path, self._footers(path)
             self._group: tuple[int, pa.Table] | None = None
             self._index: Int64 | None = None
         with parquet_errors(self._window, path), self._window.open(path) as file:
@@ -180,22 +182,38 @@ class EpisodeRows:
         return int(rows[0])
 
 
-def write(out: BinaryIO, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> None:
-    """Write episodes to a file. A row group has at most `rows_per_group` rows of whole episodes, or a part of a longer one."""
-    with pq.ParquetWriter(out, schema, compression=codec, write_page_index=True, write_page_checksum=True) as writer:
+def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table], rows_per_group: int) -> list[str]:
+    """Write episodes to a file. A row group has at most `rows_per_group` rows of whole episodes, or a part of a longer one.
+
+    Returns:
+        Digest of each row group, see `digest`.
+    """
+    digests: list[str] = []
+    with pq.ParquetWriter(path, schema, compression=codec, write_page_index=True, write_page_checksum=True) as writer:
         group: list[pa.Table] = []
 
         def flush() -> None:
-            rows = sum(map(len, group))
-            if rows:
-                writer.write_table(pa.concat_tables(group), row_group_size=-(-rows // -(-rows // rows_per_group)))
+            whole = pa.concat_tables(group)
+            size = -(-len(whole) // -(-len(whole) // rows_per_group))
+            for start in range(0, len(whole), size):
+                writer.write_table(whole.slice(start, size), row_group_size=size)
+                digests.append(digest(whole.slice(start, size)))
             group.clear()
 
         for table in tables:
-            if sum(map(len, group)) + len(table) > rows_per_group:
+            if group and sum(map(len, group)) + len(table) > rows_per_group:
                 flush()
             group.append(table)
         flush()
+    return digests
+
+
+def digest(table: pa.Table) -> str:
+    """Return a digest of all values of a table, bit for bit, whatever its chunks: that of its simplest Parquet file."""
+    out = io.BytesIO()
+    plain = table.combine_chunks().replace_schema_metadata()
+    pq.write_table(plain, out, row_group_size=max(len(table), 1), compression="none", use_dictionary=False, store_schema=False)
+    return content_hash(out.getbuffer())
 
 
 def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Schema:
@@ -227,59 +245,3 @@ def replaced(table: pa.Table, columns: Mapping[str, npt.NDArray[Any]]) -> pa.Tab
         field = table.schema.field(place)
         table = table.set_column(place, field, pa.array(values).cast(field.type))
     return table
-
-
-class RowDigest:
-    """A digest of all columns of tables, as if they were one table, independent of chunks, slices, encodings and padding.
-
-    It compares bits, so NaN equals NaN.
-    """
-
-    def __init__(self) -> None:
-        self._parts: dict[str, Any] = {}
-
-    def add(self, table: pa.Table) -> RowDigest:
-        """Appends the rows of a table. Returns itself."""
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            for chunk in column.chunks:
-                self._feed(f"{name}:{column.type}", chunk)
-        return self
-
-    def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
-        whole = hashlib.blake2b(digest_size=16)
-        for name, part in sorted(self._parts.items()):
-            whole.update(name.encode(errors="surrogatepass") + b"\0" + part.digest())
-        return whole.hexdigest()
-
-    def _put(self, name: str, data: Any) -> None:
-        if name not in self._parts:
-            self._parts[name] = hashlib.blake2b(digest_size=16)
-        self._parts[name].update(data)
-
-    def _feed(self, name: str, array: pa.Array) -> None:
-        if isinstance(array, pa.ExtensionArray):
-            array = array.storage
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        kind = array.type
-        self._put(f"{name} valid", array.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8))
-        if pa.types.is_struct(kind):
-            for i, part in enumerate(array.flatten()):
-                self._feed(f"{name}.{i}", part)
-        elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            self._put(f"{name} length", _whole(pc.list_value_length(array)))
-            self._feed(f"{name}[]", array.flatten())
-        elif (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and not array.null_count:
-            self._put(name, np.ascontiguousarray(array.to_numpy(zero_copy_only=False)))
-        elif kind in (pa.binary(), pa.string(), pa.large_binary(), pa.large_string()):
-            self._put(f"{name} length", _whole(pc.binary_length(array)))
-            for value in array.cast(pa.large_binary()).to_pylist():
-                self._put(name, value or b"")
-        else:
-            for value in array.to_pylist():
-                self._put(name, f"{value!r}\0".encode(errors="surrogatepass"))
-
-
-def _whole(lengths: pa.Array) -> Any:
-    return pc.fill_null(lengths, 0).cast(pa.int64()).to_numpy(zero_copy_only=False)

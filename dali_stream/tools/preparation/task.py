@@ -131,8 +131,7 @@ class _Task:
         until: dict[str, int] = {}
         for episode in self.task["episodes"]:
             until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])
-        footers = _Footers(self.footer)
-        reader = rows.EpisodeRows(self.window, footers, until, columns)
+        reader = rows.EpisodeRows(self.window, self.footer, until, columns)
 
         def read(episode: Json) -> pa.Table:
             return reader.read(episode["data"], episode["old"], episode["place"], episode["length"])
@@ -151,47 +150,27 @@ class _Task:
         first = self.footer(task["episodes"][0]["data"])
         rows.check_columns(self.store, job["features"], first)
         schema = rows.without(first.schema, job["without"], job["is_v2"])
-        note: Json = {"rows": {}, "stats": {}}
-        read = self.rows()
+        read, stats = self.rows(), dict[int, Json]()
 
         def changed() -> Iterator[pa.Table]:
             for episode in task["episodes"]:
-                table = read(episode).drop_columns(job["without"])
-                new: dict[str, npt.NDArray[Any]] = {}
+                table, new = read(episode).drop_columns(job["without"]), dict[str, npt.NDArray[Any]]()
                 if self.regular:
                     new["timestamp"] = table["frame_index"].to_numpy() / self.fps
                 if job["renumber"]:
                     new["index"] = episode["first"] + np.arange(len(table))
                     new["episode_index"] = np.full(len(table), episode["new"])
                 table = rows.replaced(table, new)
-                note["rows"][episode["new"]] = rows.RowDigest().add(table).hexdigest()
                 if job["row_stats"]:
-                    note["stats"][episode["new"]] = _row_stats(table, job["features"])
+                    stats[episode["new"]] = _row_stats(table, job["features"])
                 yield table.replace_schema_metadata(schema.metadata).cast(schema)
 
-        with open(file, "wb") as out:
-            rows.write(out, schema, first.codec, changed(), task["rows_per_group"])
-        self._verify_rows(file, schema, note["rows"])
-        return note
-
-    def _verify_rows(self, file: Path, schema: pa.Schema, digests: dict[int, str]) -> None:
+        digests = rows.write(file, schema, first.codec, changed(), task["rows_per_group"])
         with pq.ParquetFile(file) as written:
-            if not written.schema_arrow.equals(schema, check_metadata=True):
-                raise DaliStreamError(f"{self.where}: its schema differs from the source's; check the disk")
-            batches = (written.read_row_group(group, use_threads=False) for group in range(written.num_row_groups))
-            left = next(batches, None)
-            for episode in self.task["episodes"]:
-                while left is None or len(left) < episode["length"]:
-                    following = next(batches, None)
-                    if following is None:
-                        raise DaliStreamError(f"{self.where}: rows are missing at its end; check the disk")
-                    left = following if left is None else pa.concat_tables([left, following])
-                found = rows.RowDigest().add(left.slice(0, episode["length"])).hexdigest()
-                if found != digests[episode["new"]]:
-                    raise DaliStreamError(
-                        f"{self.where}: episode {episode['new']}: its rows differ from the source's; check the disk"
-                    )
-                left = left.slice(episode["length"])
+            found = [rows.digest(written.read_row_group(group, use_threads=False)) for group in range(written.num_row_groups)]
+            if found != digests or not written.schema_arrow.equals(schema, check_metadata=True):
+                raise DaliStreamError(f"{self.where}: its rows differ from the source's; check the disk")
+        return {"stats": stats, "rows": True}
 
     # ---- video
 
@@ -224,18 +203,18 @@ class _Task:
             )
         marks = []
         with open(file, "wb") as out:
-            out.write(muxer.head(packets.track(made, self.index)))
+            out.write(muxer.head(packets.track(made)))
             for run in made.runs:
                 found: list[bytes] = []
-                for part in read_packets(self.store, self.index(run.source.path), run.start, run.stop):
+                for part in read_packets(self.store, run.source.index, run.start, run.stop):
                     out.writelines(part)
                     found += map(packets.mark, part)
                 marks.append(np.frombuffer(b"".join(found), np.uint8).reshape(-1, 16))
         starts, digests = {}, []
         for number, episode in enumerate(episodes):
             run = made.runs[made.episodes[number]]
-            starts[episode["new"]] = _moved(episode["start"], run.source.timescale, run.shift)
-            index = self.index(run.source.path)
+            starts[episode["new"]] = _moved(episode["start"], run.source.index.timescale, run.shift)
+            index = run.source.index
             digests.append(packets.digest(index, by_path[index.path][number], marks[made.episodes[number]], run.start))
         self._verify_copy(file, camera, starts, new_times, digests)
         return {"from": starts}
@@ -387,17 +366,6 @@ class _Task:
             what = self.store.where(episode.get("video") or episode["data"])
             named = what in str(error)
             raise DecodeError(str(error) if named else f"{what}: {self.task['camera']}: {error}") from error
-
-
-class _Footers(dict[str, rows.Parquet]):
-    """Footers by path, each read on first use."""
-
-    def __init__(self, read: Callable[[str], rows.Parquet]) -> None:
-        super().__init__()
-        self._read = read
-
-    def __missing__(self, path: str) -> rows.Parquet:
-        return self._read(path)
 
 
 def trial(job: Json, task: Json) -> float:
