@@ -29,7 +29,7 @@ from dali_stream.cli import main
 from dali_stream.tools import prepare
 
 EPISODES, FRAMES = 64, 4
-KILLS = int(os.environ.get("PREPARE_KILLS", "6"))
+KILLS = int(os.environ.get("PREPARE_KILLS", "3"))
 FILE_MB = 0.006  # about 32 files
 ENCODED: dict[str, Any] = {"codec": "h264", "size": (64, 80)}
 

@@ -277,10 +277,10 @@ class Planner:
             tasks += [each | {"camera": camera} for each in self._files(held, groups, VIDEO_MB, VIDEO_PATH, camera)]
         return tasks
 
-    def trials(self) -> dict[str, Json]:
+    def trials(self) -> list[Json]:
         """Return for each camera that is encoded a task that begins with the first episode."""
-        tasks = [task for task in self.tasks({}, {}) if "camera" in task]
-        return {t["camera"]: t for t in reversed(tasks) if self._head["cameras"][t["camera"]]["mode"] != "copy"}
+        tasks = {task["camera"]: task for task in reversed(self.tasks({}, {})) if "camera" in task}
+        return [task for camera, task in tasks.items() if self._head["cameras"][camera]["mode"] != "copy"]
 
     def _video(self, camera: str, episode: int) -> Json:
         start, stop = self._table.interval(camera, episode)

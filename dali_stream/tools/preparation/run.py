@@ -241,13 +241,18 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     planner = plan.Planner(dataset, head, Work(None, store.close, reading_threads(store.remote)))
     planner.survey()
     job = head | shared | {"renumber": False, "row_stats": False}
-    trials = planner.trials()
-    found = dict(_each(run_of, functools.partial(_trials, job), list(trials.values())))
-    frame_bytes = {camera: found[each["path"]] for camera, each in trials.items()}
+
+    def each(name: str, tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
+        for one, result in run_of(functools.partial(_call, name, job), tasks):
+            if "error" in result:
+                raise DaliStreamError(result["error"])
+            yield one, result
+
+    frame_bytes = {one["camera"]: result["frame_bytes"] for one, result in each("trial", planner.trials())}
     dropped: dict[int, str] = {}
     if head["options"].get("drop_broken"):
-        for broken in dict(_each(run_of, functools.partial(_checks, job), planner.tasks(frame_bytes, {}))).values():
-            dropped |= {int(episode): why for episode, why in broken.items()}
+        for _, result in each("check_episodes", planner.tasks(frame_bytes, {})):
+            dropped |= {int(episode): why for episode, why in result["broken"].items()}
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
         raise DaliStreamError(f"all {counted(len(dropped), 'episode')} cannot be read: {next(iter(dropped.values()))}")
@@ -261,31 +266,9 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     return made
 
 
-def _each(run_of: Any, call: executors.Call, tasks: list[Json]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, result) of each task. Raises DaliStreamError for the first that failed."""
-    for each, result in run_of(call, tasks):
-        if "error" in result:
-            raise DaliStreamError(result["error"])
-        yield each["path"], result["value"]
-
-
-def _files(job: Json, tasks: Sequence[Json]) -> list[Json]:
-    return [task.write_file(job, each) for each in tasks]
-
-
-def _trials(job: Json, tasks: Sequence[Json]) -> list[Json]:
-    return [_answer(task.trial, job, each) for each in tasks]
-
-
-def _checks(job: Json, tasks: Sequence[Json]) -> list[Json]:
-    return [_answer(task.check_episodes, job, each) for each in tasks]
-
-
-def _answer(call: Callable[[Json, Json], Any], job: Json, each: Json) -> Json:
-    try:
-        return {"value": call(job, each)}
-    except (DaliStreamError, OSError) as error:
-        return {"error": str(error)}
+def _call(name: str, job: Json, tasks: Sequence[Json]) -> list[Json]:
+    """Call a function of `task` for each task."""
+    return [getattr(task, name)(job, each) for each in tasks]
 
 
 def _run(
@@ -297,7 +280,9 @@ def _run(
     failed: dict[str, str] = {}
     state = "stopped"
     try:
-        for each, result in run_of(functools.partial(_files, job), todo, starting=lambda part: progress.started(len(part))):
+        for each, result in run_of(
+            functools.partial(_call, "write_file", job), todo, starting=lambda part: progress.started(len(part))
+        ):
             progress.ended(result)
             if "error" in result:
                 failed[each["path"]] = result["error"]

@@ -69,15 +69,15 @@ def write_file(job: Json, task: Json) -> Json:
         return {"path": path, "bytes": 0, "error": str(error) or type(error).__name__}
 
 
-def check_episodes(job: Json, task: Json) -> dict[int, str]:
-    """Return {episode: why it cannot be read} of the episodes of one output file, by their index in the source."""
+def check_episodes(job: Json, task: Json) -> Json:
+    """Return {"broken": {episode: why it cannot be read}} of the episodes of one output file, by their index in the source."""
     broken = {}
     for episode in task["episodes"]:
         try:
             _Task(job, task | {"episodes": [episode]}, None).check()
         except DaliStreamError as error:
             broken[episode["old"]] = str(error)
-    return broken
+    return {"broken": broken}
 
 
 class _Task:
@@ -368,17 +368,24 @@ class _Task:
             raise DecodeError(str(error) if named else f"{what}: {self.task['camera']}: {error}") from error
 
 
-def trial(job: Json, task: Json) -> float:
-    """Encode the first frames of a task's first episode, and return the bytes of a frame; if it is broken, a guess."""
-    made = _Task(job, task | {"episodes": task["episodes"][:1]}, None)
+def trial(job: Json, task: Json) -> Json:
+    """Encode the first frames of a task's first episode.
+
+    Returns:
+        {"frame_bytes": bytes of a frame}, a guess if the episode is broken; or {"error": why frames cannot be encoded}.
+    """
+    made, episode = _Task(job, task | {"episodes": task["episodes"][:1]}, None), task["episodes"][0]
     spec, encoder = made.encoding()
+    size = tuple(spec["size"])
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/packets", "wb") as out:
         try:
-            parts = itertools.islice(made.frames(task["episodes"][0], made.rows()(task["episodes"][0])), _TRIAL // _PART)
-            frames = _resized(parts, tuple(spec["size"]), 1, {})
-            return float(encode_episode(frames, tuple(spec["size"]), encoder, Path(folder), out)["size"].mean())
+            parts = itertools.islice(made.frames(episode, made.rows()(episode)), _TRIAL // _PART)
+            track = encode_episode(_resized(parts, size, 1, {}), size, encoder, Path(folder), out)
+            return {"frame_bytes": float(track["size"].mean())}
         except (DatasetError, DecodeError):  # named when its file is written
-            return math.prod(spec["size"]) / 10
+            return {"frame_bytes": math.prod(size) / 10}
+        except DaliStreamError as error:
+            return {"error": str(error)}
 
 
 def encode_episode(frames: Iterator[quality.Frames], size: tuple[int, int], encoder: Encoder, scratch: Path, out: Any) -> Json:
