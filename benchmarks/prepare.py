@@ -3,11 +3,13 @@
     python benchmarks/prepare.py speed URI... [--rounds 5] [--out REPORT.json]
     python benchmarks/prepare.py codecs URI [--rounds 5] [--out REPORT.json]
     python benchmarks/prepare.py overhead [--tasks 100000] [--out REPORT.json]
+    python benchmarks/prepare.py chart REPORT.json --out CHART.svg
 
 speed     frames/s of the first epoch at 224×224 on this CPU, and bytes, of each dataset before and after
           `--for cpu --size 224x224`; both are measured in turn, and the medians are reported
 codecs    frames/s of decoding one frame in ten of a 224×224 video, and bytes per frame: H.264, AV1 and MJPEG at GOP 1 and 2,
           each at the coarsest quality of at least 36 dB PSNR over RGB; `--for cpu` follows from it
+chart     the rates of a report of `speed`, as `make figures` draws them
 overhead  seconds of a task that does nothing on 1 and 2 processes, two processes against one on tasks of 50 ms of work, and
           time and memory of the coordinator for many tasks on an executor that answers at once
 """
@@ -53,7 +55,13 @@ def main() -> int:
         else:
             own.add_argument("--tasks", type=int, default=100_000)
         own.add_argument("--out", type=Path)
+    own = commands.add_parser("chart")
+    own.add_argument("report", type=Path)
+    own.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.command == "chart":
+        arguments.out.write_text(chart(json.loads(arguments.report.read_text())))
+        return 0
     machine = {"processor": processor(), "cores": cores(), "python": platform.python_version(), "torch": torch.__version__}
     report = {"command": arguments.command, "date": date.today().isoformat(), "machine": machine, **arguments.call(arguments)}
     text = json.dumps(report, indent=1)
@@ -105,6 +113,27 @@ def rate(uri: str) -> float:
 
 def nbytes(uri: str) -> int:
     return sum(path.stat().st_size for path in Path(uri, "videos").rglob("*.mp4"))
+
+
+def chart(report: dict[str, Any]) -> str:
+    """Bars of the rates before and after, as an SVG that shows on any background."""
+    rows = [
+        (name, what, each["frames_per_s"][what]) for name, each in report["datasets"].items() for what in ("before", "after")
+    ]
+    most, height = max(rate for *_, rate in rows), 60 + 30 * len(rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="860" height="{height}" fill="#ffffff"/>',
+        f'<text x="20" y="28" font-size="15">Frames/s of the first epoch at 224×224, {report["machine"]["cores"]} cores</text>',
+    ]
+    for number, (name, what, frames) in enumerate(rows):
+        y, width = 45 + 30 * number, 600 * frames / most
+        colour = "#0b7a5c" if what == "after" else "#a9b4c2"
+        label = f"{name}, {'prepared' if what == 'after' else 'as recorded'}"
+        parts.append(f'<text x="170" y="{y + 15}" text-anchor="end">{label}</text>')
+        parts.append(f'<rect x="180" y="{y}" width="{width:.1f}" height="20" fill="{colour}"/>')
+        parts.append(f'<text x="{186 + width:.1f}" y="{y + 15}">{frames}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 # ---- codecs

@@ -16,6 +16,7 @@ from typing import Any
 
 Json = dict[str, Any]
 Call = Callable[[Sequence[Json]], list[Json]]
+_TICK_S = 10.0
 _TRIES = 2  # times that a task is run without others
 
 
@@ -86,7 +87,7 @@ def run_tasks(
         tasks: Arguments.
         at_once: Calls at a time.
         per_call: Tasks of a call.
-        starting: Called with the tasks of each call when it is handed over.
+        starting: Called with the tasks of each call when it is handed over, and with none while nothing happens.
     """
     waiting = deque(list(tasks[at : at + per_call]) for at in range(0, len(tasks), per_call))
     suspects, tries = deque[list[Json]](), Counter[str]()
@@ -99,7 +100,10 @@ def run_tasks(
                     starting(queue[0])
                     running[executor.submit(call, queue[0])] = queue[0]
                     queue.popleft()
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                ended = wait(running, _TICK_S, FIRST_COMPLETED).done
+                if not ended:
+                    starting(())  # so that progress shows that this process lives
+                for future in ended:
                     if isinstance(error := future.exception(), BrokenExecutor):
                         raise error
                     part = running.pop(future)

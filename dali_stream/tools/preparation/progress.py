@@ -19,7 +19,7 @@ class Status:
     """State of a run.
 
     Attributes:
-        state: "running", "failed", "finished", or "stopped" if nothing has been written for a minute.
+        state: "running", "failed", "finished", or "stopped" if nothing has been written for ten minutes.
         done, running, failed, total: Numbers of files.
         bytes: Of the files of this run.
         files_per_s: Rate of this run, 0 if none is done.
@@ -91,7 +91,7 @@ class Progress:
         new, seconds = self.done - self._before, time.monotonic() - self._start
         rate = new / seconds if seconds and new else 0.0
         left = (self.total - self.done - self.failed) / rate if rate else None
-        running = self.running if state == "running" else 0
+        running = min(self.running, self.total - self.done - self.failed) if state == "running" else 0
         status = Status(state, self.done, running, self.failed, self.total, self.nbytes, rate, left, time.time())
         if state != "running" or not self._written or time.monotonic() - self._written > _EVERY_S:
             self._written = time.monotonic()

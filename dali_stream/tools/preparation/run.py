@@ -31,7 +31,8 @@ from dali_stream.tools.preparation.progress import PROGRESS, Progress, Status
 from dali_stream.tools.work import Work
 
 PLAN = "meta/prepare/plan.jsonl"
-_SILENT_S = 60.0  # after which a run that writes no progress is taken for stopped
+_CALLS = 1000  # of an executor of the caller's, by default
+_SILENT_S = 600.0  # after which a run that writes no progress is taken for stopped
 Json = dict[str, Any]
 
 
@@ -134,7 +135,7 @@ def prepare(
         out_storage_options: Credentials and the like of OUT. They are handed to the tasks, and not stored in OUT.
         jobs: Calls at a time. Default: one per core.
         executor: Makes executors that run the tasks. Default: processes of this machine.
-        files_per_call: Files of a call. Default: 1, or more for above `jobs` files with an executor of your own.
+        files_per_call: Files of a call. Default: 1, or with `executor` so many that there are at most 1,000 calls.
         progress: Called with each new status.
 
     Returns:
@@ -156,14 +157,14 @@ def prepare(
         positive("files_per_call", files_per_call)
 
     def run_of(call: executors.Call, tasks: list[Json], **more: Any) -> Iterator[tuple[Json, Json]]:
-        per_call = files_per_call or (1 if executor is None else -(-len(tasks) // jobs) or 1)
+        per_call = files_per_call or (1 if executor is None else max(1, -(-len(tasks) // _CALLS)))
         return executors.run_tasks(executor or executors.local(jobs), call, tasks, jobs, per_call, **more)
 
     with contextlib.closing(Dataset(uri, **source, **selection, **located)) as dataset:
         place = open_place(os.fspath(out), out_storage_options)
         _check_outside(dataset, place)
         head = plan.header(dataset, options, cameras is None)
-        if (finished := place.read(metadata.DONE)) is not None:
+        if (finished := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
             return _finished(place, json.loads(finished), head)
         shared = {
             "uri": dataset.store.address if isinstance(dataset.store, LocalStore) else os.fspath(uri),
@@ -274,6 +275,8 @@ def _call(name: str, job: Json, tasks: Sequence[Json]) -> list[Json]:
 def _run(
     dataset: Dataset, place: Place, made: plan.Plan, job: Json, run_of: Any, show: Callable[[Status], None]
 ) -> PrepareReport:
+    if isinstance(place, LocalPlace):
+        place.remove("meta/prepare/scratch")  # of workers that were killed
     done = {path for path, note in _notes(place).items() if note["bytes"] == note["found"]}
     todo = [each for each in made.tasks if each["path"] not in done]
     progress = Progress(place, len(made.tasks), len(made.tasks) - len(todo), show)
