@@ -1,4 +1,4 @@
-"""What `dali-stream prepare` brings, and what it costs.
+"""Gains and costs of `dali-stream prepare`.
 
     python benchmarks/prepare.py speed URI... [--rounds 5] [--out REPORT.json]
     python benchmarks/prepare.py codecs URI [--rounds 5] [--out REPORT.json]
@@ -243,7 +243,7 @@ def work(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seconds(jobs: int, call: Any, count: int) -> float:
-    """Seconds of so many tasks, the start of the processes excluded."""
+    """Seconds of `count` tasks, the start of the processes excluded."""
     tasks = [{"path": f"file-{n}"} for n in range(count)]
     results = executors.run_tasks(lambda: executors.Processes(jobs), call, tasks, jobs)
     for _ in range(jobs):

@@ -1,4 +1,4 @@
-"""`dali-stream prepare` without encoding: the same dataset comes out, and it is laid out as promised."""
+"""`dali-stream prepare` without encoding: the new dataset equals the source, and has the layout that was asked for."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_more_than_four_gigabytes(tmp_path: Path) -> None:
 
 
 def _check_head(track: Track, folder: Path) -> None:
-    """The reader finds in a file what it was told of it. The file is a sparse one, without samples."""
+    """The reader finds the track in a sparse file without samples."""
     before = head(track)
     with open(folder / "a.mp4", "wb") as file:
         file.write(before)

@@ -1,4 +1,4 @@
-"""`dali-stream prepare` with another encoding: the same rows come out, and the frames that a Loader would have made."""
+"""`dali-stream prepare` with another encoding: rows stay, and frames are those that a Loader would have made."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: P
     assert report.cameras[video_data.CAMERA].encoder == "libx264"
     said = probe(new)
     assert (said["pix_fmt"], said["color_range"], said["color_space"]) == ("yuv420p", "tv", "smpte170m")
-    # Of 255: 4:4:4 loses half of its colours' resolution; a wrong matrix gives 5 on these frames.
+    # The unit is 1/255: 4:4:4 loses half of its colours' resolution; a wrong matrix gives 5 on these frames.
     assert difference(video(root), new) < (4.0 if kind == "4:4:4" else 2.5)
     with Loader(
         tmp_path / "out", batch_size=8, shuffle=False, image_dtype="uint8", device="cpu", decode="torchcodec"
@@ -158,7 +158,7 @@ def test_colours_stay_and_become_what_dali_converts_right(kind: str, tmp_path: P
 
 
 def test_frames_that_only_noise_tells_apart_are_no_mistake(tmp_path: Path) -> None:
-    """As in recordings of a camera at half the rate, or of a robot that stands still."""
+    """Recordings of a camera at half the rate, or of a robot that stands still, have them."""
     noise = np.random.default_rng(0).normal(0, 2, (video_data.FRAMES, *video_data.SIZE, 3))
     still = (video_data.draw()[:1] + noise).clip(0, 255).astype(np.uint8)
     root = recorded(tmp_path, video_data.h264(2), frames=still)
@@ -182,12 +182,12 @@ def test_times_that_no_constant_rate_has_cannot_be_encoded(tmp_path: Path) -> No
 _FILTER = "at = arguments.index('-vf') + 1; arguments[at]"
 _ANOTHER = ",trim=start_frame=1,tpad=stop=1:stop_mode=clone,setpts=PTS-1/30/TB"
 _WRONG = {
-    "frames are lost": ("arguments[-1:-1] = ['-frames:v', '20']", "frames went into libx264, and 20 came out"),
+    "frames are lost": ("arguments[-1:-1] = ['-frames:v', '20']", "frames and wrote 20"),
     "frames are others": (f"{_FILTER} += '{_ANOTHER}'", r"episode \d+, frame \d+: it looks like frame \d+ of the source"),
     "frames are blurred": (f"{_FILTER} += ',boxblur=20'", r"PSNR .* dB, and at least 25 is required"),
     "GOPs are longer": ("arguments = ['9' if a == '2' else a for a in arguments]", "longest GOP has 9"),
     "frames are interlaced": ("arguments[-1:-1] = ['-flags', '+ildct+ilme', '-top', '1']", "its frames are interlaced"),
-    "there are B-frames": ("arguments = [{'0': '2', '2': '12'}.get(a, a) for a in arguments]", "B-frames"),
+    "B-frames are written": ("arguments = [{'0': '2', '2': '12'}.get(a, a) for a in arguments]", "B-frames"),
     "it fails": ("sys.exit('out of order')", "ffmpeg cannot encode with libx264 .*out of order"),
 }
 

@@ -131,7 +131,7 @@ def test_a_disk_that_is_full_costs_the_files_that_do_not_fit(many: Path, tmp_pat
     """A limit of the size of files acts as a full disk does: writes raise OSError."""
     sizes = sorted(len(data) for name, data in whole.items() if name.startswith(("data/", "videos/")))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(KeyboardInterrupt):  # once there is a plan
+    with pytest.raises(KeyboardInterrupt):  # after the plan was stored
         prepared(many, tmp_path / "out", progress=_interrupt, file_mb=FILE_MB)
     resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[len(sizes) // 2], limits[1]))
     try:

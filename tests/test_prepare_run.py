@@ -35,7 +35,7 @@ def whole(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
 
 
 def interrupted(source: Path, out: Path, done: int = 3, **options: Any) -> None:
-    """A run that ends when so many files are written."""
+    """A run that ends when `done` files are written."""
 
     def progress(status: Any) -> None:
         if status.done >= done:
@@ -123,7 +123,7 @@ def test_what_is_there_is_left_alone(demo: Path, tmp_path: Path, capsys: pytest.
         assert why in line
         assert str(tmp_path / out) in line
     for inside in (demo, demo / "new", demo.parent):
-        assert "lies in the other" in failed(capsys, ["prepare", demo, inside], 2)
+        assert "is inside the other" in failed(capsys, ["prepare", demo, inside], 2)
     assert tree(tmp_path) == before
 
 

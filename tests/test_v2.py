@@ -486,7 +486,7 @@ def test_the_command(roots: dict[str, Path], tmp_path: Path, capsys: pytest.Capt
 
 def test_tasks_that_are_no_texts_are_not_converted(root: Path, tmp_path: Path) -> None:
     line(root, EPISODES, 1, '{"episode_index": 1, "length": 6, "tasks": [3]}')
-    with pytest.raises(DatasetError, match=r"episodes\.jsonl: episode 1: tasks is \[3\]; it is a list of texts"):
+    with pytest.raises(DatasetError, match=r"episodes\.jsonl: episode 1: tasks must be a list of texts, got \[3\]"):
         convert(root, tmp_path / "out")
 
 

@@ -17,7 +17,7 @@ from dali_stream.errors import DaliStreamError, counted
 if TYPE_CHECKING:
     from dali_stream.tools.preparation import PrepareReport, Status
 
-_LINE_EVERY_S = 10.0  # between two lines of progress where there is no terminal
+_LINE_EVERY_S = 10.0  # between two lines of progress without a terminal
 
 
 def prepare(
@@ -65,7 +65,7 @@ def prepare(
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Files at a time. Default: one per core.")
     ] = None,
     executor: Annotated[
-        str, typer.Option(metavar="local|slurm|ray", help="Where files are written: processes of this machine, or a cluster.")
+        str, typer.Option(metavar="local|slurm|ray", help="Executor: processes of this machine, or a cluster.")
     ] = "local",
     files_per_job: Annotated[
         int | None, typer.Option(metavar="N", parser=arguments.count, help="Files of a job of SLURM. Default: 1000 jobs.")

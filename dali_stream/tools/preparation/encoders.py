@@ -1,7 +1,7 @@
 """Settings of FFmpeg's encoders.
 
 For every codec: constant quality, a keyframe every `gop` frames and nowhere else, closed GOPs, no B-frames, no hidden frames.
-So each frame of the source becomes one packet, in the same order.
+Each frame of the source becomes one packet, in the same order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dali_stream.arguments import one_of, positive
 Codec = Literal["hevc", "h264", "av1", "vp9"]
 """Codec of the new videos."""
 EncoderChoice = Literal["cpu", "nvenc"]
-"""Where the encoder runs."""
+"""Processor on which the encoder runs."""
 CODECS: tuple[Codec, ...] = get_args(Codec)
 ENCODERS: tuple[EncoderChoice, ...] = get_args(EncoderChoice)
 _LONGEST_GOP = 10_000
@@ -105,7 +105,7 @@ def _x265(gop: int, quality: int) -> tuple[str, str]:
 
 
 def _svt(gop: int, quality: int) -> tuple[str, str]:
-    # pred-struct=1 is low delay: otherwise there are hidden frames in GOPs of more than 2. Temporal filtering mixes
+    # pred-struct=1 is low delay: otherwise GOPs of more than 2 have hidden frames. Temporal filtering mixes
     # neighbouring frames, and screen content mode was seen to lose single cells of a bar code.
     return "10", f"-g {gop} -preset 10 -crf {quality} -svtav1-params pred-struct=1:enable-tf=0:scm=0:lp=1"
 

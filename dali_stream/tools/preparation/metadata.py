@@ -343,7 +343,7 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
 
 
 def _own_columns(dataset: Dataset, entries: list[dict[str, Any]]) -> dict[str, pa.Array]:
-    """What the episodes have beside what the format asks for, such as annotations of their parts."""
+    """Return the columns that the format does not ask for, such as annotations of the parts of an episode."""
     columns = {}
     for name in dict.fromkeys(name for entry in entries for name in entry):
         try:
@@ -360,8 +360,8 @@ def _tasks(dataset: Dataset, entry: dict[str, Any]) -> list[str]:
     tasks = entry.get("tasks", [])
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
         raise DatasetError(
-            f"{dataset.store.where(v2.EPISODES)}: episode {entry['episode_index']}: tasks is {str(tasks)[:40]}; it is a list "
-            "of texts"
+            f"{dataset.store.where(v2.EPISODES)}: episode {entry['episode_index']}: tasks must be a list of texts, "
+            f"got {str(tasks)[:40]}"
         )
     return tasks
 

@@ -1,4 +1,4 @@
-"""What `prepare` changes: each change is an option, and none is the default. Presets are constants from a committed report."""
+"""Options of `prepare`: each change is one, and none is the default. Presets are constants from a committed report."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Options:
         return replace(self, size=picture_size(self.size))
 
     def with_preset(self, name: str | None) -> Options:
-        """Return the options with those of a preset where none was given."""
+        """Return the options, completed by those of a preset."""
         if name is None:
             return self
         one_of("for_", name, tuple(PRESETS))

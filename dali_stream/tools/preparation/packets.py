@@ -1,4 +1,4 @@
-"""Packets that are copied from MP4 files into a new one, and their times there.
+"""Packets that are copied from MP4 files into a new one, with their new times.
 
 Nothing is re-encoded. Source files are cut at keyframes, so each new file begins with one and has no gaps. A source file with
 open GOPs is copied whole, since which packets can be dropped without changing the decoded frames depends on the decoder.

@@ -49,7 +49,7 @@ class Plan:
     """A plan.
 
     Attributes:
-        header: What must be the same when a run continues, and what all tasks share. No credentials.
+        header: Values that must stay the same when a run continues, and that all tasks share. No credentials.
         tasks: One per output file.
     """
 
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Group:
-    """Source file, as far as the plan needs it.
+    """Facts of a source file that the plan needs.
 
     Attributes:
         kind: Must be the same for all sources of a new file.
@@ -166,7 +166,7 @@ def _inside(key: str) -> str:
 
 
 def _check_apart(keys: Collection[str]) -> None:
-    """Check that no camera's files lie in the place of another's."""
+    """Check that no two cameras have files in the same place."""
     places: dict[PurePosixPath, str] = {}
     for key in sorted(keys, key=len):
         place = PurePosixPath(_inside(key))

@@ -21,7 +21,7 @@ class Status:
     Attributes:
         state: "running", "failed", "finished", or "stopped" if nothing has been written for ten minutes.
         done, running, failed, total: Numbers of files.
-        bytes: Of the files of this run.
+        bytes: Bytes of the files of this run.
         files_per_s: Rate of this run, 0 if none is done.
         left_s: Estimated seconds left, or None if unknown.
         at: Time of writing, in seconds since 1970.

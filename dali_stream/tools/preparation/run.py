@@ -32,7 +32,7 @@ from dali_stream.tools.work import Work
 
 PLAN = "meta/prepare/plan.jsonl"
 _CALLS = 1000  # of an executor of the caller's, by default
-_SILENT_S = 600.0  # after which a run that writes no progress is taken for stopped
+_SILENT_S = 600.0  # after which a run that writes no progress counts as stopped
 Json = dict[str, Any]
 
 
@@ -59,14 +59,14 @@ class PreparedCamera:
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What was written.
+    """Description of a new dataset.
 
     Attributes:
-        episodes, frames: Of the new dataset.
+        episodes, frames: Numbers of episodes and frames.
         data_files, bytes: Parquet files, and the size of all files with rows and video.
         written: Files that this run has written; 0 if an earlier one was complete.
         cameras: By key.
-        failed: {path: why} of the files that could not be written. If there are any, OUT is no dataset yet.
+        failed: {path: why} of the files that could not be written. With a failed file, OUT is no dataset yet.
         dropped: {episode of the source: why} of those that `drop_broken` left out.
     """
 
@@ -135,11 +135,12 @@ def prepare(
         out_storage_options: Credentials and the like of OUT. They are handed to the tasks, and not stored in OUT.
         jobs: Calls at a time. Default: one per core.
         executor: Makes executors that run the tasks. Default: processes of this machine.
-        files_per_call: Files of a call. Default: 1, or with `executor` so many that there are at most 1,000 calls.
+        files_per_call: Files of a call. Default: 1, or with `executor` as many as make at most 1,000 calls.
         progress: Called with each new status.
 
     Returns:
-        What was written. `failed` lists files that could not be: correct the source, or use `drop_broken`, and call again.
+        Description of the new dataset. `failed` lists files that could not be written: correct the source, or use
+        `drop_broken`, and call again.
 
     Raises:
         ValueError: If an argument is invalid, or OUT holds something else.
@@ -206,7 +207,7 @@ def _check_outside(dataset: Dataset, place: Place) -> None:
         if isinstance(store, LocalStore) and isinstance(place, LocalPlace):
             source, root = Path(os.path.realpath(store.address)), Path(os.path.realpath(place.root))
             if source == root or source in root.parents or root in source.parents:
-                raise ValueError(f"one of {root} and the dataset's {source} lies in the other; give a folder elsewhere")
+                raise ValueError(f"one of {root} and the dataset's {source} is inside the other; give another folder")
 
 
 @contextlib.contextmanager
@@ -302,7 +303,7 @@ def _run(
 
 
 def _notes(place: Place) -> dict[str, Json]:
-    """Return the note of each file that has one, with the bytes that are `found` there."""
+    """Return the note of each file that has one, with the size of the file as "found"."""
     sizes = place.sizes()
     names = [path for path in sizes if path.startswith(f"{task.NOTES}/")]
     paths = [name.removeprefix(f"{task.NOTES}/").removesuffix(".json") for name in names]
@@ -340,7 +341,7 @@ def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
 
 
 def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Status:
-    """Return the state of a run from what lies in OUT. Nothing is started.
+    """Return the state of a run, as OUT records it. Nothing is started.
 
     Raises:
         ValueError: If OUT holds no run.

@@ -132,7 +132,7 @@ def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iter
         data = memoryview(store.read(table.path, begin, after))
         if len(data) != after - begin:
             raise DecodeError(
-                f"{store.where(table.path)}: bytes {begin} to {after} are not all there: the file has become shorter since its "
+                f"{store.where(table.path)}: bytes {begin} to {after} are missing: the file has become shorter since its "
                 "index was read; run the same command again"
             )
         yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]

@@ -47,7 +47,7 @@ def write_file(job: Json, task: Json) -> Json:
     """Write one output file, unless that was done.
 
     Args:
-        job: What all tasks share, see `plan`.
+        job: Values that all tasks share, see `plan`.
         task: The file, see `plan`.
 
     Returns:
@@ -175,7 +175,7 @@ class _Task:
     # ---- video
 
     def shown(self, episode: Json, times: npt.NDArray[np.float32]) -> tuple[VideoIndex, Int64]:
-        """Return the index of an episode's video file, and the packets of its rows there."""
+        """Return the index of an episode's video file, and the packets of its rows."""
         index = self.index(episode["video"])
         stop = math.inf if episode["stop"] is None else episode["stop"]
         where = f"{self.store.where(index.path)}: {self.task['camera']}, episode {episode['old']}"
@@ -273,8 +273,9 @@ class _Task:
                     )
                 if len(tracks[-1]["size"]) != episode["length"]:
                     raise DecodeError(
-                        f"{self.where}: {self.task['camera']}, episode {episode['new']}: {episode['length']} frames went into "
-                        f"{encoder.name}, and {len(tracks[-1]['size'])} came out"
+                        f"{self.where}: {self.task['camera']}, episode {episode['new']}: "
+                        f"{encoder.name} got {episode['length']} "
+                        f"frames and wrote {len(tracks[-1]['size'])}"
                     )
                 ticks = np.round(grid * TIMESCALE / self.fps).astype(np.int64)
                 tracks[-1]["pts"] = at + ticks
@@ -286,7 +287,7 @@ class _Task:
         return {"from": starts} | self._verify_encoded(file, encoder, spec, starts, times, kept)
 
     def _grid(self, episode: Json, seconds: npt.NDArray[np.float32]) -> Int64:
-        """Return the multiple of 1/fps at which each row's frame is shown."""
+        """Return the time of each row's frame as a multiple of 1/fps."""
         grid = np.round(seconds.astype(np.float64) * self.fps).astype(np.int64)
         if grid[0] != 0 or (np.diff(grid) <= 0).any():
             raise DatasetError(
@@ -402,7 +403,7 @@ def encode_episode(frames: Iterator[quality.Frames], size: tuple[int, int], enco
     with contextlib.closing(LocalStore(str(scratch))) as store:
         index = read_index(store, target.name)
         if index.reordered:
-            raise DecodeError(f"{encoder.name} did not meet the request: it has B-frames")
+            raise DecodeError(f"{encoder.name} did not meet the request, and wrote B-frames")
         for part in read_packets(store, index, 0, len(index)):
             out.writelines(part)
     return {
