@@ -156,8 +156,9 @@ def codecs(arguments: argparse.Namespace) -> dict[str, Any]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         made = {}
-        for codec, (settings, option, values) in _ENCODERS.items():
+        for codec, (usual, option, values) in _ENCODERS.items():
             for gop in (1,) if codec == "MJPEG" else (1, 2):
+                settings = usual
                 if codec == "AV1" and gop == 1:  # SVT-AV1 marks only the first frame as a keyframe
                     settings = ["-c:v", "libaom-av1", "-cpu-used", "8", "-usage", "realtime", "-b:v", "0"]
                 name, low, high = f"{codec}, GOP {gop}", 0, len(values) - 1
