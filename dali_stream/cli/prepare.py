@@ -15,7 +15,7 @@ from dali_stream.cli import arguments, console
 from dali_stream.errors import DaliStreamError, counted
 
 if TYPE_CHECKING:
-    from dali_stream.tools.preparation import PrepareReport, Status
+    from dali_stream.tools.preparation import PrepareReport, PrepareStatus
 
 _LINE_EVERY_S = 10.0  # between two lines of progress without a terminal
 
@@ -141,11 +141,11 @@ def _cluster(
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[Status], None]]:
+def _shown() -> Iterator[Callable[[PrepareStatus], None]]:
     """Show progress as a bar on a terminal, and as a line now and then elsewhere."""
     last = time.monotonic()
 
-    def line(state: Status) -> None:
+    def line(state: PrepareStatus) -> None:
         nonlocal last
         if time.monotonic() - last > _LINE_EVERY_S:
             last = time.monotonic()

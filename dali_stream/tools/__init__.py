@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis import DoctorReport, Finding, doctor
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
-    from dali_stream.tools.preparation import PreparedCamera, PrepareReport, prepare
+    from dali_stream.tools.preparation import PreparedCamera, PrepareReport, PrepareStatus, prepare
 
 __all__ = [
     "Area",
@@ -21,6 +21,7 @@ __all__ = [
     "Finding",
     "IndexReport",
     "PrepareReport",
+    "PrepareStatus",
     "PreparedCamera",
     "Status",
     "describe",
@@ -34,7 +35,7 @@ _MODULES = {
     "diagnosis": ("DoctorReport", "Finding", "doctor"),
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
-    "preparation": ("PreparedCamera", "PrepareReport", "prepare"),
+    "preparation": ("PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -14,7 +14,7 @@ run        `prepare`, which calls all of these
 
 from __future__ import annotations
 
-from dali_stream.tools.preparation.progress import Status
+from dali_stream.tools.preparation.progress import PrepareStatus
 from dali_stream.tools.preparation.run import PreparedCamera, PrepareReport, prepare, status
 
-__all__ = ["PrepareReport", "PreparedCamera", "Status", "prepare", "status"]
+__all__ = ["PrepareReport", "PrepareStatus", "PreparedCamera", "prepare", "status"]

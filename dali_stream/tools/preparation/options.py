@@ -8,8 +8,8 @@ from typing import Any
 from dali_stream.arguments import one_of, picture_size, positive
 from dali_stream.tools.preparation.encoders import CODECS, ENCODERS
 
-# `--for cpu` is the setting of benchmarks/results/prepare_codecs_2cores.json that a Loader reads as fast as AV1 and that all GPUs
-# decode, too, one step finer. `--for nvdec` follows from vendors' figures, and was not measured. `--for hub` are the settings
+# `--for cpu` is one step finer than the setting of benchmarks/results/prepare_codecs_2cores.json that a Loader reads as fast as
+# AV1, and that all GPUs decode. `--for nvdec` follows from vendors' figures, and was not measured. `--for hub` are the settings
 # with which LeRobot records.
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {"codec": "h264", "gop": 2, "crf": 18},

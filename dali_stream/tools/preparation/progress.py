@@ -15,7 +15,7 @@ _EVERY_S = 5.0  # between two writes of it
 
 
 @dataclass(frozen=True)
-class Status:
+class PrepareStatus:
     """State of a run.
 
     Attributes:
@@ -61,7 +61,7 @@ class Progress:
     place: Place
     total: int
     done: int
-    show: Callable[[Status], None] = lambda status: None
+    show: Callable[[PrepareStatus], None] = lambda status: None
     running: int = 0
     failed: int = 0
     nbytes: int = 0
@@ -92,7 +92,7 @@ class Progress:
         rate = new / seconds if seconds and new else 0.0
         left = (self.total - self.done - self.failed) / rate if rate else None
         running = min(self.running, self.total - self.done - self.failed) if state == "running" else 0
-        status = Status(state, self.done, running, self.failed, self.total, self.nbytes, rate, left, time.time())
+        status = PrepareStatus(state, self.done, running, self.failed, self.total, self.nbytes, rate, left, time.time())
         if state != "running" or not self._written or time.monotonic() - self._written > _EVERY_S:
             self._written = time.monotonic()
             self.place.write(PROGRESS, json.dumps(status.as_dict()).encode())

@@ -27,7 +27,7 @@ from dali_stream.storage import LocalStore
 from dali_stream.tools.preparation import executors, metadata, plan, task
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
-from dali_stream.tools.preparation.progress import PROGRESS, Progress, Status
+from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
 from dali_stream.tools.work import Work
 
 PLAN = "meta/prepare/plan.jsonl"
@@ -79,7 +79,7 @@ class PrepareReport:
     failed: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
 
-    def as_dict(self) -> Json:
+    def as_dict(self) -> dict[str, Any]:
         """Return the report as dicts and lists for JSON."""
         return dataclasses.asdict(self)
 
@@ -110,7 +110,7 @@ def prepare(
     jobs: int | None = None,
     executor: Callable[[], Executor] | None = None,
     files_per_call: int | None = None,
-    progress: Callable[[Status], None] = lambda status: None,
+    progress: Callable[[PrepareStatus], None] = lambda status: None,
 ) -> PrepareReport:
     """Rewrite a dataset as LeRobot v3.0. Without options, rows and encoded frames stay as they are.
 
@@ -274,7 +274,7 @@ def _call(name: str, job: Json, tasks: Sequence[Json]) -> list[Json]:
 
 
 def _run(
-    dataset: Dataset, place: Place, made: plan.Plan, job: Json, run_of: Any, show: Callable[[Status], None]
+    dataset: Dataset, place: Place, made: plan.Plan, job: Json, run_of: Any, show: Callable[[PrepareStatus], None]
 ) -> PrepareReport:
     if isinstance(place, LocalPlace):
         place.remove("meta/prepare/scratch")  # of workers that were killed
@@ -340,7 +340,7 @@ def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
             raise DaliStreamError(f"{place.address}: holds {new!r}, not {report.episodes} episodes of {report.frames} frames")
 
 
-def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Status:
+def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> PrepareStatus:
     """Return the state of a run, as OUT records it. Nothing is started.
 
     Raises:
@@ -350,9 +350,9 @@ def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None =
     if (done := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
         report = json.loads(done)["report"]
         files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
-        return Status("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
+        return PrepareStatus("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
     if (found := place.read(PROGRESS)) is None:
         raise ValueError(f"{place.address} holds no run of prepare; give its OUT")
-    last = Status(**json.loads(found))
+    last = PrepareStatus(**json.loads(found))
     silent = last.state == "running" and time.time() - last.at > _SILENT_S
     return dataclasses.replace(last, state="stopped", running=0) if silent else last
