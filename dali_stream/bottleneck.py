@@ -273,7 +273,7 @@ def _decode_change(times: Mapping[str, float], setup: Setup) -> str:
         return 'decode="auto", which decodes on the GPU what the GPU can decode'
     if setup.gpu and on_cpu and setup.decode != "fastest":
         return (
-            "videos that the GPU decodes (`dali-stream transcode URI OUT --codec hevc`), since the CPU decodes "
+            "videos that the GPU decodes (`dali-stream prepare URI OUT --codec hevc`), since the CPU decodes "
             f"{on_cpu[0]} now; Loader.routes has the reason"
         )
     if memory := _frames_memory(times, setup):
@@ -342,7 +342,7 @@ def _shorter_gop(times: Mapping[str, float], setup: Setup) -> str | None:
         return None
     codec = "hevc" if setup.gpu else "h264"
     return (
-        f"shorter GOPs (`dali-stream transcode URI OUT --codec {codec} --gop 2`), since {decoded:.1f} frames are decoded for "
+        f"shorter GOPs (`dali-stream prepare URI OUT --codec {codec} --gop 2`), since {decoded:.1f} frames are decoded for "
         "each one delivered, and about 1.5 with a GOP of 2"
     )
 

@@ -29,7 +29,18 @@ pytest_plugins = ["support.driver", "support.stores", "support.train"]
 SHARED = Path(__file__).parents[2] / "shared"
 
 # Files that take longest begin first: pytest-xdist hands out whole files, and one that comes last keeps a single core busy.
-FIRST = ("transcode", "doctor", "cli", "transcode_run", "doctor_dataset", "mixture", "streaming", "reshard", "loader", "v2")
+FIRST = (
+    "prepare_encoding",
+    "doctor",
+    "cli",
+    "prepare_faults",
+    "doctor_dataset",
+    "mixture",
+    "streaming",
+    "prepare",
+    "loader",
+    "v2",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

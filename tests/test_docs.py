@@ -105,7 +105,7 @@ def test_programs_have_the_options_that_are_named() -> None:
 def test_commands_and_their_options_exist() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group's
     named = in_code(r"dali-stream +([a-z-]+)([^\n#]*)")
-    assert {m[1] for _, m in named} >= {"info", "preview", "demo", "index", "reshard"}
+    assert {m[1] for _, m in named} >= {"info", "preview", "demo", "index", "prepare"}
     assert [(where, m[0]) for where, m in named if m[1] not in commands] == []
     for where, m in named:
         options = {option for parameter in commands[m[1]].params for option in parameter.opts}
@@ -417,3 +417,5 @@ def test_the_diagrams_are_what_the_program_draws(monkeypatch: pytest.MonkeyPatch
     assert (ROOT / "docs/figures/path.svg").read_text() == diagrams.path()
     assert (ROOT / "docs/figures/frame_cache.svg").read_text() == diagrams.cache(report)
     assert (ROOT / "docs/figures/shares.svg").read_text() == diagrams.shares()
+    report = json.loads((ROOT / "benchmarks/results/prepare_speed_2cores.json").read_text())
+    assert (ROOT / "docs/figures/prepare.svg").read_text() == importlib.import_module("prepare").chart(report)

@@ -45,7 +45,7 @@ def test_the_text_fits_on_a_screen(fake_driver: FakeDriver, libraries: Path) -> 
     assert len(lines) <= 30
     assert {"gpu", "software", "machine"} <= {line.strip() for line in lines}
     assert [line.split()[0] for line in lines if "AV1" in line and "GPU" in line] == ["warning"]
-    assert "→ `dali-stream transcode URI OUT --codec hevc`" in done.stdout
+    assert "→ `dali-stream prepare URI OUT --codec hevc`" in done.stdout
     assert lines[-1].startswith("warning: 0 problems, ")
 
 
@@ -67,7 +67,7 @@ def test_what_each_gpu_decodes(
     assert bad(report) == [("warning", name) for name in warned]
     assert [gpu["engines"] for gpu in report["gpus"]] == engines
     if "AV1" in "".join(warned):
-        assert "`dali-stream transcode URI OUT --codec hevc` re-encodes a dataset to HEVC" in found(report, warned[0])["remedy"]
+        assert "`dali-stream prepare URI OUT --codec hevc` re-encodes a dataset to HEVC" in found(report, warned[0])["remedy"]
     for name in ("GPU 0", "GPU 0, 1", "GPU 2"):
         shown = [f["name"] for f in report["findings"] if f["name"].startswith(f"{name} ")]
         assert shown in ([], [f"{name} {codec}" for codec in CODECS])
@@ -218,7 +218,7 @@ def test_the_program_ffmpeg_is_needed_for_little(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", str(tmp_path))
     finding = found(doctor(libraries=libraries), "ffmpeg program")
     assert finding["status"] == "warning"
-    assert "transcode" in finding["text"]
+    assert "prepare" in finding["text"]
 
 
 def test_values_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch, libraries: Path) -> None:

@@ -126,7 +126,7 @@ def test_sizes_that_no_codec_brings_to_nvdec_are_not_sent_round_in_circles(
     done = run(root, "--json", environment=fake_driver("h100"), libraries=shadows(tmp_path / "libraries", torch=cpu_torch()))
     finding = found(json.loads(done.stdout), f"{CAMERA} on GPU 0")
     assert reason in finding["text"]
-    assert "transcode" not in finding["remedy"]
+    assert "prepare" not in finding["remedy"]
 
 
 def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_the_route_on_each_gpu_and_why(demo: Path, fake_driver: FakeDriver, tmp_
     report = json.loads(done.stdout)
     first, other = found(report, f"{TOP} on GPU 0, 1"), found(report, f"{TOP} on GPU 2")
     assert (first["status"], "no NVDEC decoder for av1" in first["text"]) == ("warning", True)
-    assert "`dali-stream transcode URI OUT --codec hevc`" in first["remedy"]
+    assert "`dali-stream prepare URI OUT --codec hevc`" in first["remedy"]
     assert (other["status"], other["text"].startswith("NVDEC decodes av1")) == ("ok", True)
-    assert "transcode" not in found(report, f"{TOP} on GPU 3")["remedy"]  # a MIG slice without engines decodes nothing
+    assert "prepare" not in found(report, f"{TOP} on GPU 3")["remedy"]  # a MIG slice without engines decodes nothing
     routes = report["dataset"]["cameras"][TOP]["routes"]
     assert {where: route["decoder"] for where, route in routes.items()} == {
         "CPU": "torchcodec", "GPU 0, 1": "torchcodec", "GPU 2": "dali", "GPU 3": "torchcodec",
@@ -305,7 +305,7 @@ def test_what_long_gops_cost(encoded: Callable[..., Path]) -> None:
     assert finding.status == "ok"  # since the default memory_budget keeps all frames
     assert finding.text.startswith("GOP 36 decodes 18 frames per delivered frame without a frame cache; memory_budget=")
     assert re.search(r"brings it to about 1\.\d, and to 0 after the first epoch", finding.text)
-    assert "`dali-stream transcode URI OUT --codec h264 --gop 2` to 1.5" in finding.text
+    assert "`dali-stream prepare URI OUT --codec h264 --gop 2` to 1.5" in finding.text
     assert f"{CAMERA} GOPs" not in looked_at(encoded(*h264(2)))[0]
 
 
@@ -438,7 +438,7 @@ def test_wall_clock_timestamps_have_the_clock_as_their_remedy(encoded: Callable[
     finding = findings[f"{CAMERA} timestamps"]
     assert [each.name for each in findings.values() if each.status == "problem"] == [finding.name]
     assert finding.remedy.startswith("each row has its frame at frame_index / fps. Dataset(clock=")
-    assert "`dali-stream convert URI OUT --clock frame_index`" in finding.remedy
+    assert "`dali-stream prepare URI OUT --clock frame_index`" in finding.remedy
 
 
 def test_a_timestamp_that_falls(demo_copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""Datasets whose metadata other exporters write otherwise: they open, every command reads them, and `convert` mends them."""
+"""Datasets whose metadata other exporters write otherwise: they open, every command reads them, and `prepare` mends them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import pytest
 import torch
 from accelerate import PartialState
 from support.broken import edit_table, put
-from support.datasets import EPISODE_TABLE, V2_ROWS, Column, build, change_info, v2_path
-from support.programs import failed
+from support.datasets import EPISODE_TABLE, Column, build, change_info
 from support.slow import slow
+from support.tools import prepared
 from support.videos import CAMERA, FPS, draw, encode, h264, identities, loader, one_file_each, samples, write_dataset
 
-import dali_stream
 from dali_stream import DaliStreamError, Dataset, DecodeError
 from dali_stream.cli import main
 
@@ -115,11 +114,11 @@ def test_each_command_reads_it(
     assert main([arguments[0], str(root), *arguments[1:], *options]) == 0
 
 
-def test_convert_mends_it(odd_dataset: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_prepare_mends_it(odd_dataset: tuple[Path, list[str]], tmp_path: Path) -> None:
     """The copy needs no options, and nothing is wrong with it."""
     root, options = odd_dataset
     out = tmp_path / "out"
-    assert main(["convert", str(root), str(out), *options]) == 0
+    assert main(["prepare", str(root), str(out), "--jobs", "1", *options]) == 0
     assert set(frames_of(out)) == EVERY_FRAME
     table = pq.read_table(out / EPISODE_TABLE)
     frames = (table[STOP].to_numpy() - table[START].to_numpy()) * FPS
@@ -129,9 +128,9 @@ def test_convert_mends_it(odd_dataset: tuple[Path, list[str]], tmp_path: Path) -
     np.testing.assert_array_equal(rows["timestamp"].to_numpy(), regular)
 
 
-def test_convert_renews_the_statistics_of_timestamps(wall_clock: Path, plain_v21: Path, tmp_path: Path) -> None:
-    main(["convert", str(plain_v21), str(tmp_path / "expected")])
-    main(["convert", str(wall_clock), str(tmp_path / "out"), "--clock", "frame_index"])
+def test_prepare_renews_the_statistics_of_timestamps(wall_clock: Path, plain_v21: Path, tmp_path: Path) -> None:
+    prepared(plain_v21, tmp_path / "expected")
+    prepared(wall_clock, tmp_path / "out", clock="frame_index")
     expected, stats = (Dataset(tmp_path / name).stats for name in ("expected", "out"))
     assert stats.keys() == expected.keys()
     for key, of_key in expected.items():
@@ -145,21 +144,14 @@ def test_convert_renews_the_statistics_of_timestamps(wall_clock: Path, plain_v21
             np.testing.assert_allclose(values[1], values[0], rtol=1e-6, atol=1e-7)
 
 
-def test_reshard_keeps_the_timestamps_of_a_wall_clock(wall_clock: Path, tmp_path: Path) -> None:
-    dataset = Dataset(wall_clock, clock="frame_index")
-    dali_stream.tools.reshard(dataset, tmp_path / "out")
-    before = np.concatenate([pq.read_table(wall_clock / v2_path(V2_ROWS, e))["timestamp"].to_numpy() for e in range(3)])
-    np.testing.assert_array_equal(pq.read_table(tmp_path / "out/data")["timestamp"].to_numpy(), before)
-    assert set(frames_of(Dataset(tmp_path / "out", clock="frame_index"))) == EVERY_FRAME
-
-
 def test_a_wall_clock_is_named_with_the_command_that_helps(
     wall_clock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = "`dali-stream convert URI OUT --clock frame_index`"
+    command = "`dali-stream prepare URI OUT --clock frame_index`"
     assert main(["info", str(wall_clock)]) == 1
     assert command in " ".join(capsys.readouterr().out.split())
-    assert command in failed(capsys, ["convert", wall_clock, tmp_path / "out"], 1)
+    assert main(["prepare", str(wall_clock), str(tmp_path / "out"), "--jobs", "1"]) == 1
+    assert command in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("clock", ["timestamp", "frame_index"])
@@ -185,18 +177,17 @@ def test_a_tolerance_holds_for_commands_too(plain_v21: Path, tmp_path: Path, cap
     assert main(["info", str(root), "--tolerance-s", "0.016"]) == 0
     capsys.readouterr()
     out = tmp_path / "out"
-    assert main(["convert", str(root), str(out), "--tolerance-s", "0.016"]) == 0
+    assert main(["prepare", str(root), str(out), "--tolerance-s", "0.016", "--jobs", "1"]) == 0
     assert set(frames_of(out)) == EVERY_FRAME
     assert main(["info", str(out)]) == 0
 
 
-def test_convert_refuses_a_copy_that_would_need_a_tolerance(early_ends: Path, tmp_path: Path) -> None:
+def test_prepare_refuses_a_copy_that_would_need_a_tolerance(early_ends: Path, tmp_path: Path) -> None:
     """Its video is 0.4 frames late, so that frame_index / fps does not locate its frames either."""
     root = Path(shutil.copytree(early_ends, tmp_path / "data"))
     edit_table(root, EPISODE_TABLE, lambda table: put(table, START, [*(table[START].to_numpy() - 0.4 / FPS)]))
-    dataset = Dataset(root, clock="frame_index", tolerance_s=0.016)
     with pytest.raises(DaliStreamError, match=r"is at .* s away, and at most 0.0083 s \(a quarter of a frame\) is allowed"):
-        dali_stream.tools.convert(dataset, tmp_path / "out")
+        prepared(root, tmp_path / "out", clock="frame_index", tolerance_s=0.016)
 
 
 def test_train_takes_the_clock(wall_clock: Path, tmp_path: Path, program: Any) -> None:

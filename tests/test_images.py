@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from support.datasets import ODD_CAMERA, ODD_SIZE, TOP, Column, build, image_file, noise
 from support.servers import Server
+from support.tools import prepared
 
-import dali_stream
-from dali_stream import Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, Mixture
+from dali_stream import DaliStreamError, Dataset, DatasetError, DecodeError, Loader, MemoryBudgetError, Mixture
 from dali_stream.decode.resize import resize
 from dali_stream.demo import read_identities
 
@@ -116,9 +116,9 @@ def test_a_file_of_an_image_that_is_missing_or_outside_is_named(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stored", ELSEWHERE)
-def test_images_in_files_of_their_own_are_not_resharded(tmp_path: Path, stored: str) -> None:
-    with pytest.raises(DatasetError, match="only those in the rows are copied"):
-        dali_stream.tools.reshard(Dataset(with_files(tmp_path / "data", stored)), tmp_path / "out")
+def test_images_in_files_of_their_own_are_not_prepared(tmp_path: Path, stored: str) -> None:
+    with pytest.raises(DaliStreamError, match="only those in the rows are copied"):
+        prepared(with_files(tmp_path / "data", stored), tmp_path / "out")
 
 
 @pytest.mark.parametrize("value", [None, {"bytes": None, "path": None}])

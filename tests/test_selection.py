@@ -17,7 +17,6 @@ from support.datasets import SIDE, TOP, change_info, read_lengths
 from support.servers import Server
 from support.slow import examples
 
-import dali_stream
 from dali_stream import Dataset, DatasetError, FrameSampler, Loader, Order, ResumeError
 from dali_stream.lerobot.frame_ranges import FrameRanges, whole
 from dali_stream.order.selected import SelectedOrder
@@ -268,10 +267,3 @@ def test_a_selection_that_makes_no_sense_is_refused(demo: Path, arguments: dict[
 def test_shares_that_make_no_sense_are_refused(demo: Path, split: Callable[[Dataset], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split(Dataset(demo, cameras=[]))
-
-
-@pytest.mark.parametrize("arguments", [{"drop_first": 1}, {"episodes": [0]}, {"episode_filter": pc.field("length") > 60}])
-def test_a_part_is_not_rewritten(demo: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="only a part of the dataset is selected"):
-        dali_stream.tools.reshard(Dataset(demo, **arguments), tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -19,7 +19,7 @@ from support.stores import Clock
 
 from dali_stream import Dataset, DatasetError, Loader, StorageError
 from dali_stream.cli import main
-from dali_stream.tools.rewriting import reshard
+from dali_stream.tools import prepare
 
 REPOSITORY = "someone/demo"
 TOKEN = "hf_aVerySecretToken"
@@ -208,7 +208,7 @@ def test_no_credentials_in_what_a_user_sees(
 
 
 def test_a_run_goes_on_over_the_same_dataset_in_other_files(small: Path, tmp_path: Path) -> None:
-    reshard(Dataset(small), tmp_path / "out")
+    prepare(small, tmp_path / "out", jobs=1)
     arguments: dict[str, Any] = {"batch_size": 16, "consumers": 4}
     with Loader(small, **arguments) as loader:
         epoch = iter(loader)

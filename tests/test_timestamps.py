@@ -56,7 +56,7 @@ def test_wall_clock_timestamps_are_named_as_such_with_their_remedies(root: Path)
     assert "at most 0.0083 s (a quarter of a frame) is allowed" in message
     assert "not a multiple of 1/fps = 0.03333 s, so it is probably a wall-clock time" in message
     assert 'Dataset(clock="frame_index"), or --clock frame_index on the command line, locates frames by frame_index' in message
-    assert "`dali-stream convert URI OUT --clock frame_index` writes" in message
+    assert "`dali-stream prepare URI OUT --clock frame_index` writes" in message
     assert "Dataset(tolerance_s=0.0166) accepts" in message
 
 

@@ -29,7 +29,7 @@ from support.datasets import (
 )
 from support.servers import Server
 from support.slow import slow
-from support.tools import transcoded
+from support.tools import prepared
 
 import dali_stream
 from dali_stream import Dataset, DatasetError
@@ -77,11 +77,7 @@ def root(roots: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def convert(source: Path | str, out: Path, **options: Any) -> Path:
-    dataset = Dataset(source)
-    try:
-        dali_stream.tools.convert(dataset, out, **options)
-    finally:
-        dataset.close()
+    prepared(source, out, **options)
     return out
 
 
@@ -436,7 +432,9 @@ def test_indices_with_gaps(root: Path, roots: dict[str, Path]) -> None:
 def test_the_conversion_is_laid_out_as_v3(roots: dict[str, Path]) -> None:
     files = set(tree(roots["converted v2.1"]))
     videos = {f"videos/{key}/chunk-000/file-000.mp4" for key in (TOP, SIDE)}
-    names = {"meta/info.json", "meta/stats.json", "meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"}
+    names = {"meta/info.json", "meta/stats.json", "meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"} | {
+        "meta/prepare.json"
+    }
     assert files == {"data/chunk-000/file-000.parquet", *videos, *names}
     info = json.loads((roots["converted v2.1"] / "meta/info.json").read_text())
     assert info["codebase_version"] == "v3.0"
@@ -462,15 +460,15 @@ def test_a_remote_dataset_is_converted(roots: dict[str, Path], tmp_path: Path) -
 
 
 def test_an_interrupted_conversion_resumes(roots: dict[str, Path], tmp_path: Path) -> None:
-    def interrupt(stage: str, done: int, total: int) -> None:
-        if stage == "verifying":
+    def interrupt(status: Any) -> None:
+        if status.done == status.total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         convert(roots["v2.1"], tmp_path / "out", progress=interrupt)
-    assert not (tmp_path / "out/meta").exists()
+    assert not (tmp_path / "out/meta/info.json").exists()
     written = {
-        path: (tmp_path / "out" / path).stat().st_mtime_ns for path in tree(tmp_path / "out") if not path.startswith(".")
+        path: (tmp_path / "out" / path).stat().st_mtime_ns for path in tree(tmp_path / "out") if not path.startswith("meta/")
     }
     convert(roots["v2.1"], tmp_path / "out")
     assert written == {path: (tmp_path / "out" / path).stat().st_mtime_ns for path in written}
@@ -478,23 +476,18 @@ def test_an_interrupted_conversion_resumes(roots: dict[str, Path], tmp_path: Pat
 
 
 def test_the_command(roots: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(roots["v2.1"]), str(tmp_path / "out")]) == 0
-    assert f"5 episodes, {sum(LENGTHS)} frames; all rows and encoded frames are verified" in capsys.readouterr().out
+    assert main(["prepare", str(roots["v2.1"]), str(tmp_path / "out"), "--jobs", "1"]) == 0
+    assert f"5 episodes, {sum(LENGTHS)} frames; 3 files written and verified" in capsys.readouterr().out
     assert tree(tmp_path / "out") == tree(roots["converted v2.1"])
-    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
-    assert tree(tmp_path / "again") == tree(tmp_path / "out")
+    assert main(["prepare", str(tmp_path / "out"), str(tmp_path / "again"), "--jobs", "1"]) == 0
+    old, new = tree(tmp_path / "out"), tree(tmp_path / "again")
+    assert {name for name in old if old[name] != new[name]} == {"meta/prepare.json"}
 
 
 def test_tasks_that_are_no_texts_are_not_converted(root: Path, tmp_path: Path) -> None:
     line(root, EPISODES, 1, '{"episode_index": 1, "length": 6, "tasks": [3]}')
-    with pytest.raises(DatasetError, match=r"episodes\.jsonl: episode 1: tasks is \[3\]; it is a list of texts"):
+    with pytest.raises(DatasetError, match=r"episodes\.jsonl: episode 1: tasks must be a list of texts, got \[3\]"):
         convert(root, tmp_path / "out")
-
-
-def test_a_part_is_not_converted(root: Path, tmp_path: Path) -> None:
-    for part in ({"episodes": [0]}, {"drop_first": 1}, {"frames": {0: [(0, 3)]}}):
-        with pytest.raises(ValueError, match="only a part of the dataset is selected"):
-            dali_stream.tools.convert(Dataset(root, **part), tmp_path / "out")
 
 
 def test_episodes_are_selected_by_what_only_some_have(root: Path) -> None:
@@ -509,14 +502,3 @@ def test_a_dataset_without_cameras_and_tasks(tmp_path: Path) -> None:
     out = Dataset(convert(root, tmp_path / "out"))
     assert (out.tasks, out.stats, out.cameras, out.num_frames) == ({}, {}, (), 7)
     assert out.fingerprint == Dataset(root).fingerprint
-
-
-@pytest.mark.slow
-def test_transcode_keeps_the_version(roots: dict[str, Path], tmp_path: Path) -> None:
-    transcoded(roots["v2.1"], tmp_path / "out", codec="h264")
-    out = Dataset(tmp_path / "out")
-    assert out.version == "v2.1"
-    assert out.fingerprint == Dataset(roots["v2.1"]).fingerprint
-    assert out.table.video[SIDE].paths == Dataset(roots["v2.1"]).table.video[SIDE].paths
-    seen = [data.identities(batch[TOP]) for batch in batches(out)]
-    assert seen == [data.identities(batch[TOP]) for batch in batches(roots["v2.1"])]

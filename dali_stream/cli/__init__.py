@@ -22,12 +22,11 @@ from dali_stream.cli.doctor import doctor
 from dali_stream.cli.index import index
 from dali_stream.cli.info import info
 from dali_stream.cli.lerobot_train import lerobot_train
+from dali_stream.cli.prepare import prepare
 from dali_stream.cli.preview import preview
 from dali_stream.cli.receipt import receipt
-from dali_stream.cli.reshard import convert, reshard
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
-from dali_stream.cli.transcode import transcode
 from dali_stream.frame_size import join_sizes
 
 __all__ = ["main"]
@@ -44,7 +43,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(short_help="Measure data loading alone.")(bench)
-app.command(short_help="Convert a dataset to v3.0 with correct times.")(convert)
 app.command(short_help="Make a small dataset, stream and measure it.")(demo)
 app.command(short_help="Diagnose this machine and a dataset.")(doctor)
 app.command(short_help="Read a remote dataset's index into a cache.")(index)
@@ -53,11 +51,10 @@ app.command(
     short_help="Run LeRobot's training script on a Loader.",
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
 )(lerobot_train)
+app.command(short_help="Rewrite a dataset for training.")(prepare)
 app.command(short_help="Draw a batch as the model sees it.")(preview)
 app.command(short_help="Say when a run has seen an episode.")(receipt)
-app.command(short_help="Rewrite a dataset for streaming.")(reshard)
 app.command(short_help="Compute the statistics that normalize needs.")(stats)
-app.command(short_help="Re-encode a dataset's videos, for example for a GPU.")(transcode)
 app.command(short_help="Test NVDEC through DALI on this machine.")(selftest)
 
 

@@ -271,7 +271,7 @@ class RowReader:
             self._warned = True
             _log.warning(
                 "%s: a row group has %d bytes, and memory_budget leaves %d for rows, so it is read again for each of its "
-                "episodes. `dali-stream reshard URI OUT` writes smaller ones",
+                "episodes. `dali-stream prepare URI OUT` writes smaller ones",
                 self._store.where(path), size, self._memory.largest,
             )  # fmt: skip
         with self._memory.turn(size):

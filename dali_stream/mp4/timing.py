@@ -13,7 +13,7 @@ from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 TOLERANCE = 0.25  # of a frame: no other frame can be meant, and files whose clock is coarse (milliseconds) still fit
 BY_FRAME_INDEX = (
     'Dataset(clock="frame_index"), or --clock frame_index on the command line, locates frames by frame_index / fps. '
-    "`dali-stream convert URI OUT --clock frame_index` writes a copy with regular timestamps"
+    "`dali-stream prepare URI OUT --clock frame_index` writes a copy with regular timestamps"
 )
 Interval = tuple[float, float]  # from_timestamp of an episode and of the next one: [start, stop) in seconds of the file
 

@@ -175,7 +175,7 @@ class Planner:
         if not fits(budget := self._budget_of(advice)):
             return
         gop = max(index.longest_gop for index in self._config.sizes(list(self._planner.frames)).indices.values())
-        shorter = ", and `dali-stream transcode URI OUT --codec h264 --gop 2` to 1.5 or less" if advice.now >= _COSTLY else ""
+        shorter = ", and `dali-stream prepare URI OUT --codec h264 --gop 2` to 1.5 or less" if advice.now >= _COSTLY else ""
         _log.log(
             logging.WARNING if advice.now >= _COSTLY and self._config.rank == 0 else logging.INFO,
             "GOP %d decodes %.2f frames per delivered frame; memory_budget=%s would bring it to %.2f%s",

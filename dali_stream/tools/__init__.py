@@ -10,37 +10,28 @@ if TYPE_CHECKING:
     from dali_stream.tools.diagnosis import DoctorReport, Finding, doctor
     from dali_stream.tools.diagnosis.report import Area, Status
     from dali_stream.tools.indexing import IndexReport, index
-    from dali_stream.tools.output.work import Progress
+    from dali_stream.tools.preparation import PreparedCamera, PrepareReport, PrepareStatus, prepare
     from dali_stream.tools.receipts import Receipt, Seen, receipt
-    from dali_stream.tools.rewriting import RewriteReport, Side, convert, reshard
-    from dali_stream.tools.transcoding import TranscodedCamera, TranscodeReport, transcode
-    from dali_stream.tools.transcoding.encoders import Codec, EncoderChoice
 
 __all__ = [
     "Area",
     "CameraReport",
-    "Codec",
     "DatasetReport",
     "DoctorReport",
-    "EncoderChoice",
     "FeatureReport",
     "Finding",
     "IndexReport",
-    "Progress",
+    "PrepareReport",
+    "PrepareStatus",
+    "PreparedCamera",
     "Receipt",
-    "RewriteReport",
     "Seen",
-    "Side",
     "Status",
-    "TranscodeReport",
-    "TranscodedCamera",
-    "convert",
     "describe",
     "doctor",
     "index",
+    "prepare",
     "receipt",
-    "reshard",
-    "transcode",
 ]
 
 _MODULES = {
@@ -48,11 +39,8 @@ _MODULES = {
     "diagnosis": ("DoctorReport", "Finding", "doctor"),
     "diagnosis.report": ("Area", "Status"),
     "indexing": ("IndexReport", "index"),
-    "output.work": ("Progress",),
+    "preparation": ("PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
     "receipts": ("Receipt", "Seen", "receipt"),
-    "rewriting": ("RewriteReport", "Side", "convert", "reshard"),
-    "transcoding": ("TranscodeReport", "TranscodedCamera", "transcode"),
-    "transcoding.encoders": ("Codec", "EncoderChoice"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -200,7 +200,7 @@ def _check_route(camera: Camera, where: str, report: CameraReport) -> Result:
     gpu, size = camera.decoders.gpus[where], (report.height, report.width)
     for codec in ("hevc", "h264"):
         if not capability(gpu, codec, "420", 8).refusal(*size) and smallest_coded_size(codec, *size) == size:
-            return WARNING, text, f"`dali-stream transcode URI OUT --codec {codec}` re-encodes the dataset for this GPU"
+            return WARNING, text, f"`dali-stream prepare URI OUT --codec {codec}` re-encodes the dataset for this GPU"
     return WARNING, text, NOTHING_TO_DO
 
 
@@ -224,7 +224,7 @@ def check_gops(camera: Camera) -> Result | None:
     if plain < _COSTLY:
         return None
     text = f"GOP {median_gop(tables)} decodes {plain:.0f} frames per delivered frame without a frame cache"
-    shorter, status = "`dali-stream transcode URI OUT --codec h264 --gop 2`", WARNING
+    shorter, status = "`dali-stream prepare URI OUT --codec h264 --gop 2`", WARNING
     remedy = f"{shorter} makes it 1.5"
     if cached := _cached(camera.dataset, camera.key, tables):
         budget, first, later = cached
@@ -287,7 +287,7 @@ def check_ends(camera: Camera) -> Result | None:
         f"episode {dataset.episodes[early[0]]} has {counted(int(dataset.lengths[early[0]]), 'frame')} at {dataset.fps:g} fps "
         f"from {start:.4f} s to {end:.4f} s. No frame is lost, since frames are located by from_timestamp and the next episode"
     )
-    return WARNING, text, "`dali-stream convert URI OUT` writes a copy with correct times"
+    return WARNING, text, "`dali-stream prepare URI OUT` writes a copy with correct times"
 
 
 def check_frame(camera: Camera, decoded: Mapping[str, Decoded]) -> dict[str, Result]:

@@ -105,7 +105,7 @@ def _check_codec(codec: str, formats: Mapping[tuple[str, str, int], Any]) -> Res
     plain = formats[codec, "420", 8]
     if not plain["supported"]:
         better = next((each for each in ("hevc", "h264") if formats[each, "420", 8]["supported"]), None)
-        command = f"`dali-stream transcode URI OUT --codec {better}` re-encodes a dataset to {NAMES[better]}" if better else ""
+        command = f"`dali-stream prepare URI OUT --codec {better}` re-encodes a dataset to {NAMES[better]}" if better else ""
         return WARNING, f"{plain['reason']}: frames are decoded on the CPU", command or NOTHING_TO_DO
     by_size: dict[str, list[str]] = {}
     for (chroma, depth), name in FORMATS.items():

@@ -160,5 +160,5 @@ def check_ffmpeg_program(machine: Machine) -> Result:
     """Check that the program ffmpeg exists, which encodes videos."""
     if version := environment.ffmpeg_program():
         return OK, version, ""
-    text = "the program ffmpeg is not on the PATH: the commands demo and transcode need it, training does not"
+    text = "the program ffmpeg is not on the PATH: the commands demo and prepare need it, training does not"
     return WARNING, text, "install FFmpeg (Debian, Ubuntu: apt-get install ffmpeg)"

@@ -1,12 +1,11 @@
 """Settings of FFmpeg's encoders.
 
 For every codec: constant quality, a keyframe every `gop` frames and nowhere else, closed GOPs, no B-frames, no hidden frames.
-So each frame of the source becomes one packet, in the same order.
+Each frame of the source becomes one packet, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,8 +13,8 @@ from dali_stream.arguments import one_of, positive
 
 Codec = Literal["hevc", "h264", "av1", "vp9"]
 """Codec of the new videos."""
-EncoderChoice = Literal["auto", "nvenc", "cpu"]
-"""Encoder; "auto" is NVENC if it works."""
+EncoderChoice = Literal["cpu", "nvenc"]
+"""Processor on which the encoder runs."""
 CODECS: tuple[Codec, ...] = get_args(Codec)
 ENCODERS: tuple[EncoderChoice, ...] = get_args(EncoderChoice)
 _LONGEST_GOP = 10_000
@@ -34,16 +33,11 @@ class Encoder:
         arguments: for the ffmpeg program, after its input.
     """
 
-    codec: Codec
+    codec: str
     name: str
     quality: int
     preset: str
     arguments: tuple[str, ...]
-
-    @property
-    def nvenc(self) -> bool:
-        """Whether it runs on the GPU."""
-        return self.name.endswith("_nvenc")
 
 
 # Defaults of quality, measured on 400 frames of a robot's camera, 640x480, AV1 with crf 30 and GOP 2, with FFmpeg 5.1: 47 dB
@@ -53,7 +47,7 @@ _NVENC_QUALITY = {"h264_nvenc": (20, 51), "hevc_nvenc": (22, 51), "av1_nvenc": (
 _CPU = {"h264": "libx264", "hevc": "libx265", "av1": "libsvtav1", "vp9": "libvpx-vp9"}
 
 
-def encoder(codec: Codec, gop: int, crf: int | None, *, nvenc: bool, sizes: Sequence[tuple[int, int]] = ()) -> Encoder:
+def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[int, int]) -> Encoder:
     """Return the encoder of a codec.
 
     Args:
@@ -61,12 +55,14 @@ def encoder(codec: Codec, gop: int, crf: int | None, *, nvenc: bool, sizes: Sequ
         gop: Distance of keyframes in frames.
         crf: Quality on the encoder's scale, or None for its default.
         nvenc: Whether to encode on the GPU.
-        sizes: (height, width) of the frames.
+        size: (height, width) of the frames.
 
     Raises:
         ValueError: the GPU has none, or it does not support the GOP or quality.
     """
     one_of("codec", codec, CODECS)
+    if codec in ("h264", "hevc") and (size[0] % 2 or size[1] % 2):
+        raise ValueError(f"size must have even sides for {codec}, got {size[0]}×{size[1]}; give --size, or --codec vp9")
     if positive("gop", gop) > _LONGEST_GOP:
         raise ValueError(f"Invalid gop {gop}. Give the distance of keyframes in frames, 1 to {_LONGEST_GOP}")
     if nvenc and codec == "vp9":
@@ -79,10 +75,12 @@ def encoder(codec: Codec, gop: int, crf: int | None, *, nvenc: bool, sizes: Sequ
     if isinstance(quality, bool) or not 1 <= quality <= highest:
         raise ValueError(f"Invalid crf {crf!r}. {name} allows 1 (best) to {highest}; the default is {default}")
     preset, arguments = _nvenc(gop, quality) if nvenc else _SETTINGS[name](gop, quality)
-    if name == "libx265" and any(side % _X265_BLOCK for size in sizes for side in size):
+    if name == "libx265" and any(side % _X265_BLOCK for side in size):
         arguments += ":min-cu-size=8"  # so that frames are coded without padding, which NVDEC needs
     tag = ("-tag:v", "hvc1") if codec == "hevc" else ()
-    return Encoder(codec, name, quality, preset, ("-c:v", name, "-bf", "0", *tag, *arguments.split()))
+    # One thread: x264's output depends on their number, and the workers are the parallelism.
+    threads = () if nvenc else ("-threads", "1")
+    return Encoder(codec, name, quality, preset, ("-c:v", name, *threads, "-bf", "0", *tag, *arguments.split()))
 
 
 def _nvenc(gop: int, quality: int) -> tuple[str, str]:
@@ -97,20 +95,23 @@ def _x264(gop: int, quality: int) -> tuple[str, str]:
 
 
 def _x265(gop: int, quality: int) -> tuple[str, str]:
-    params, keys = f"keyint={gop}:min-keyint={gop}:open-gop=0:scenecut=0:bframes=0:log-level=error", f"-g {gop}"
+    params, keys = (
+        f"keyint={gop}:min-keyint={gop}:open-gop=0:scenecut=0:bframes=0:log-level=error:pools=none:frame-threads=1",
+        f"-g {gop}",
+    )
     if gop == 1:  # with keyint=1, x265 writes the profile Main Intra, of the range extensions, which decoders need not support
         params, keys = params.replace("keyint=1:min-keyint=1:", ""), "-force_key_frames expr:1 -forced-idr 1"
     return "ultrafast", f"-preset ultrafast -profile:v main -crf {quality} {keys} -x265-params {params}"
 
 
 def _svt(gop: int, quality: int) -> tuple[str, str]:
-    # pred-struct=1 is low delay: otherwise there are hidden frames in GOPs of more than 2. Temporal filtering mixes
+    # pred-struct=1 is low delay: otherwise GOPs of more than 2 have hidden frames. Temporal filtering mixes
     # neighbouring frames, and screen content mode was seen to lose single cells of a bar code.
-    return "10", f"-g {gop} -preset 10 -crf {quality} -svtav1-params pred-struct=1:enable-tf=0:scm=0"
+    return "10", f"-g {gop} -preset 10 -crf {quality} -svtav1-params pred-struct=1:enable-tf=0:scm=0:lp=1"
 
 
 def _vpx(gop: int, quality: int) -> tuple[str, str]:
-    arguments = f"-g {gop} -keyint_min {gop} -deadline realtime -cpu-used 8 -row-mt 1 -crf {quality} -b:v 0"
+    arguments = f"-g {gop} -keyint_min {gop} -deadline realtime -cpu-used 8 -crf {quality} -b:v 0"
     return "", f"{arguments} -auto-alt-ref 0 -lag-in-frames 0"
 
 

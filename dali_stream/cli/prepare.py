@@ -1,0 +1,192 @@
+"""`dali-stream prepare` rewrites a dataset for training."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dali_stream.cli import arguments, console
+from dali_stream.errors import DaliStreamError, counted
+
+if TYPE_CHECKING:
+    from dali_stream.tools.preparation import PrepareReport, PrepareStatus
+
+_LINE_EVERY_S = 10.0  # between two lines of progress without a terminal
+
+
+def prepare(
+    uri: Annotated[str, typer.Argument(metavar="[URI]", help="The dataset.")],
+    out: Annotated[str | None, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://.")] = None,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="cpu|nvdec|hub",
+            help="Encoding that is fastest to decode on CPUs; that all GPUs decode; or LeRobot's own.",
+        ),
+    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="HxW", help="Size of all cameras' frames.")] = None,
+    codec: Annotated[str | None, typer.Option(help="h264, hevc, av1 or vp9.")] = None,
+    gop: Annotated[
+        int | None,
+        typer.Option(metavar="N", parser=arguments.count, help="Distance of keyframes; 2 is best for single frames."),
+    ] = None,
+    crf: Annotated[
+        int | None,
+        typer.Option(metavar="N", parser=arguments.natural, help="Quality, lower is better. Default: close to the source."),
+    ] = None,
+    encoder: Annotated[str | None, typer.Option(help="cpu (default) or nvenc.")] = None,
+    file_mb: Annotated[float | None, typer.Option(metavar="MB", help="Approximate size of a file, in MiB.")] = None,
+    rows_per_group: Annotated[
+        int | None, typer.Option(metavar="N", parser=arguments.count, help="Rows of a row group, of whole episodes.")
+    ] = None,
+    images_to_video: Annotated[bool, typer.Option("--images-to-video", help="Make videos of images in rows.")] = False,
+    drop_broken: Annotated[
+        bool, typer.Option("--drop-broken", help="Check all episodes first, and leave out those that cannot be read.")
+    ] = False,
+    episodes: arguments.Episodes = None,
+    episode_filter: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Only episodes with these values, such as '{\"success\": true}'.")
+    ] = None,
+    cameras: arguments.Cameras = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    storage_options: arguments.StorageOptions = None,
+    out_storage_options: Annotated[str | None, typer.Option(metavar="JSON", help="Credentials and the like of OUT.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", parser=arguments.count, help="Files at a time. Default: one per core.")
+    ] = None,
+    executor: Annotated[
+        str, typer.Option(metavar="local|slurm|ray", help="Executor: processes of this machine, or a cluster.")
+    ] = "local",
+    files_per_job: Annotated[
+        int | None, typer.Option(metavar="N", parser=arguments.count, help="Files of a job of SLURM. Default: 1000 jobs.")
+    ] = None,
+    slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the jobs.")] = None,
+    slurm_time: Annotated[
+        int | None, typer.Option(metavar="MINUTES", parser=arguments.count, help="Time limit of a job.")
+    ] = None,
+    slurm_account: Annotated[str | None, typer.Option(metavar="NAME", help="Account of the jobs.")] = None,
+    slurm_folder: Annotated[
+        str, typer.Option(metavar="DIR", help="Folder that all nodes share, for the jobs' files.")
+    ] = "prepare-slurm",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster. Default: start Ray on this machine.")
+    ] = None,
+    as_status: Annotated[bool, typer.Option("--status", help="Print how far the run is that writes URI, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Rewrite a dataset of any version as LeRobot v3.0: smaller frames, another codec, other files, a part of the episodes.
+
+    Without options, rows and encoded frames stay as they are. Every file is verified against the source before it gets its
+    name. After an interruption, the same command continues. OUT becomes a dataset when all files are written.
+    """
+    from dali_stream.tools.preparation.run import prepare as run
+    from dali_stream.tools.preparation.run import status
+
+    if as_status:
+        state = status(out or uri, arguments.json_object("--out-storage-options", out_storage_options))
+        console.print_json(state.as_dict()) if as_json else typer.echo(state)
+        return
+    if out is None:
+        raise ValueError("OUT is missing; give a new folder or an address")
+    wanted = arguments.json_object("--episode-filter", episode_filter)
+    options: dict[str, Any] = {
+        "for_": for_, "size": arguments.size("--size", size), "codec": codec, "gop": gop, "crf": crf, "encoder": encoder,
+        "file_mb": file_mb, "rows_per_group": rows_per_group, "images_to_video": images_to_video, "drop_broken": drop_broken,
+        "episodes": arguments.numbers("--episodes", episodes), "cameras": arguments.names(cameras),
+        "episode_filter": None if wanted is None else lambda row: all(row.get(key) == value for key, value in wanted.items()),
+        "revision": revision, "data_files_root": data_files_root, "jobs": jobs,
+        "storage_options": arguments.json_object("--storage-options", storage_options),
+        "out_storage_options": arguments.json_object("--out-storage-options", out_storage_options),
+        **arguments.located_by(clock, tolerance_s),
+    }  # fmt: skip
+    slurm = {"partition": slurm_partition, "time": slurm_time, "account": slurm_account}
+    slurm = {name: value for name, value in slurm.items() if value is not None}
+    options |= _cluster(executor, jobs, files_per_job, slurm_folder, slurm, ray_address)
+    with _shown() as show:
+        report = run(uri, out, **options, progress=show)
+    _say(out, report, as_json)
+
+
+def _cluster(
+    executor: str, jobs: int | None, files_per_job: int | None, folder: str, slurm: dict[str, Any], address: str | None
+) -> dict[str, Any]:
+    """Return the arguments of `prepare` that choose where files are written."""
+    if executor == "slurm":
+        from dali_stream.tools.preparation.slurm import MOST, SlurmExecutor
+
+        parallel = {} if jobs is None else {"array_parallelism": jobs}
+        make: Any = functools.partial(SlurmExecutor, folder, **slurm, **parallel)
+        return {"executor": make, "jobs": MOST, "files_per_call": files_per_job}
+    if files_per_job is not None or slurm:
+        raise ValueError(f"--files-per-job and --slurm-... need --executor slurm, got {executor}")
+    if executor == "ray":
+        from dali_stream.tools.preparation.ray import RayExecutor
+
+        return {"executor": functools.partial(RayExecutor, address), "jobs": jobs or 1000}
+    if executor != "local":
+        raise ValueError(f"executor must be 'local', 'slurm' or 'ray', got {executor!r}")
+    if address is not None:
+        raise ValueError("--ray-address needs --executor ray")
+    return {"jobs": jobs}
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[PrepareStatus], None]]:
+    """Show progress as a bar on a terminal, and as a line now and then elsewhere."""
+    last = time.monotonic()
+
+    def line(state: PrepareStatus) -> None:
+        nonlocal last
+        if time.monotonic() - last > _LINE_EVERY_S:
+            last = time.monotonic()
+            typer.echo(state, err=True)
+
+    with console.progress() as bar:
+        yield (lambda state: bar(state.done, state.total, str(state))) if sys.stderr.isatty() else line
+
+
+def _say(out: str, report: PrepareReport, as_json: bool) -> None:
+    if as_json:
+        console.print_json(report.as_dict())
+    else:
+        _print(out, report)
+    if report.failed:
+        raise DaliStreamError(
+            f"{out}: {counted(len(report.failed), 'file')} could not be written; mend the source, or give --drop-broken with a "
+            "new OUT, and run the command again"
+        )
+
+
+def _print(out: str, report: PrepareReport) -> None:
+    made = console.table(
+        "camera", "files", "bytes", "encoder", "PSNR min", "mean", "SSIM min", "mean ", right=("files", "bytes")
+    )
+    for key, camera in report.cameras.items():
+        psnr = ["" if value is None else f"{value:.1f} dB" for value in (camera.psnr_min, camera.psnr_mean)]
+        ssim = ["" if value is None else f"{value:.4f}" for value in (camera.ssim_min, camera.ssim_mean)]
+        made.add_row(key, str(camera.files), console.megabytes(camera.bytes), camera.encoder or "copied", *psnr, *ssim)
+    if report.cameras:
+        console.results().print(made)
+    for title, broken in (("file", report.failed), ("left-out episode", report.dropped)):
+        if broken:
+            lost = console.table(title, "why")
+            for name, why in broken.items():
+                lost.add_row(name, why)
+            console.results().print(lost)
+    if not report.failed:
+        what = (
+            "nothing to do, all files are there"
+            if not report.written
+            else f"{counted(report.written, 'file')} written and verified"
+        )
+        typer.echo(f"{out}: {counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}; {what}")

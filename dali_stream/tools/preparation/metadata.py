@@ -1,0 +1,376 @@
+"""The files below `meta/` of the new dataset, made from those of the source (of any version), the plan and the tasks' notes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DatasetError
+from dali_stream.lerobot import metadata, v2
+from dali_stream.lerobot.features import ENCODING
+from dali_stream.lerobot.metadata import Episodes
+from dali_stream.lerobot.stats import table_stats
+from dali_stream.tools.preparation.place import Place
+from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, path_of
+
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+DONE = "meta/prepare.json"  # what was done, in a finished dataset
+AT_THE_ROOT = ("README.md", "README", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+Json = dict[str, Any]
+_log = logging.getLogger("dali_stream")
+_EPISODES = 1000  # of v2.x, in one part of the episode table
+_GONE = ("total_chunks", "total_videos")  # of info.json
+# Encoding entries of newer LeRobot versions that a new encoding makes untrue.
+_UNTRUE = ("video.fast_decode", "video.video_backend", "video.extra_options")
+
+
+@dataclass
+class _Columns:
+    """New values of the episode table.
+
+    Attributes:
+        new: {index in the source: index in the new dataset}.
+        values: {column: {index in the source: value}}.
+        added: Types of columns that the source may lack.
+    """
+
+    new: dict[int, int] = field(default_factory=dict)
+    values: dict[str, dict[int, Any]] = field(default_factory=dict)
+    added: dict[str, pa.DataType] = field(default_factory=dict)
+
+    def put(self, name: str, old: int, value: Any, kind: pa.DataType | None = None) -> None:
+        """Set a value; with a type, also where the source has no such column."""
+        self.values.setdefault(name, {})[old] = value
+        if kind is not None:
+            self.added[name] = kind
+
+
+def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place, done: Json) -> None:
+    """Write all metadata; info.json, which makes OUT a dataset, comes last.
+
+    Args:
+        dataset: The source.
+        plan: The plan.
+        notes: The note of each task by its path.
+        place: OUT.
+        done: Content of meta/prepare.json.
+    """
+    head, columns = plan.header, _columns(dataset, plan, notes)
+    skipped = {metadata.INFO, DONE, *episode_files(dataset)} | (
+        {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS} if dataset.is_v2 else set()
+    )
+    for name in dataset.store.files("meta"):
+        if name not in skipped and not name.startswith("meta/prepare/"):
+            place.write(name, dataset.store.read_all(name))
+    for name in AT_THE_ROOT:
+        if dataset.store.exists(name):
+            place.write(name, dataset.store.read_all(name))
+    if dataset.is_v2:
+        place.write("meta/tasks.parquet", _encoded(metadata.tasks_table(dict(sorted(dataset.tasks.items())))))
+    parts = _write_episodes(dataset, plan, columns, place)
+    stats = _stats(dataset, plan, columns, notes, parts)
+    if stats is not None:
+        place.write(metadata.STATS, json.dumps(stats, indent=4).encode())
+    place.write(DONE, json.dumps(done, indent=4).encode())
+    lengths = {e["new"]: e["length"] for task in plan.tasks if "camera" not in task for e in task["episodes"]}
+    place.write(metadata.INFO, json.dumps(_info(dataset, head, len(lengths), sum(lengths.values())), indent=4).encode())
+
+
+def _encoded(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(table, out)
+    return out.getvalue()
+
+
+# ---- info.json
+
+
+def _info(dataset: Dataset, head: Json, episodes: int, frames: int) -> Json:
+    found: Json = metadata.read_json(dataset.store, metadata.INFO)
+    features = {key: deepcopy(feature) for key, feature in found["features"].items() if key in head["features"]}
+    fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
+    if dataset.is_v2:
+        features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
+        found = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in found.items() if key not in _GONE}
+        found |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
+    for key, spec in head["cameras"].items():
+        if spec["mode"] != "copy":
+            features[key] = _encoded_feature(features[key], spec, fps)
+    size = head["options"].get("file_mb")
+    found |= {
+        "total_episodes": episodes,
+        "total_frames": frames,
+        "chunks_size": head["chunks_size"],
+        "data_files_size_in_mb": max(1, round(size or DATA_MB)),
+        "video_files_size_in_mb": max(1, round(size or VIDEO_MB)),
+        "data_path": DATA_PATH,
+        "video_path": VIDEO_PATH if head["cameras"] else None,
+        "features": features,
+    }
+    if head["renumber"] and "splits" in found:  # ranges of the old indices
+        found["splits"] = {"train": f"0:{episodes}"}
+    return found
+
+
+def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
+    """Return the feature of a camera after encoding. Unknown keys stay."""
+    (height, width), chosen = spec["size"], spec["encoder"]
+    place = next((each for each in ENCODING if isinstance(feature.get(each), dict)), "info")
+    said = {key: value for key, value in (feature.get(place) or {}).items() if key not in _UNTRUE}
+    said |= {
+        "video.height": height, "video.width": width, "video.codec": chosen["codec"], "video.pix_fmt": "yuv420p",
+        "video.is_depth_map": False, "video.fps": fps, "video.channels": 3, "has_audio": False,
+        "video.g": spec["gop"], "video.crf": chosen["quality"], "video.preset": chosen["preset"] or None,
+        "video.encoder": chosen["name"],
+    }  # fmt: skip
+    shape, names = [height, width, 3], ["height", "width", "channels"]
+    was = tuple(feature["shape"])
+    if len(was) == 3 and was[0] in (1, 3) and was[2] not in (1, 3):  # (C, H, W)
+        shape, names = [3, height, width], ["channels", "height", "width"]
+    changed = {"dtype": "video", "shape": shape, place: said}
+    if feature.get("dtype") == "image" or not isinstance(feature.get("names"), list):
+        changed["names"] = names
+    return {key: value for key, value in feature.items() if key != "fps" or feature.get("dtype") == "video"} | changed
+
+
+# ---- the episode table
+
+
+def _columns(dataset: Dataset, plan: Plan, notes: Mapping[str, Json]) -> _Columns:
+    head, columns = plan.header, _Columns()
+    numbers: dict[str, int] = {}
+    for task in plan.tasks:
+        camera, note = task.get("camera", ""), notes[task["path"]]
+        prefix = f"videos/{camera}/" if camera else "data/"
+        chunk, file = divmod(numbers.setdefault(camera, 0), head["chunks_size"])
+        numbers[camera] += 1
+        encoded = camera and head["cameras"][camera]["mode"] != "copy"
+        for episode in task["episodes"]:
+            old = episode["old"]
+            for name, value in (("chunk_index", chunk), ("file_index", file)):
+                columns.put(prefix + name, old, value, pa.int64())
+            if not camera:
+                _put_row_columns(columns, head, old, episode)
+                continue
+            start = note["from"][str(episode["new"])]
+            columns.put(f"{prefix}from_timestamp", old, start, pa.float64())
+            columns.put(f"{prefix}to_timestamp", old, start + episode["length"] / dataset.fps, pa.float64())
+            for name, value in note["stats"][str(episode["new"])].items() if encoded else ():
+                columns.put(f"stats/{camera}/{name}", old, value, _kind(value))
+    return columns
+
+
+def _put_row_columns(columns: _Columns, head: Json, old: int, episode: Json) -> None:
+    new, first, length = episode["new"], episode["first"], episode["length"]
+    columns.new[old] = new
+    for name, value in (("episode_index", new), ("dataset_from_index", first), ("dataset_to_index", first + length)):
+        columns.put(name, old, value)
+    changed: dict[str, npt.NDArray[Any]] = {}
+    if head["renumber"]:
+        changed |= {"index": np.arange(first, first + length), "episode_index": np.full(length, new)}
+    if head["regular"]:
+        changed["timestamp"] = (np.arange(length) / head["fps"]).astype(np.float32)
+    for key, values in changed.items():
+        for name, value in table_stats(values).items():
+            columns.put(f"stats/{key}/{name}", old, value)
+
+
+def _kind(value: Any) -> pa.DataType:
+    if isinstance(value, list):
+        return pa.list_(_kind(value[0]))
+    return pa.int64() if isinstance(value, int) else pa.float64()
+
+
+def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Place) -> list[pa.Table]:
+    """Write the episode table, a part of the source's at a time. Return the columns of statistics, by part."""
+    table = dataset.read_table([key for key, spec in plan.header["cameras"].items() if spec["mode"] != "images"])
+    parts, waiting, size, number = list[pa.Table](), list[pa.Table](), 0, 0
+    most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
+
+    def flush() -> None:
+        nonlocal number, size
+        if waiting:
+            whole = pa.concat_tables(waiting)
+            for name, value in zip(("chunk_index", "file_index"), divmod(number, plan.header["chunks_size"]), strict=True):
+                whole = _set(whole, f"meta/episodes/{name}", [value] * len(whole), pa.int64())
+            place.write(path_of(EPISODES_PATH, number, plan.header), _encoded(whole))
+            number, size = number + 1, 0
+            waiting.clear()
+
+    for found, nbytes in episode_tables(dataset, table):
+        part = _renewed(found, plan.header, columns)
+        if waiting and (size + nbytes > most or not part.schema.equals(waiting[0].schema, check_metadata=True)):
+            flush()
+        waiting.append(part)
+        size += nbytes
+        parts.append(part.select([name for name in part.column_names if name.startswith("stats/")]))
+    flush()
+    return parts
+
+
+def _renewed(found: pa.Table, head: Json, columns: _Columns) -> pa.Table:
+    """Return a part of the episode table with the kept episodes and cameras, and their new values."""
+    old = found["episode_index"].to_numpy()
+    kept = np.isin(old, list(columns.new))
+    found, old = found.filter(pa.array(kept)), old[kept].tolist()
+    cameras = [name.split("/")[1:-1] for name in found.column_names if name.startswith("videos/")]
+    gone = {"/".join(parts) for parts in cameras} - set(head["cameras"]) | set(head["without"])
+    gone -= set(head["cameras"])
+    names = [n for n in found.column_names if not any(n.startswith((f"videos/{key}/", f"stats/{key}/")) for key in gone)]
+    encoded = [key for key, spec in head["cameras"].items() if spec["mode"] != "copy"]
+    names = [n for n in names if n in columns.values or not any(n.startswith(f"stats/{key}/") for key in encoded)]
+    found = found.select(names)
+    for name, values in columns.values.items():
+        if name in found.column_names or name in columns.added:
+            found = _set(found, name, [values[episode] for episode in old], columns.added.get(name))
+    return found
+
+
+def _set(table: pa.Table, name: str, values: list[Any], kind: pa.DataType | None) -> pa.Table:
+    """Return a table with a column of other values, of its own type if it exists."""
+    if name not in table.column_names:
+        return table.append_column(name, pa.array(values, kind))
+    place = table.column_names.index(name)
+    own = table.schema.field(place)
+    return table.set_column(place, own, pa.array(values, kind).cast(own.type))
+
+
+def episode_files(dataset: Dataset) -> list[str]:
+    """Return the files of the episode table."""
+    return [name for name in dataset.store.files("meta/episodes") if name.endswith(".parquet")]
+
+
+# ---- statistics
+
+
+def has_episode_stats(dataset: Dataset) -> bool:
+    """Return whether the source has statistics of single episodes, of its rows."""
+    if dataset.is_v2:
+        return dataset.stored_stats_place == v2.EPISODES_STATS
+    first = episode_files(dataset)[0]
+    with metadata.parquet_errors(dataset.store, first), dataset.store.open(first) as file:
+        return any(name.startswith("stats/frame_index/") for name in pq.ParquetFile(file).schema_arrow.names)
+
+
+def _stats(dataset: Dataset, plan: Plan, columns: _Columns, notes: Mapping[str, Json], parts: list[pa.Table]) -> Json | None:
+    """Return the content of stats.json, or None if it stays as it is or does not exist.
+
+    Statistics that change are aggregated from those of the episodes, as LeRobot does.
+    """
+    head, stored = plan.header, dataset.stored_stats
+    encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}
+    changed = (
+        set(stored) | encoded if head["renumber"] else encoded | ({"timestamp"} & set(stored) if head["regular"] else set())
+    )
+    changed &= set(head["features"])
+    of_source_file = not dataset.is_v2 or dataset.stored_stats_place == metadata.STATS
+    if not changed and of_source_file and set(stored) <= set(head["features"]):
+        return None
+    episodes: dict[str, list[dict[str, Any]]] = {}
+    for key in changed:
+        given = {
+            name.rpartition("/")[2]: each for name, each in columns.values.items() if name.rpartition("/")[0] == f"stats/{key}"
+        }
+        episodes[key] = [{name: each[old] for name, each in given.items()} for old in columns.new] if given else []
+    missing = {key for key, own in episodes.items() if not own}
+    for part in parts:
+        by_key: dict[str, dict[str, list[Any]]] = {}
+        for name in part.column_names:
+            key, _, statistic = name.removeprefix("stats/").rpartition("/")
+            if key in missing:
+                by_key.setdefault(key, {})[statistic] = part[name].to_pylist()
+        for key, own in by_key.items():
+            episodes[key] += [dict(zip(own, values, strict=True)) for values in zip(*own.values(), strict=True)]
+    for note in notes.values() if head["row_stats"] else ():
+        for of_episode in note["stats"].values() if "rows" in note else ():
+            for key in missing & set(of_episode):
+                episodes[key].append(of_episode[key])
+    new = {key: value for key, value in stored.items() if key in head["features"] and key not in changed}
+    for key, own_episodes in episodes.items():
+        if not own_episodes:
+            _log.warning("stats of %.80r are left out: the source has none for single episodes", key)
+            continue
+        made = v2.aggregate([{key: {n: np.asarray(v) for n, v in each.items() if v is not None}} for each in own_episodes])[key]
+        new[key] = {name: value for name, value in made.items() if key not in stored or name in stored[key]}
+    order = dict.fromkeys(key for key in (*stored, *new) if key in new)
+    return {key: {name: value.tolist() for name, value in new[key].items()} for key in order} or None
+
+
+def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table, int]]:
+    """Yield the episode table in parts, each with its bytes as encoded; `table` has all cameras.
+
+    For v2.x, columns that depend on the new files are 0.
+    """
+    if not dataset.is_v2:
+        for name in episode_files(dataset):
+            yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
+        return
+    lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
+    stats = v2.read_episode_stats(dataset.store) if dataset.stored_stats_place == v2.EPISODES_STATS else {}
+    names = dict.fromkeys((key, name) for found in stats.values() for key, of in found.items() for name in of)
+    own = _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
+    cameras = [f"videos/{camera}/{end}" for camera in table.video for end in ("chunk_index", "file_index")]
+    times = [f"videos/{camera}/{end}" for camera in table.video for end in ("from_timestamp", "to_timestamp")]
+    indices = ["data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index", *cameras]
+    for at in range(0, len(table.index), _EPISODES):
+        index = table.index[at : at + _EPISODES]
+        columns: dict[str, Any] = {
+            "episode_index": index,
+            "tasks": pa.array([_tasks(dataset, lines[e]) for e in index.tolist()], pa.list_(pa.string())),
+            "length": table.length[at : at + _EPISODES],
+            **{name: np.zeros(len(index), np.int64) for name in indices},
+            **{name: np.zeros(len(index), np.float64) for name in times},
+        }
+        columns |= {name: values.slice(at, len(index)) for name, values in own.items() if name not in columns}
+        for key, name in names:
+            values = [stats.get(episode, {}).get(key, {}).get(name) for episode in index.tolist()]
+            columns[f"stats/{key}/{name}"] = _nested(dataset, values, key, name)
+        columns |= {f"meta/episodes/{end}": np.zeros(len(index), np.int64) for end in ("chunk_index", "file_index")}
+        encoded = io.BytesIO()
+        pq.write_table(pa.table(columns), encoded)
+        yield pq.read_table(encoded), encoded.getbuffer().nbytes  # with the types that the new file will have
+
+
+def _own_columns(dataset: Dataset, entries: list[dict[str, Any]]) -> dict[str, pa.Array]:
+    """Return the columns that the format does not ask for, such as annotations of the parts of an episode."""
+    columns = {}
+    for name in dict.fromkeys(name for entry in entries for name in entry):
+        try:
+            values = pa.array([entry.get(name) for entry in entries])
+            pq.write_table(pa.table({name: values}), io.BytesIO())  # not every type can be written
+            columns[name] = values
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            where = dataset.store.where(v2.EPISODES)
+            _log.warning("%s: %.80r cannot be a column (%s), so the new episode table lacks it", where, name, error)
+    return columns
+
+
+def _tasks(dataset: Dataset, entry: dict[str, Any]) -> list[str]:
+    tasks = entry.get("tasks", [])
+    if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
+        raise DatasetError(
+            f"{dataset.store.where(v2.EPISODES)}: episode {entry['episode_index']}: tasks must be a list of texts, "
+            f"got {str(tasks)[:40]}"
+        )
+    return tasks
+
+
+def _nested(dataset: Dataset, values: list[Any], key: str, name: str) -> pa.Array:
+    """Return a statistic of some episodes as lists of numbers. Raises DatasetError if they differ in kind or shape."""
+    number = np.int64 if name == "count" else np.float64
+    try:
+        return pa.array([None if each is None else each.astype(number).tolist() for each in values])
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        where = dataset.store.where(v2.EPISODES_STATS)
+        raise DatasetError(f"{where}: {name} of {key} has another kind or shape in some episodes: {error}") from error

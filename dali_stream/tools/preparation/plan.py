@@ -1,0 +1,315 @@
+"""The plan: which episodes go into which output file. It is stored in OUT before anything is written.
+
+A plan is JSON lines: the header, then one task per file:
+
+    {"path": of the file,
+     "episodes": [{"old": index in the source, "new": index, "length": rows, "data": Parquet file, "place": first row in it,
+                   "first": first `index`,                                       (rows)
+                   "video": MP4 file, "start": seconds in it, "stop": seconds}]  (video)
+     "rows_per_group": rows of a row group,                                      (rows)
+     "camera": key}                                                              (video)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, DatasetError
+from dali_stream.lerobot import metadata
+from dali_stream.lerobot.features import ENCODING, Feature
+from dali_stream.mp4.index import read_index
+from dali_stream.mp4.timing import TOLERANCE
+from dali_stream.storage.store import checked
+from dali_stream.tools.preparation import packets, rows
+from dali_stream.tools.preparation.encoders import CODECS, encoder
+from dali_stream.tools.preparation.options import Options
+from dali_stream.tools.preparation.place import content_hash
+from dali_stream.tools.work import Work
+
+VERSION = 1  # increased when the same dataset and options are written differently
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+DATA_MB, VIDEO_MB = 100, 200  # LeRobot's own sizes of files
+Json = dict[str, Any]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass
+class Plan:
+    """A plan.
+
+    Attributes:
+        header: Values that must stay the same when a run continues, and that all tasks share. No credentials.
+        tasks: One per output file.
+    """
+
+    header: Json
+    tasks: list[Json]
+
+    def to_bytes(self) -> bytes:
+        """Return the plan as JSON lines."""
+        return "".join(json.dumps(each) + "\n" for each in (self.header, *self.tasks)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Plan:
+        """Read a plan. Raises DatasetError."""
+        try:
+            header, *tasks = (json.loads(line) for line in data.decode().splitlines())
+            return cls(header, tasks)
+        except ValueError as error:
+            raise DatasetError(f"meta/prepare/plan.jsonl is broken ({error}); remove OUT and run the command again") from error
+
+
+@dataclass(frozen=True)
+class Group:
+    """Facts of a source file that the plan needs.
+
+    Attributes:
+        kind: Must be the same for all sources of a new file.
+        frame_bytes: Bytes of a row or frame.
+    """
+
+    kind: str
+    frame_bytes: float
+
+
+def header(dataset: Dataset, options: Options, every_camera: bool) -> Json:
+    """Return the header of a plan. `every_camera` says that none were selected, so that depth maps are copied, too.
+
+    Raises:
+        ValueError: If an option does not fit the dataset.
+        DatasetError: If its metadata are broken.
+    """
+    info = metadata.read_json(dataset.store, metadata.INFO)
+    features = {key: feature for key, feature in info["features"].items() if _is_kept(dataset, key, feature, every_camera)}
+    cameras = {key: _camera(dataset, key, Feature(feature), options) for key, feature in features.items()}
+    specs = {key: spec for key, spec in cameras.items() if spec is not None}
+    images = [key for key, f in info["features"].items() if f.get("dtype") == "image" and key not in features]
+    without = images + [key for key, spec in specs.items() if spec["mode"] == "images"]
+    regular = dataset.clock == "frame_index" or dataset.tolerance_s > TOLERANCE / dataset.fps
+    size = info.get("chunks_size")
+    head = {
+        "version": VERSION,
+        "dataset": _identity(dataset, info),
+        "options": options.as_dict(),
+        "cameras": specs,
+        "without": without,
+        "features": features,
+        "is_v2": dataset.is_v2,
+        "fps": dataset.fps,
+        "clock": dataset.clock,
+        "tolerance_s": dataset.tolerance_s,
+        "regular": regular,
+        "chunks_size": size if type(size) is int and 0 < size < 1000 else 1000,  # three digits sort by name
+    }
+    _check_apart(specs)
+    return head
+
+
+def _is_kept(dataset: Dataset, key: str, feature: Json, every_camera: bool) -> bool:
+    return every_camera or feature.get("dtype") not in ("video", "image") or key in dataset.cameras
+
+
+def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> Json | None:
+    """Return how a camera is written as video: {"mode": "copy", "encode" or "images"}; None if it has no video."""
+    if feature.is_image and not options.images_to_video:
+        if options.size is not None:
+            raise ValueError(f"size does not apply to {key!r}, whose frames are images in rows; give --images-to-video too")
+        return None
+    if not feature.is_video and not feature.is_image:
+        return None
+    if feature.is_image and feature.channels == 4:
+        raise ValueError(
+            f"images_to_video: {key!r} has transparent images, which videos cannot hold; leave it out with --cameras"
+        )
+    if feature.is_video and (feature.is_depth or not options.encodes):
+        return {"mode": "copy"}
+    said: Json = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
+    size = options.size or feature.frame_size
+    codec = options.codec or ("h264" if feature.is_image else said.get("video.codec", ""))
+    if codec not in CODECS:
+        raise ValueError(f"codec of {key!r} is {codec!r}, which is not encoded; give --codec {', '.join(CODECS)}")
+    gop = options.gop or 2
+    chosen = encoder(codec, gop, options.crf, nvenc=options.encoder == "nvenc", size=size)
+    wanted = {"video.codec": codec, "video.g": gop, "video.crf": chosen.quality, "video.encoder": chosen.name}
+    if feature.is_video and size == feature.frame_size and all(said.get(name) == value for name, value in wanted.items()):
+        return {"mode": "copy"}
+    mode = "images" if feature.is_image else "encode"
+    return {"mode": mode, "size": list(size), "gop": gop, "encoder": dataclasses.asdict(chosen)}
+
+
+def _identity(dataset: Dataset, info: Json) -> str:
+    table = dataset.read_table(dataset.videos)
+    files = [[camera, own.paths, own.index.tolist(), table.start[camera].tolist()] for camera, own in table.video.items()]
+    return content_hash(json.dumps([dataset.fingerprint, dataset.cameras, info, files], sort_keys=True).encode())
+
+
+def _inside(key: str) -> str:
+    """Return a camera's key. Raises DatasetError if it leads out of OUT as a path."""
+    try:
+        return checked(key)
+    except DatasetError:
+        raise DatasetError(
+            f"{key[:80]!r} is a path outside the output folder; nothing was written. Rename it in meta/info.json and "
+            "meta/episodes"
+        ) from None
+
+
+def _check_apart(keys: Collection[str]) -> None:
+    """Check that no two cameras have files in the same place."""
+    places: dict[PurePosixPath, str] = {}
+    for key in sorted(keys, key=len):
+        place = PurePosixPath(_inside(key))
+        for other in {place, *place.parents} & places.keys():
+            raise DatasetError(
+                f"{places[other][:80]!r} and {key[:80]!r} would be written to the same path; nothing was written. Rename one "
+                "in meta/info.json and meta/episodes"
+            )
+        places[place] = key
+
+
+def path_of(template: str, number: int, head: Json, key: str = "") -> str:
+    """Return the path of the n-th file."""
+    chunk, file = divmod(number, head["chunks_size"])
+    return template.format(chunk_index=chunk, file_index=file, video_key=key)
+
+
+class Planner:
+    """Assigns episodes to files.
+
+    Args:
+        dataset: The source.
+        head: Header of the plan.
+        work: Threads that look at the source's files.
+
+    Attributes:
+        renumber: Whether episodes are left out, so that the others get new numbers.
+    """
+
+    renumber = False
+
+    def __init__(self, dataset: Dataset, head: Json, work: Work) -> None:
+        self._dataset, self._head, self._work = dataset, head, work
+        self._file_mb, self._rows_per_group = (head["options"].get(name) for name in ("file_mb", "rows_per_group"))
+        videos = [key for key, spec in head["cameras"].items() if spec["mode"] != "images"]
+        self._table = dataset.read_table(videos)
+        self._store = dataset.data_store
+        order = np.lexsort((self._table.index, self._table.first_row))
+        self._order: Int64 = order[np.isin(order, dataset.rows)]
+        self._places = _places(self._table)
+        self._surveyed: dict[str, list[Group]] = {}
+
+    def survey(self) -> None:
+        """Look at all source files whose parts are copied. One that cannot be read gets a kind of its own, and fails later."""
+        self._surveyed["data"] = self._look("footers", self._table.data, self._look_at_rows)
+        for camera, spec in self._head["cameras"].items():
+            if spec["mode"] == "copy":
+                look = functools.partial(self._look_at_video, camera)
+                self._surveyed[camera] = self._look(f"indices of {camera}", self._table.video[camera], look)
+
+    def _look(self, stage: str, files: metadata.Files, look: Callable[[str], Group]) -> list[Group]:
+        used = set(files.index[self._order].tolist())
+        numbers = [number for number in range(len(files.paths)) if number in used]
+        found = dict(zip(numbers, self._work.each(stage, [files.paths[n] for n in numbers], look), strict=True))
+        return [found.get(number, Group("", 0)) for number in range(len(files.paths))]
+
+    def _look_at_rows(self, path: str) -> Group:
+        try:
+            footer = rows.read_footer(self._store, path)
+            rows.check_columns(self._store, self._head["features"], footer)
+        except DatasetError:
+            return Group(path, 1)
+        schema = rows.without(footer.schema, self._head["without"], self._head["is_v2"])
+        return Group(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
+
+    def _look_at_video(self, camera: str, path: str) -> Group:
+        try:
+            index = read_index(self._store, path)
+            return Group(packets.kind(index), float(index.size[:].mean()))
+        except DaliStreamError:
+            return Group(path, 1)
+
+    def tasks(self, frame_bytes: Mapping[str, float], dropped: Mapping[int, str]) -> list[Json]:
+        """Return the tasks.
+
+        Args:
+            frame_bytes: Bytes of a frame of each camera that is encoded.
+            dropped: Episodes that are left out, by their index in the source.
+        """
+        table = self._table
+        order = self._order[~np.isin(table.index[self._order], list(dropped))]
+        self.renumber = renumber = len(order) != len(table.index)
+        new = np.full(len(table.index), -1)
+        new[np.sort(order)] = np.arange(len(order)) if renumber else table.index[np.sort(order)]
+        first = np.zeros(len(table.index), np.int64)
+        first[order] = np.cumsum(table.length[order]) - table.length[order]
+        episodes = [
+            {
+                "old": int(table.index[e]),
+                "new": int(new[e]),
+                "length": int(table.length[e]),
+                "data": table.data.paths[table.data.index[e]],
+                "place": int(self._places[e]),
+            }
+            for e in order.tolist()
+        ]
+        with_first = [episode | {"first": int(first[e])} for episode, e in zip(episodes, order.tolist(), strict=True)]
+        groups = [self._surveyed["data"][n] for n in table.data.index[order]]
+        tasks = list(self._files(with_first, groups, DATA_MB, DATA_PATH))
+        for camera, spec in self._head["cameras"].items():
+            groups = [Group("", frame_bytes.get(camera, 1))] * len(order)
+            if spec["mode"] == "copy":
+                groups = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
+            held = [
+                episode | ({} if spec["mode"] == "images" else self._video(camera, e))
+                for episode, e in zip(episodes, order.tolist(), strict=True)
+            ]
+            tasks += [each | {"camera": camera} for each in self._files(held, groups, VIDEO_MB, VIDEO_PATH, camera)]
+        return tasks
+
+    def trials(self) -> list[Json]:
+        """Return for each camera that is encoded a task that begins with the first episode."""
+        tasks = {task["camera"]: task for task in reversed(self.tasks({}, {})) if "camera" in task}
+        return [task for camera, task in tasks.items() if self._head["cameras"][camera]["mode"] != "copy"]
+
+    def _video(self, camera: str, episode: int) -> Json:
+        start, stop = self._table.interval(camera, episode)
+        files = self._table.video[camera]
+        return {"video": files.paths[files.index[episode]], "start": start, "stop": stop if np.isfinite(stop) else None}
+
+    def _files(
+        self, episodes: list[Json], groups: list[Group], default_mb: float, template: str, camera: str = ""
+    ) -> Iterator[Json]:
+        """Yield files of these episodes. A file has one kind of source, and about one size."""
+        most = (self._file_mb or default_mb) * (1 << 20)
+        parts, sizes, kind = list[list[Json]](), list[float](), ""
+        for episode, group in zip(episodes, groups, strict=True):
+            size = episode["length"] * group.frame_bytes
+            if not parts or sizes[-1] + size > most or group.kind != kind:
+                parts.append([])
+                sizes.append(0.0)
+            parts[-1].append(episode)
+            sizes[-1], kind = sizes[-1] + size, group.kind
+        for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": part}
+            if not camera:
+                row_bytes = max(size / sum(episode["length"] for episode in part), 1)
+                task["rows_per_group"] = self._rows_per_group or max(1, int(rows.ROW_GROUP / row_bytes))
+            yield task
+
+
+def _places(table: metadata.Episodes) -> Int64:
+    """Return each episode's first row in its file, if the file holds its episodes in order and no other rows."""
+    lowest = np.full(len(table.data.paths), np.iinfo(np.int64).max)
+    np.minimum.at(lowest, table.data.index, table.first_row)
+    return table.first_row - lowest[table.data.index]

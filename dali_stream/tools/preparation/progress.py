@@ -1,0 +1,104 @@
+"""How far a run is: shown by the running command, and read from OUT by `--status`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dali_stream.tools.preparation.place import Place
+
+PROGRESS = "meta/prepare/progress.json"
+_EVERY_S = 5.0  # between two writes of it
+
+
+@dataclass(frozen=True)
+class PrepareStatus:
+    """State of a run.
+
+    Attributes:
+        state: "running", "failed", "finished", or "stopped" if nothing has been written for ten minutes.
+        done, running, failed, total: Numbers of files.
+        bytes: Bytes of the files of this run.
+        files_per_s: Rate of this run, 0 if none is done.
+        left_s: Estimated seconds left, or None if unknown.
+        at: Time of writing, in seconds since 1970.
+    """
+
+    state: str
+    done: int
+    running: int
+    failed: int
+    total: int
+    bytes: int
+    files_per_s: float
+    left_s: float | None
+    at: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the status for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        left = "" if self.left_s is None else f", {_duration(self.left_s)} left"
+        rate = f", {self.files_per_s:.2f} files/s" if self.files_per_s else ""
+        return f"{self.state}: {self.done} of {self.total} files done, {self.running} running, {self.failed} failed{rate}{left}"
+
+
+@dataclass
+class Progress:
+    """Counts the files of a run, and writes them to OUT now and then.
+
+    Args:
+        place: OUT.
+        total: Number of files.
+        done: Those of earlier runs.
+        show: Called with each new status.
+    """
+
+    place: Place
+    total: int
+    done: int
+    show: Callable[[PrepareStatus], None] = lambda status: None
+    running: int = 0
+    failed: int = 0
+    nbytes: int = 0
+    _before: int = field(init=False)
+    _start: float = field(default_factory=time.monotonic)
+    _written: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._before = self.done
+        self.update()
+
+    def started(self, count: int) -> None:
+        """Count files that were handed to an executor."""
+        self.running += count
+        self.update()
+
+    def ended(self, result: dict[str, Any]) -> None:
+        """Count a file that is done or has failed."""
+        self.running = max(self.running - 1, 0)
+        self.failed += "error" in result
+        self.done += "error" not in result
+        self.nbytes += result["bytes"]
+        self.update()
+
+    def update(self, state: str = "running") -> None:
+        """Show the status, and write it if the last time was long ago, or the run ends."""
+        new, seconds = self.done - self._before, time.monotonic() - self._start
+        rate = new / seconds if seconds and new else 0.0
+        left = (self.total - self.done - self.failed) / rate if rate else None
+        running = min(self.running, self.total - self.done - self.failed) if state == "running" else 0
+        status = PrepareStatus(state, self.done, running, self.failed, self.total, self.nbytes, rate, left, time.time())
+        if state != "running" or not self._written or time.monotonic() - self._written > _EVERY_S:
+            self._written = time.monotonic()
+            self.place.write(PROGRESS, json.dumps(status.as_dict()).encode())
+        self.show(status)
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), seconds / 3600
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{hours:.1f} h"

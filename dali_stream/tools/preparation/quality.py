@@ -1,0 +1,126 @@
+"""Checks of encoded frames against those that went into the encoder, and of packets before they are decoded."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import avg_pool2d
+
+from dali_stream.decode.route import smallest_coded_size
+from dali_stream.errors import DaliStreamError, DecodeError
+from dali_stream.mp4.boxes import UPRIGHT
+from dali_stream.mp4.damage import checker
+from dali_stream.mp4.format import PROFILES, VideoFormat, describe
+from dali_stream.mp4.index import VideoIndex
+from dali_stream.mp4.keyframes import has_other_keyframes
+from dali_stream.storage import Store
+from dali_stream.tools.preparation.source import read_packets
+
+FLOOR = 25.0  # dB in RGB that every compared frame must have: lossy codecs at sensible settings give 30 to 50
+# Two frames count as different if they differ by this many times the encoding error. Recordings hold frames twice that differ
+# by noise only, and the encoded second frame may look more like the first.
+DIFFERS = 4.0
+COMPARED = 8  # frames of an episode
+_LOSSLESS = 100.0  # dB of equal frames, since JSON has no infinity
+Frames = npt.NDArray[np.uint8]
+
+
+def refusal(store: Store, table: VideoIndex, codec: str, gop: int) -> str:
+    """Return why an encoded file does not meet the request, by its index and its headers. Empty if it does."""
+    video = describe(table.configs[0])
+    if video.codec != codec:
+        return f"it is {video.codec}"
+    if len(table.configs) > 1:
+        return f"it has {len(table.configs)} sample descriptions"
+    if (video.chroma, video.depth) != ("420", 8) or video.profile not in PROFILES[codec]:
+        return f"it is {video.pixel_format} of profile {video.profile}"
+    if not video.like_bt601:
+        return f"its colour matrix is {video.matrix}, and not BT.601"
+    if table.track_header[:36] != UPRIGHT:
+        return "its frames are rotated"
+    if table.reordered or table.open_gops:
+        return "it has B-frames or open GOPs"
+    if table.longest_gop > gop:
+        return f"its longest GOP has {table.longest_gop} frames"
+    if has_other_keyframes(store, table, codec):
+        return "it has keyframes that are not IDR frames"
+    return video.header_error or _padding(video)
+
+
+def _padding(video: VideoFormat) -> str:
+    """Return how a file wastes space around its frames, or that it is interlaced. Empty if it does neither."""
+    size = video.height, video.width
+    smallest = smallest_coded_size(video.codec, *size)
+    if video.interlaced:
+        return "its frames are interlaced"
+    if video.coded in (None, smallest):
+        return ""
+    what, coded = f"{size[0]}×{size[1]} is coded as", "{}×{}".format(*(video.coded or size))
+    return f"{what} {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
+
+
+def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
+    """Read packets. Raise DecodeError if one is damaged, which a decoder would conceal, and the encoded copy would hide."""
+    heads = np.zeros(len(table), np.bool_)
+    heads[table.keyframes] = True
+    checks = [checker(config) for config in table.configs]
+    packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
+    for number, data in enumerate(map(bytes, packets), start):
+        check = checks[table.config[number]]
+        if data and check and (wrong := check(data, 0, len(data), bool(heads[number]))):
+            where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
+            raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
+
+
+def compared(length: int) -> list[int]:
+    """Return the frames of an episode that are compared: evenly spaced, with the first and the last."""
+    return np.unique(np.linspace(0, length - 1, min(length, COMPARED)).round().astype(int)).tolist()
+
+
+def compare(what: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:
+    """Compare an encoded frame with the one that went into the encoder, and with its neighbours.
+
+    Args:
+        what: File, camera and episode, for the message.
+        frame: Number of the frame in its episode.
+        own, new: Frame before and after encoding, shape (H, W, 3).
+        neighbours: Numbers and frames before and after it.
+
+    Returns:
+        PSNR over RGB in dB, and SSIM.
+
+    Raises:
+        DaliStreamError: If it is another frame, or differs too much.
+    """
+    error = _difference(new, own)
+    for number, other in neighbours:
+        distance = _difference(new, other)
+        if distance < error and _difference(own, other) > DIFFERS * distance:
+            raise DaliStreamError(f"{what}, frame {frame}: it looks like frame {number} of the source")
+    psnr = min(10 * math.log10(255**2 / error), _LOSSLESS) if error else _LOSSLESS
+    if psnr < FLOOR:
+        raise DaliStreamError(
+            f"{what}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required; "
+            "give a lower --crf"
+        )
+    return psnr, ssim(own, new)
+
+
+def _difference(a: Frames, b: Frames) -> float:
+    return float(np.mean(np.square(a.astype(np.float32) - b)))
+
+
+def ssim(a: Frames, b: Frames) -> float:
+    """Return the structural similarity of two frames, as the mean over RGB and windows of 7×7 pixels (Wang et al., 2004)."""
+    x, y = (torch.from_numpy(frame.copy()).permute(2, 0, 1).double()[None] for frame in (a, b))
+    mean_x, mean_y = avg_pool2d(x, 7, 1), avg_pool2d(y, 7, 1)
+    unbiased = 49 / 48
+    var_x, var_y = ((avg_pool2d(v * v, 7, 1) - m * m) * unbiased for v, m in ((x, mean_x), (y, mean_y)))
+    both = (avg_pool2d(x * y, 7, 1) - mean_x * mean_y) * unbiased
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    found = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return float(found.mean())

@@ -1,0 +1,358 @@
+"""`prepare`: plans, runs the tasks on an executor, and writes the metadata."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from dali_stream.arguments import positive
+from dali_stream.dataset import Dataset
+from dali_stream.errors import DaliStreamError, counted
+from dali_stream.lerobot.metadata import INFO
+from dali_stream.lerobot.selection import EpisodeFilter
+from dali_stream.process import cores, reading_threads
+from dali_stream.storage import LocalStore
+from dali_stream.tools.preparation import executors, metadata, plan, task
+from dali_stream.tools.preparation.options import Options
+from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
+from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
+from dali_stream.tools.work import Work
+
+PLAN = "meta/prepare/plan.jsonl"
+_CALLS = 1000  # of an executor of the caller's, by default
+_SILENT_S = 600.0  # after which a run that writes no progress counts as stopped
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PreparedCamera:
+    """Camera of a new dataset.
+
+    Attributes:
+        files: Number of its MP4s.
+        bytes: Size of these.
+        encoder: FFmpeg's name of the encoder, empty if packets were copied.
+        psnr_min, psnr_mean: dB over RGB of the compared frames against what a Loader makes of the source, or None.
+        ssim_min, ssim_mean: Structural similarity of the same frames, or None.
+    """
+
+    files: int
+    bytes: int
+    encoder: str
+    psnr_min: float | None
+    psnr_mean: float | None
+    ssim_min: float | None
+    ssim_mean: float | None
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """Description of a new dataset.
+
+    Attributes:
+        episodes, frames: Numbers of episodes and frames.
+        data_files, bytes: Parquet files, and the size of all files with rows and video.
+        written: Files that this run has written; 0 if an earlier one was complete.
+        cameras: By key.
+        failed: {path: why} of the files that could not be written. With a failed file, OUT is no dataset yet.
+        dropped: {episode of the source: why} of those that `drop_broken` left out.
+    """
+
+    episodes: int
+    frames: int
+    data_files: int
+    bytes: int
+    written: int
+    cameras: dict[str, PreparedCamera]
+    failed: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as dicts and lists for JSON."""
+        return dataclasses.asdict(self)
+
+
+def prepare(
+    uri: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    for_: str | None = None,
+    size: tuple[int, int] | None = None,
+    codec: str | None = None,
+    gop: int | None = None,
+    crf: int | None = None,
+    encoder: str | None = None,
+    file_mb: float | None = None,
+    rows_per_group: int | None = None,
+    images_to_video: bool = False,
+    drop_broken: bool = False,
+    episodes: Sequence[int] | None = None,
+    episode_filter: EpisodeFilter | None = None,
+    cameras: Sequence[str] | None = None,
+    clock: str = "timestamp",
+    tolerance_s: float | None = None,
+    revision: str | None = None,
+    data_files_root: str | os.PathLike[str] | None = None,
+    storage_options: dict[str, Any] | None = None,
+    out_storage_options: dict[str, Any] | None = None,
+    jobs: int | None = None,
+    executor: Callable[[], Executor] | None = None,
+    files_per_call: int | None = None,
+    progress: Callable[[PrepareStatus], None] = lambda status: None,
+) -> PrepareReport:
+    """Rewrite a dataset as LeRobot v3.0. Without options, rows and encoded frames stay as they are.
+
+    Each file is written under another name, verified against the source, and moved into place or uploaded. The same call
+    continues an interrupted run, and does nothing for a finished one. With software encoders of one version, the result is
+    the same to the byte, whatever the executor, the number of jobs and the interruptions.
+
+    A job takes scratch space of about two files, in OUT or, if that is remote, in the folder for temporary files.
+
+    Args:
+        uri: Dataset of v2.0, v2.1 or v3.0, local or remote.
+        out: New or empty local folder, or an address such as s3://bucket/folder, hf://datasets/owner/name.
+        for_: Preset of the encoding: "cpu", "nvdec" or "hub", see `Options`.
+        size, codec, gop, crf, encoder: Encoding of all cameras. A camera that was recorded like that is copied. See `Options`.
+        file_mb, rows_per_group: Layout. See `Options`.
+        images_to_video: Whether images in rows become videos, of codec "h264" by default.
+        drop_broken: Whether to check all episodes first, and to leave out those that cannot be read.
+        episodes, episode_filter, cameras: Selection, as in `Dataset`. Selected episodes are numbered from 0.
+        clock, tolerance_s: How rows locate their frames, as in `Dataset`. With another clock or a larger tolerance than the
+            defaults, `timestamp` becomes frame_index / fps.
+        revision, data_files_root, storage_options: As in `Dataset`.
+        out_storage_options: Credentials and the like of OUT. They are handed to the tasks, and not stored in OUT.
+        jobs: Calls at a time. Default: one per core.
+        executor: Makes executors that run the tasks. Default: processes of this machine.
+        files_per_call: Files of a call. Default: 1, or with `executor` as many as make at most 1,000 calls.
+        progress: Called with each new status.
+
+    Returns:
+        Description of the new dataset. `failed` lists files that could not be written: correct the source, or use
+        `drop_broken`, and call again.
+
+    Raises:
+        ValueError: If an argument is invalid, or OUT holds something else.
+        DatasetError, DecodeError, StorageError: If the metadata of the source cannot be read.
+        DaliStreamError: If ffmpeg or an encoder is missing.
+    """
+    options = Options(
+        size, codec, gop, crf, encoder, file_mb, rows_per_group, images_to_video, drop_broken
+    ).with_preset(for_).checked()  # fmt: skip
+    jobs = cores() if jobs is None else positive("jobs", jobs)
+    source: Json = {"revision": revision, "data_files_root": data_files_root, "storage_options": storage_options}
+    selection: Json = {"episodes": episodes, "episode_filter": episode_filter, "cameras": cameras}
+    located: Json = {"clock": clock, "tolerance_s": tolerance_s}
+    if files_per_call is not None:
+        positive("files_per_call", files_per_call)
+
+    def run_of(call: executors.Call, tasks: list[Json], **more: Any) -> Iterator[tuple[Json, Json]]:
+        per_call = files_per_call or (1 if executor is None else max(1, -(-len(tasks) // _CALLS)))
+        return executors.run_tasks(executor or executors.local(jobs), call, tasks, jobs, per_call, **more)
+
+    with contextlib.closing(Dataset(uri, **source, **selection, **located)) as dataset:
+        place = open_place(os.fspath(out), out_storage_options)
+        _check_outside(dataset, place)
+        head = plan.header(dataset, options, cameras is None)
+        if (finished := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
+            return _finished(place, json.loads(finished), head)
+        shared = {
+            "uri": dataset.store.address if isinstance(dataset.store, LocalStore) else os.fspath(uri),
+            "revision": dataset.store.revision,
+            "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
+            "storage_options": storage_options,
+            "out": place.address,
+            "out_options": out_storage_options,
+        }
+        with _locked(place):
+            made = _planned(dataset, place, head, shared, run_of)
+            return _run(dataset, place, made, made.header | shared, run_of, progress)
+
+
+def _absolute(address: str) -> str:
+    return address if "://" in address else os.path.abspath(os.path.expanduser(address))
+
+
+def _finished(place: Place, done: Json, head: Json) -> PrepareReport:
+    """Return the report of a finished run. Raises ValueError if it was another one."""
+    _check_same(place, done["plan"], head, "a finished dataset")
+    report = done["report"]
+    cameras = {key: PreparedCamera(**camera) for key, camera in report["cameras"].items()}
+    return PrepareReport(**report | {"cameras": cameras, "written": 0})
+
+
+def _check_same(place: Place, found: Json, head: Json, what: str) -> None:
+    differs = [name for name in head if found.get(name) != json.loads(json.dumps(head[name]))]
+    if differs:
+        raise ValueError(
+            f"{place.address} holds {what} with another {' and another '.join(differs)}; repeat the earlier command to "
+            "continue it, remove it, or give another folder"
+        )
+
+
+def _check_outside(dataset: Dataset, place: Place) -> None:
+    """Raise ValueError if OUT is inside the source, or the source inside OUT."""
+    for store in dataset.stores if isinstance(place, LocalPlace) else ():
+        if isinstance(store, LocalStore) and isinstance(place, LocalPlace):
+            source, root = Path(os.path.realpath(store.address)), Path(os.path.realpath(place.root))
+            if source == root or source in root.parents or root in source.parents:
+                raise ValueError(f"one of {root} and the dataset's {source} is inside the other; give another folder")
+
+
+@contextlib.contextmanager
+def _locked(place: Place) -> Iterator[None]:
+    """Let one command at a time write a local folder."""
+    if not isinstance(place, LocalPlace):
+        yield
+        return
+    if place.root.exists() and not place.root.is_dir():
+        raise ValueError(f"{place.root} is a file; give a folder that is empty or new")
+    if place.root.is_dir() and os.listdir(place.root) and not (place.root / "meta/prepare").is_dir():
+        raise ValueError(f"{place.root} is not empty, and holds no unfinished run; give a folder that is empty or new")
+    lock = filelock.FileLock(place.lock_path(), timeout=0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise ValueError(f"{place.root} is being written by another process; wait for it, or give another folder") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: Any) -> plan.Plan:
+    """Return the plan of an earlier run, or a new one, which is stored in OUT."""
+    if (stored := place.read(PLAN)) is not None:
+        made = plan.Plan.from_bytes(stored)
+        _check_same(place, made.header, head, "an unfinished run")
+        return made
+    if not isinstance(place, LocalPlace) and place.sizes():
+        raise ValueError(f"{place.address} is not empty, and holds no unfinished run; give an empty place")
+    store = dataset.data_store.session()
+    planner = plan.Planner(dataset, head, Work(None, store.close, reading_threads(store.remote)))
+    planner.survey()
+    job = head | shared | {"renumber": False, "row_stats": False}
+
+    def each(name: str, tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
+        for one, result in run_of(functools.partial(_call, name, job), tasks):
+            if "error" in result:
+                raise DaliStreamError(result["error"])
+            yield one, result
+
+    frame_bytes = {one["camera"]: result["frame_bytes"] for one, result in each("trial", planner.trials())}
+    dropped: dict[int, str] = {}
+    if head["options"].get("drop_broken"):
+        for _, result in each("check_episodes", planner.tasks(frame_bytes, {})):
+            dropped |= {int(episode): why for episode, why in result["broken"].items()}
+    tasks = planner.tasks(frame_bytes, dropped)
+    if not tasks:
+        raise DaliStreamError(f"all {counted(len(dropped), 'episode')} cannot be read: {next(iter(dropped.values()))}")
+    head = head | {
+        "renumber": planner.renumber,
+        "row_stats": planner.renumber and not metadata.has_episode_stats(dataset),
+        "dropped": {str(episode): why for episode, why in sorted(dropped.items())},
+    }
+    made = plan.Plan(head, tasks)
+    place.write(PLAN, made.to_bytes())
+    return made
+
+
+def _call(name: str, job: Json, tasks: Sequence[Json]) -> list[Json]:
+    """Call a function of `task` for each task."""
+    return [getattr(task, name)(job, each) for each in tasks]
+
+
+def _run(
+    dataset: Dataset, place: Place, made: plan.Plan, job: Json, run_of: Any, show: Callable[[PrepareStatus], None]
+) -> PrepareReport:
+    if isinstance(place, LocalPlace):
+        place.remove("meta/prepare/scratch")  # of workers that were killed
+    done = {path for path, note in _notes(place).items() if note["bytes"] == note["found"]}
+    todo = [each for each in made.tasks if each["path"] not in done]
+    progress = Progress(place, len(made.tasks), len(made.tasks) - len(todo), show)
+    failed: dict[str, str] = {}
+    state = "stopped"
+    try:
+        for each, result in run_of(
+            functools.partial(_call, "write_file", job), todo, starting=lambda part: progress.started(len(part))
+        ):
+            progress.ended(result)
+            if "error" in result:
+                failed[each["path"]] = result["error"]
+        state = "failed" if failed else "finishing"
+    finally:
+        progress.update(state)
+    notes = _notes(place)
+    report = _report(made, notes, failed, len(todo) - len(failed))
+    if not failed:
+        metadata.write(dataset, made, notes, place, {"plan": made.header, "report": report.as_dict() | {"written": 0}})
+        _verify(place, report, job["out_options"])
+        place.remove("meta/prepare")
+    return report
+
+
+def _notes(place: Place) -> dict[str, Json]:
+    """Return the note of each file that has one, with the size of the file as "found"."""
+    sizes = place.sizes()
+    names = [path for path in sizes if path.startswith(f"{task.NOTES}/")]
+    paths = [name.removeprefix(f"{task.NOTES}/").removesuffix(".json") for name in names]
+    with ThreadPoolExecutor(reading_threads(not isinstance(place, LocalPlace))) as pool:
+        notes = [json.loads(data or b"{}") for data in pool.map(place.read, names)]
+    return {path: note | {"found": sizes.get(path)} for path, note in zip(paths, notes, strict=True)}
+
+
+def _report(made: plan.Plan, notes: dict[str, Json], failed: dict[str, str], written: int) -> PrepareReport:
+    rows = [each for each in made.tasks if "camera" not in each]
+    cameras = {}
+    for key, spec in made.header["cameras"].items():
+        own = [notes[each["path"]] for each in made.tasks if each.get("camera") == key and each["path"] in notes]
+        encoded = spec["mode"] != "copy"
+        values = {name: [v for note in own for v in note[name].values()] if encoded else [] for name in ("psnr", "ssim")}
+        low, mean = ({n: _over(v, i, f) for n, v in values.items()} for i, f in ((0, min), (1, statistics.fmean)))
+        cameras[key] = PreparedCamera(
+            len(own), sum(note["bytes"] for note in own), spec["encoder"]["name"] if encoded else "",
+            low["psnr"], mean["psnr"], low["ssim"], mean["ssim"],
+        )  # fmt: skip
+    lengths = [episode["length"] for each in rows for episode in each["episodes"]]
+    nbytes = sum(note["bytes"] for note in notes.values())
+    return PrepareReport(len(lengths), sum(lengths), len(rows), nbytes, written, cameras, failed, made.header["dropped"])
+
+
+def _over(values: list[list[float]], which: int, of: Callable[[list[float]], float]) -> float | None:
+    return of([value[which] for value in values]) if values else None
+
+
+def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
+    """Open the new dataset. Raises DaliStreamError if it holds something else."""
+    with contextlib.closing(Dataset(place.address, storage_options=options)) as new:
+        if (new.num_episodes, new.num_frames) != (report.episodes, report.frames):
+            raise DaliStreamError(f"{place.address}: holds {new!r}, not {report.episodes} episodes of {report.frames} frames")
+
+
+def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> PrepareStatus:
+    """Return the state of a run, as OUT records it. Nothing is started.
+
+    Raises:
+        ValueError: If OUT holds no run.
+    """
+    place = open_place(os.fspath(out), storage_options)
+    if (done := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
+        report = json.loads(done)["report"]
+        files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
+        return PrepareStatus("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
+    if (found := place.read(PROGRESS)) is None:
+        raise ValueError(f"{place.address} holds no run of prepare; give its OUT")
+    last = PrepareStatus(**json.loads(found))
+    silent = last.state == "running" and time.time() - last.at > _SILENT_S
+    return dataclasses.replace(last, state="stopped", running=0) if silent else last

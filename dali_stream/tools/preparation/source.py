@@ -1,0 +1,139 @@
+"""The dataset that is read: its stores, and reading packets and files in large ranges."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.errors import DecodeError
+from dali_stream.lerobot.rows import check_rising
+from dali_stream.mp4.boxes import children, find, read_moov
+from dali_stream.mp4.index import LACKING, Int64, VideoIndex
+from dali_stream.mp4.timing import Interval, explain, find_packets
+from dali_stream.storage import Store, open_store
+
+RANGE = 8 << 20  # bytes of one request: few requests, and little to fetch again after a failure
+HOLE = 256 << 10  # bytes between packets up to which they are fetched in one request
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How rows locate their frames. See `Dataset` for `name` and `tolerance_s`.
+
+    Attributes:
+        fps: Frames per second of the dataset.
+        name: "timestamp" or "frame_index".
+        tolerance_s: Largest distance of a frame from its row's time in seconds. Default: a quarter of a frame.
+    """
+
+    fps: float
+    name: str
+    tolerance_s: float | None
+
+    def locate(self, where: str, table: VideoIndex, interval: Interval, seconds: npt.NDArray[np.float32]) -> Int64:
+        """Return the packets of an episode's rows.
+
+        Args:
+            where: File, camera and episode, for the message.
+            table: Index of the file.
+            interval: Place of the episode in the file.
+            seconds: Times of the rows since the episode began, shape (n,).
+
+        Raises:
+            DecodeError: If a row has no frame.
+            DatasetError: If the times do not rise.
+        """
+        check_rising(where, seconds)
+        packets = find_packets(table, interval, seconds, self.fps, self.tolerance_s)
+        if (packets == LACKING).any():
+            frame = int(np.argmax(packets == LACKING))
+            why = explain(table, interval, float(seconds[frame]), self.fps, self.tolerance_s)
+            raise DecodeError(f"{where}, frame {frame}: {why}")
+        return packets
+
+
+def open_cached(address: str, options: Mapping[str, Any] | None, revision: str | None) -> Store:
+    """Return the store of an address, which the tasks of a process share."""
+    return _open(address, json.dumps(options), revision)
+
+
+@functools.lru_cache(4)
+def _open(address: str, options: str, revision: str | None) -> Store:
+    return open_store(address, json.loads(options), revision=revision)
+
+
+class Window(Store):
+    """A store that serves reads from the range that was loaded last. One thread loads; those of pyarrow read."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.address, self.remote, self.revision = store, store.address, store.remote, store.revision
+        self._held = ("", 0, b"")
+
+    def load(self, path: str, start: int, stop: int) -> None:
+        """Fetch [start, stop) of a file, unless it is loaded."""
+        held, begin, data = self._held
+        if held != path or not begin <= start <= stop <= begin + len(data):
+            self._held = ("", 0, b"")
+            parts = [self.store.read(path, at, min(at + RANGE, stop)) for at in range(start, stop, RANGE)]
+            self._held = (path, start, b"".join(parts))
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        held, begin, data = self._held
+        if held == path and begin <= start <= stop <= begin + len(data):
+            return data[start - begin : stop - begin]
+        return self.store.read(path, start, stop)
+
+    def size(self, path: str) -> int:
+        return self.store.size(path)
+
+    def exists(self, path: str) -> bool:
+        return self.store.exists(path)
+
+    def files(self, folder: str) -> list[str]:
+        return self.store.files(folder)
+
+    def where(self, path: str) -> str:
+        return self.store.where(path)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def refuse_sound(store: Store, path: str) -> None:
+    """Raise DecodeError if an MP4 has a sound track, which would be lost."""
+    moov = read_moov(store, path)
+    for kind, start, end in children(moov, 0, len(moov)):
+        handler = find(moov, start, end, b"mdia", b"hdlr") if kind == b"trak" else None
+        if handler and moov[handler[0] + 8 : handler[0] + 12] == b"soun":
+            raise DecodeError(
+                f"{store.where(path)}: has sound, which cannot be copied; remove it with `ffmpeg -i IN -c copy -an OUT`"
+            )
+
+
+def read_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Iterator[list[memoryview]]:
+    """Yield the packets [start, stop) in decode order, as many at a time as one range of a few megabytes holds.
+
+    Raises:
+        DecodeError: If the file has become shorter.
+    """
+    offset, end = table.offset, table.offset + table.size
+    while start < stop:
+        last, after = start, int(end[start])
+        while last + 1 < stop and 0 <= offset[last + 1] - after <= HOLE and end[last + 1] - offset[start] <= RANGE:
+            last += 1
+            after = int(end[last])
+        begin = int(offset[start])
+        data = memoryview(store.read(table.path, begin, after))
+        if len(data) != after - begin:
+            raise DecodeError(
+                f"{store.where(table.path)}: bytes {begin} to {after} are missing: the file has become shorter since its "
+                "index was read; run the same command again"
+            )
+        yield [data[offset[i] - begin : end[i] - begin] for i in range(start, last + 1)]
+        start = last + 1

@@ -1,0 +1,189 @@
+"""`dali-stream prepare` while workers and commands are killed, disks are full and uploads break: nothing but time is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+import psutil
+import pytest
+from support import videos as video_data
+from support.clouds import S3
+from support.datasets import Camera, Column, build, tree
+from support.slurm import write_slurm
+from support.tools import prepared
+
+from dali_stream import Dataset
+from dali_stream.cli import main
+from dali_stream.tools import prepare
+
+EPISODES, FRAMES = 64, 4
+KILLS = int(os.environ.get("PREPARE_KILLS", "3"))
+FILE_MB = 0.006  # about 32 files
+ENCODED: dict[str, Any] = {"codec": "h264", "size": (64, 80)}
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 short episodes in one file."""
+    folder = tmp_path_factory.mktemp("many")
+    lengths = [FRAMES] * EPISODES
+    path = video_data.encode(video_data.draw(lengths), folder / "a.mp4", video_data.h264(4))
+    camera = Camera([path], [lengths], video_data.SIZE)
+    actions = Column("float32", [2], np.arange(2 * sum(lengths)).reshape(-1, 2))
+    return build(folder / "data", lengths, {"action": actions}, cameras={video_data.CAMERA: camera}, fps=video_data.FPS)
+
+
+@pytest.fixture(scope="module")
+def whole(many: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """All files of a run that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    prepared(many, out, file_mb=FILE_MB)
+    assert len([name for name in tree(out) if not name.startswith("meta/")]) >= 32
+    return tree(out)
+
+
+def command(source: Path, out: Path, *options: object) -> list[str]:
+    return [sys.executable, "-m", "dali_stream", "prepare", *map(str, (source, out, "--file-mb", FILE_MB, *options))]
+
+
+def run_with_kills(
+    arguments: list[str], kills: int, pick: Callable[[random.Random, psutil.Process], list[psutil.Process]]
+) -> int:
+    """Runs a command until it succeeds, and sends SIGKILL to processes that `pick` chooses at random times.
+
+    Returns:
+        How many were killed.
+    """
+    rng, done = random.Random(0), 0
+    for _ in range(10 * kills + 10):
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            while process.poll() is None:
+                try:
+                    process.wait(rng.uniform(1.0, 4.0) if done < kills else None)
+                except subprocess.TimeoutExpired:
+                    victims = pick(rng, psutil.Process(process.pid))
+                    if victims:
+                        rng.choice(victims).kill()
+                        done += 1
+            said = process.communicate()[0]
+        assert process.returncode in (0, 1, -signal.SIGKILL), said
+        if process.returncode == 0:
+            return done
+    raise AssertionError(said)
+
+
+def workers_and_command(rng: random.Random, process: psutil.Process) -> list[psutil.Process]:
+    """Each worker of a pool, its ffmpeg, and the command itself."""
+    return [process, *process.children(recursive=True)]
+
+
+@pytest.mark.slow
+def test_random_kills_of_workers_and_command_change_nothing(many: Path, tmp_path: Path) -> None:
+    arguments = command(many, tmp_path / "out", "--jobs", 2, "--codec", "h264", "--size", "64x80")
+    assert run_with_kills(arguments, KILLS, workers_and_command)
+    prepared(many, tmp_path / "whole", file_mb=FILE_MB, **ENCODED)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def ray_workers(rng: random.Random, process: psutil.Process) -> list[psutil.Process]:
+    """The workers of Ray below the command."""
+    return [child for child in process.children(recursive=True) if child.name().startswith("ray::")]
+
+
+@pytest.mark.slow
+def test_workers_of_ray_may_die(many: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    run_with_kills(command(many, tmp_path / "out", "--executor", "ray", "--jobs", 4), min(KILLS, 2), ray_workers)
+    assert tree(tmp_path / "out") == whole
+
+
+@pytest.mark.slow
+def test_jobs_of_slurm_may_die(many: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    from submitit.slurm.slurm import SlurmJob
+
+    monkeypatch.setattr(SlurmJob.watcher, "_delay_s", 1)
+    programs = write_slurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    (tmp_path / "slurm/kill").touch()  # the first job dies
+    options = ["--executor", "slurm", "--files-per-job", "8", "--slurm-partition", "cpu", "--slurm-time", "60"]
+    options += ["--slurm-folder", str(tmp_path / "jobs")]
+    assert main(["prepare", str(many), str(tmp_path / "out"), "--file-mb", str(FILE_MB), *options]) == 0
+    assert tree(tmp_path / "out") == whole
+    submitted = (tmp_path / "slurm/submitted").read_text()
+    for said in ("--array=0-", "--partition=cpu", "--time=60"):
+        assert said in submitted
+    assert not (tmp_path / "slurm/kill").exists()
+
+
+def test_a_disk_that_is_full_costs_the_files_that_do_not_fit(many: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """A limit of the size of files acts as a full disk does: writes raise OSError."""
+    sizes = sorted(len(data) for name, data in whole.items() if name.startswith(("data/", "videos/")))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(KeyboardInterrupt):  # after the plan was stored
+        prepared(many, tmp_path / "out", progress=_interrupt, file_mb=FILE_MB)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[len(sizes) // 2], limits[1]))
+    try:
+        report = prepare(many, tmp_path / "out", jobs=1, file_mb=FILE_MB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert 0 < len(report.failed) < len(sizes)
+    assert not (tmp_path / "out/meta/info.json").exists()
+    assert prepared(many, tmp_path / "out", file_mb=FILE_MB).written == len(report.failed)
+    assert tree(tmp_path / "out") == whole
+
+
+def _interrupt(status: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_s3_to_s3_with_uploads_that_break(
+    many: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every fourth upload breaks, some after half of the file has arrived. The command is interrupted once."""
+    put, calls = obstore.put, []
+
+    def breaking(store: Any, path: str, file: Any, **options: Any) -> Any:
+        calls.append(path)
+        if len(calls) % 4 == 0:
+            if len(calls) % 8 == 0:
+                put(store, path, Path(file).read_bytes()[: Path(file).stat().st_size // 2])
+            raise OSError("the connection broke")
+        return put(store, path, file, **options)
+
+    monkeypatch.setattr(obstore, "put", breaking)
+    monkeypatch.setattr(random, "random", lambda: 0.0)  # no pauses between attempts
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with S3(many) as bucket:
+        source, out = f"s3://{bucket.bucket}", f"s3://{bucket.bucket}/new/out"
+        options = {"storage_options": bucket.options, "out_storage_options": bucket.options, "file_mb": FILE_MB}
+        # The source is the root of the bucket, and OUT a folder in it: prepare writes nothing else.
+        seen: list[int] = []
+
+        def interrupt(status: Any) -> None:
+            seen.append(status.done)
+            if status.done == 5 and seen.count(5) == 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            prepared(source, out, progress=interrupt, **options)
+        report = prepared(source, out, **options)
+        assert len(whole) > report.written > 0
+        with contextlib.closing(Dataset(out, storage_options=bucket.options)) as new:
+            assert (new.num_episodes, new.num_frames) == (EPISODES, EPISODES * FRAMES)
+            names = {name for folder in ("meta", "data", "videos") for name in new.store.files(folder)}
+            found = {name: new.store.read_all(name) for name in names}
+    expected = {name: data for name, data in whole.items() if name.startswith(("meta/", "data/", "videos/"))}
+    assert found == expected
+    assert json.loads(found["meta/prepare.json"])["plan"]["options"]["file_mb"] == FILE_MB
