@@ -38,6 +38,7 @@ from torchcodec.decoders import VideoDecoder
 
 import dali_stream
 from dali_stream.process import cores, processor
+from dali_stream.tools import environment
 from dali_stream.tools.preparation import executors
 
 SIZE = (224, 224)
@@ -65,7 +66,7 @@ def main() -> int:
         return 0
     machine = {"processor": processor(), "cores": cores(), "python": platform.python_version(), "torch": torch.__version__}
     report = {"command": arguments.command, "date": date.today().isoformat(), "machine": machine, **arguments.call(arguments)}
-    text = json.dumps(report, indent=1)
+    text = environment.report_json(report)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")

@@ -95,6 +95,7 @@ def test_every_program_writes_its_report_without_paths() -> None:
         "scale_dataset.py": "info.json",
         "mutation.py": "self.tests",
         "lerobot_train.py": "spec.json",
+        "prepare.py": "executors.run_tasks",
     }
     for name, text in programs.items():
         written = [line for line in text.splitlines() if "json.dump" in line and inner.get(name, "\n") not in line]

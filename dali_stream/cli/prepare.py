@@ -180,6 +180,7 @@ def _print(out: str, report: PrepareReport) -> None:
     for title, broken in (("file", report.failed), ("left-out episode", report.dropped)):
         if broken:
             lost = console.table(title, "why")
+            lost.columns[0].no_wrap = True  # paths are copied
             for name, why in broken.items():
                 lost.add_row(name, why)
             console.results().print(lost)
