@@ -337,7 +337,7 @@ class _Rank:
             size = self._recording.index.nbytes if read.camera else self._recording.frames * ROW * ROW_SPARE[0] // ROW_SPARE[1]
             opening.observe(read.key, size)
         opened = [self._recording.open(episode, self._block) for episode in opening.ready()]
-        planner.observe(opened, self._closed(), self._encoded - sum(opening.bytes_by_kind))
+        planner.observe(opened, self._closed(), self._encoded - sum(opening.items.bytes_by_kind))
         self._step()
 
     def _step(self) -> None:
@@ -359,14 +359,14 @@ class _Rank:
         self.decoded += decodes
         self.shown += sum(planned.show.size for planned in plan.frames.values())
         self._batches.append((self._clock, list(jobs.values()), decodes))
-        taken = sum(self.opening.bytes_by_kind) + self.planner.video.bytes
+        taken = sum(self.opening.items.bytes_by_kind) + self.planner.video.bytes
         taken += sum(cache.cached for cache in frames) * self._training.frame_bytes
         self.peak = max(self.peak, taken)
 
     def _closed(self) -> list[int]:
         """The open episodes that were evicted."""
         first_row = self.planner.table.first_row
-        return [number for camera, number in self.opening.take_evicted() if not camera and first_row[number] >= 0]
+        return [number for camera, number in self.opening.items.take_evicted() if not camera and first_row[number] >= 0]
 
     def ready(self, batch: int) -> float:
         """When a batch is there, if it was planned."""

@@ -121,7 +121,7 @@ class Run:
                 self.held[read.key] = size if read.camera else size + int(self.lengths[read.number]) * TABLE
                 self.close(opening, planner)
             self.open(opening, planner)
-            assert sum(opening.bytes_by_kind) <= self.opened_room
+            assert sum(opening.items.bytes_by_kind) <= self.opened_room
             step = planner.plan()
             opening.advance()
             self.carry_out(step)
@@ -137,7 +137,7 @@ class Run:
             planner.observe([OpenEpisode(episode, {CAMERA: Located(packet, keyframe, blocks)})])
 
     def close(self, opening: Opening, planner: BatchPlanner) -> None:
-        for key in opening.take_evicted():
+        for key in opening.items.take_evicted():
             del self.held[key]
             if not key[0] and planner.table.first_row[key[1]] != NONE:
                 planner.observe(closed=[key[1]])

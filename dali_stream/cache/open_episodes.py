@@ -18,7 +18,8 @@ from dali_stream.lerobot.rows import Columns, Found, RowMemory
 from dali_stream.lerobot.source import ABSENT, Source
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.schedule.episodes import ROW_SPARE, EpisodeTable, OpenEpisode
-from dali_stream.schedule.opening import Key, Opening, Read
+from dali_stream.schedule.items import Key
+from dali_stream.schedule.opening import Opening, Read
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
@@ -148,7 +149,7 @@ class OpenEpisodes:
     def _evict(self) -> list[int]:
         """Drop rows and indices that the schedule has evicted. Return the episodes among them that were open."""
         closed: list[int] = []
-        for camera, number in self._opening.take_evicted():
+        for camera, number in self._opening.items.take_evicted():
             if self._coming.pop((camera, number), None) is not None:  # its result is dropped
                 continue
             if camera:

@@ -63,7 +63,7 @@ class Reading:
 
     def bytes_by_kind(self) -> tuple[int, int]:
         """Return the memory of rows with their tables, and that of indices, in bytes."""
-        return self._opening.bytes_by_kind
+        return self._opening.items.bytes_by_kind
 
     def begin(self, planner: BatchPlanner, number: int) -> None:
         """Begin to read rows and indices for batch `number` and batches after it. Reads for the first batch run alone."""

@@ -29,13 +29,11 @@ import numpy.typing as npt
 
 from dali_stream.errors import MemoryBudgetError
 from dali_stream.schedule.episodes import NONE
+from dali_stream.schedule.items import ABSENT, COMING, OPEN, READ, Items, Key
 from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.video import GROWTH
 
 Int64 = npt.NDArray[np.int64]
-Key = tuple[str, int]
-"""("", episode) for the rows of an episode, (camera, file) for the index of a video file."""
-_ABSENT, _COMING, _READ, _OPEN = range(4)  # states of an item: _OPEN is for the rows of an open episode only
 
 
 @dataclass(frozen=True)
@@ -100,42 +98,24 @@ class _Pinned(NamedTuple):
 class Opening:
     """Schedule of the reads and evictions of rows and indices. The same calls always give the same decisions.
 
-    The rows of episode e are item e, and the indices of all video files are the items after them, camera by camera. All state
-    is in arrays with an entry per item, since a batch concerns hundreds of items.
-
     Args:
         storage: Rows and indices of the dataset.
+
+    Attributes:
+        items: Rows and indices that are in memory or being read.
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage, count = storage, len(storage.lengths)
-        self._items = {"": slice(0, count)}  # {camera: items of its indices}, and the rows
-        files = []
-        for camera, numbers in storage.files.items():
-            files.append(np.where(numbers >= 0, count + numbers, NONE))
-            self._items[camera] = slice(count, count + int(numbers.max(initial=NONE)) + 1)
-            count = self._items[camera].stop
-        self._files: Int64 = np.array(files, np.int64).reshape(len(files), len(storage.lengths))
-        self._state = np.full(count, _ABSENT, np.int8)
-        self._size = np.zeros(count, np.int64)  # bytes of each item that is in memory or being read
-        self._estimate = np.zeros(count, np.int64)  # approximate bytes of each item
-        self._estimate[self._items[""]] = storage.lengths * (storage.row_bytes + storage.table_bytes)
+        self._storage = storage
+        self.items = Items(len(storage.lengths), storage.files, storage.room, storage.index_share)
+        self._estimate = np.zeros(len(self.items), np.int64)  # approximate bytes of each item
+        self._estimate[self.items.of[""]] = storage.lengths * (storage.row_bytes + storage.table_bytes)
         for camera, size in storage.index_bytes.items():
-            self._estimate[self._items[camera]] = size
-        self._pins = np.zeros(count, np.int32)  # number of batches of the look-ahead that use each item
-        self._used = np.zeros(count, np.int64)  # time of each item's last use, as counted by `_time`
-        self._time = 0
-        self._read_in = np.full(count, NONE, np.int32)  # last epoch whose batches have read each item
-        self._rows = self._indices = 0  # bytes of all rows, and of all indices
+            self._estimate[self.items.of[camera]] = size
+        self._read_in = np.full(len(self.items), NONE, np.int32)  # last epoch whose batches have read each item
         self._pinned: deque[_Pinned] = deque()
         self._due = self._requested = NONE  # last batch whose reads are complete, and last batch whose reads have begun
         self._retry = 0  # after the memory was full: next batch at which to try to read ahead
-        self._evicted: list[int] = []
-
-    @property
-    def bytes_by_kind(self) -> tuple[int, int]:
-        """Bytes of rows, and of indices, that are in memory or being read."""
-        return self._rows, self._indices
 
     def horizon(self, now: int) -> int:
         """Return the number of batches after batch `now`, the next one, whose reads may begin."""
@@ -143,7 +123,7 @@ class Opening:
         return min(2 * GROWTH * now, self._storage.look_ahead * 5 // 4)
 
     def request(self, ahead: Iterable[Samples]) -> list[Read]:
-        """Return the reads to begin before the next batch is planned. `take_evicted` returns the evictions for them.
+        """Return the reads to begin before the next batch is planned. The evictions for them are recorded in `items`.
 
         Args:
             ahead: Next batch, and `horizon` batches after it.
@@ -156,9 +136,9 @@ class Opening:
                 continue
             # The next batch is checked even if its reads have begun, since a failed read is repeated for it.
             batch = self._pinned[0] if samples.number <= self._requested else self._pin(samples)
-            missing = batch.items[self._state[batch.items] == _ABSENT]
+            missing = batch.items[self.items.state[batch.items] == ABSENT]
             need = int(self._estimate[missing].sum())
-            if not self._make_room(need):
+            if not self.items.make_room(need):
                 if batch.number == now:
                     self._make_room_for_now(need)  # `need` is an estimate, so only `ready` raises an error
                 else:
@@ -173,8 +153,8 @@ class Opening:
         """Return the reads whose results must be passed to `observe` before the next batch is planned, most urgent first."""
         due: dict[int, Read] = {}
         for batch in self._newly_due():
-            for item in batch.items[self._state[batch.items] == _COMING].tolist():
-                due.setdefault(item, Read(batch.number, self._pinned[0].number, *self._key(item), again=False))
+            for item in batch.items[self.items.state[batch.items] == COMING].tolist():
+                due.setdefault(item, Read(batch.number, self._pinned[0].number, *self.items.key(item), again=False))
         return list(due.values())
 
     def observe(self, key: Key, size: int | None, others: Mapping[int, int] | None = None) -> list[int]:
@@ -189,24 +169,23 @@ class Opening:
             Episodes of `others` to keep, as many as fit.
         """
         camera, number = key
-        item = self._items[camera].start + number
+        item = np.array([self.items.of[camera].start + number])
         if size is None:
-            self._set(np.array([item]), 0, _ABSENT)
+            self.items.set(item, 0, ABSENT)
             return []
         if camera:
             # The last index is the estimate for those of other files. The size of a broken index is 0, which says nothing.
-            self._estimate[self._items[camera]] = size or self._estimate[item]
-            self._read_in[item] = max(self._read_in[item], 0)
-        self._set(np.array([item]), size if camera else self._with_table(number, size), _READ)
-        while not self._make_room(0) and len(self._pinned) > 1:  # the size exceeds the estimate: read less far ahead
+            self._estimate[self.items.of[camera]] = size or self._estimate[item]
+            self._read_in[item] = np.maximum(self._read_in[item], 0)
+        self.items.set(item, size if camera else self._with_table(number, size), READ)
+        while not self.items.make_room(0) and len(self._pinned) > 1:  # the size exceeds the estimate: read less far ahead
             self._unpin_last()
         kept: list[int] = []
         for episode, more in (others or {}).items():
             more = self._with_table(episode, more)
-            if self._state[episode] == _ABSENT and more <= self._free:
+            if self.items.state[episode] == ABSENT and more <= self.items.free:
                 kept.append(episode)
-                self._set(np.array([episode]), more, _READ)
-                self._used[episode] = -self._time  # evicted before those that a batch has used
+                self.items.set(np.array([episode]), more, READ, is_used=False)
         return kept
 
     def ready(self) -> list[int]:
@@ -216,35 +195,25 @@ class Opening:
             MemoryBudgetError: If the rows and indices of the next batch alone exceed the memory.
         """
         self._make_room_for_now(0)
-        if self._free + self._storage.more < 0:
+        if self.items.free + self._storage.more < 0:
             raise MemoryBudgetError(
                 f"memory_budget leaves {self._storage.room + self._storage.more} bytes for rows, indices and encoded video, "
-                f"and the rows and indices of one batch take {self._rows + self._indices}; give a larger memory_budget, or a "
-                "smaller batch_size"
+                f"and the rows and indices of one batch take {sum(self.items.bytes_by_kind)}; give a larger memory_budget, "
+                "or a smaller batch_size"
             )
         ready: list[int] = []
         for batch in self._newly_due():
-            episodes = batch.episodes[self._state[batch.episodes] == _READ]
-            files = self._files[:, episodes]
-            episodes = episodes[((files == NONE) | (self._state[files] == _READ)).all(axis=0)]
-            self._state[episodes] = _OPEN
+            episodes = batch.episodes[self.items.state[batch.episodes] == READ]
+            files = self.items.files[:, episodes]
+            episodes = episodes[((files == NONE) | (self.items.state[files] == READ)).all(axis=0)]
+            self.items.state[episodes] = OPEN
             ready += episodes.tolist()
         return ready
 
     def advance(self) -> None:
         """Unpin the next batch, which was planned. The batch after it becomes the next one."""
         self._due = max(self._due, self._last_due())
-        self._unpin(self._pinned.popleft())
-
-    def take_evicted(self) -> list[Key]:
-        """Return the keys of the rows and indices that were evicted since the last call."""
-        evicted, self._evicted = self._evicted, []
-        return [self._key(item) for item in evicted]
-
-    @property
-    def _free(self) -> int:
-        """Number of free bytes. Negative if rows and indices are larger than expected."""
-        return self._storage.room - self._rows - self._indices
+        self.items.unpin(self._pinned.popleft().items)
 
     def _last_due(self) -> int:
         """Return the last batch whose reads must be complete before the next batch is planned."""
@@ -260,79 +229,40 @@ class Opening:
     def _pin(self, samples: Samples) -> _Pinned:
         """Add a batch to the look-ahead, and pin its rows and indices."""
         episodes = np.unique(samples.episode)
-        files = np.unique(self._files[:, episodes])
+        files = np.unique(self.items.files[:, episodes])
         batch = _Pinned(samples.number, samples.epoch, episodes, np.concatenate([episodes, files[files != NONE]]))
-        self._pins[batch.items] += 1
+        self.items.pin(batch.items)
         self._pinned.append(batch)
         self._requested = batch.number
         return batch
 
-    def _unpin(self, batch: _Pinned) -> None:
-        self._pins[batch.items] -= 1
-        self._time += 1
-        self._used[batch.items] = self._time
-
     def _unpin_last(self) -> None:
         """Remove the last batch of the look-ahead. It is requested again later."""
         batch = self._pinned.pop()
-        self._unpin(batch)
+        self.items.unpin(batch.items)
         self._requested = batch.number - 1
-
-    def _make_room(self, need: int, as_far_as_possible: bool = False) -> bool:
-        """Evict rows and indices that are not pinned until `need` bytes are free.
-
-        Args:
-            need: Number of bytes.
-            as_far_as_possible: Whether to evict even if that does not free enough.
-
-        Returns:
-            Whether `need` bytes are free. If not, nothing is evicted unless `as_far_as_possible` is True.
-        """
-        if (short := need - self._free) <= 0:
-            return True
-        items = np.flatnonzero((self._state != _ABSENT) & (self._pins == 0))
-        is_index, indices_first = items >= len(self._storage.lengths), self._indices > self._storage.index_share
-        items = items[np.lexsort((self._used[items], is_index != indices_first))]
-        freed = np.cumsum(self._size[items])
-        is_enough = bool(len(items)) and int(freed[-1]) >= short
-        if is_enough or as_far_as_possible:
-            items = items[: np.searchsorted(freed, short) + 1]
-            self._set(items, 0, _ABSENT)
-            self._evicted += items.tolist()
-        return is_enough
 
     def _make_room_for_now(self, need: int) -> None:
         """Make room for the next batch. Evict rows and indices of later batches if necessary.
 
         If even that is not enough, the memory is exceeded at the cost of encoded video.
         """
-        while not self._make_room(need) and len(self._pinned) > 1:
+        while not self.items.make_room(need) and len(self._pinned) > 1:
             self._unpin_last()
-        self._make_room(need, as_far_as_possible=True)
+        self.items.make_room(need, as_far_as_possible=True)
 
     def _read(self, items: Int64, batch: _Pinned, now: int) -> list[Read]:
         """Begin to read items: count them, and return the reads."""
         last = self._read_in[items]
-        again = np.where(items < len(self._storage.lengths), last == batch.epoch, last != NONE)
+        again = np.where(self.items.is_index(items), last != NONE, last == batch.epoch)
         self._read_in[items] = batch.epoch
-        self._set(items, self._estimate[items], _COMING)
+        self.items.set(items, self._estimate[items], COMING)
         # The first n from `now` on with batch.number <= n + min(GROWTH * n, look_ahead), see `_last_due`.
         step = max(now, batch.number - self._storage.look_ahead, -(-batch.number // (1 + GROWTH)))
-        return [Read(batch.number, step, *self._key(i), was) for i, was in zip(items.tolist(), again.tolist(), strict=True)]
-
-    def _set(self, items: Int64, size: int | Int64, state: int) -> None:
-        """Set the size and the state of items."""
-        change = size - self._size[items]
-        indices = int(change[items >= len(self._storage.lengths)].sum())
-        self._indices += indices
-        self._rows += int(change.sum()) - indices
-        self._time += 1
-        self._size[items], self._state[items], self._used[items] = size, state, self._time
+        return [
+            Read(batch.number, step, *self.items.key(i), was) for i, was in zip(items.tolist(), again.tolist(), strict=True)
+        ]
 
     def _with_table(self, episode: int, row_bytes: int) -> int:
         """Return the memory of an episode's rows, `row_bytes`, plus that of the tables that locate its frames, in bytes."""
         return row_bytes + int(self._storage.lengths[episode]) * self._storage.table_bytes
-
-    def _key(self, item: int) -> Key:
-        camera = next(camera for camera, items in self._items.items() if item < items.stop)
-        return camera, item - self._items[camera].start
