@@ -11,6 +11,7 @@ from dali_stream.mixture import Mixture
 from dali_stream.normalize import Normalizer
 from dali_stream.order import Order
 from dali_stream.order.mixture import MixtureOrder
+from dali_stream.tracing import trace
 
 if TYPE_CHECKING:
     from dali_stream import augment, tools, types
@@ -36,6 +37,7 @@ __all__ = [
     "augment",
     "batch_at",
     "tools",
+    "trace",
     "types",
 ]
 

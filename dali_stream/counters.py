@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from dali_stream.tracing import record
+
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -71,8 +73,10 @@ class Counters:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - started
+            stopped = time.perf_counter()
+            seconds = stopped - started
             self.add(**{stage: seconds - self._thread.inner})
+            record(stage.removesuffix("_s"), started, stopped)
             self._thread.inner = outer + seconds
 
 

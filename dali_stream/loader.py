@@ -29,6 +29,7 @@ from dali_stream.pipeline.stream import Batch, BatchSource
 from dali_stream.required_memory import check_memory
 from dali_stream.schedule.budget import divide
 from dali_stream.state_file import load_state, write_state
+from dali_stream.tracing import profiled, record
 
 if TYPE_CHECKING:
     import torch
@@ -498,7 +499,8 @@ class Loader:
         try:
             while batches.count(self._position):
                 started = time.perf_counter()
-                batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
+                with profiled("dali_stream: next batch"):
+                    batch = self._normalized(self._source.next(self._config, self._epoch, self._position))
                 now = time.perf_counter()
                 self._counters.add(batches=1, wait_s=now - started)
                 if self._counters.first_batch_s is None:
@@ -517,7 +519,9 @@ class Loader:
                     raise
                 # This check precedes every use of a lock, since after a fork a thread of the parent may hold it for ever.
                 self._check_current(iteration)
-                self._counters.add(training_s=time.perf_counter() - given)
+                resumed = time.perf_counter()
+                self._counters.add(training_s=resumed - given)
+                record("training", given, resumed)
             self._config.substitutes.report(self._epoch)
             self._source.epochs += whole
             self._epoch, self._position = self._epoch + 1, 0

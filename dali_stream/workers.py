@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from dali_stream.tracing import bound
+
 Priority = tuple[int, ...]
 _Job = tuple[Priority, int, "Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
@@ -45,7 +47,7 @@ class Workers:
             if self._stopping:
                 future.cancel()
             elif self._threads:
-                heapq.heappush(self._jobs, (priority, next(self._number), future, call, args))
+                heapq.heappush(self._jobs, (priority, next(self._number), future, bound(call), args))
                 self._changed.notify()
                 return future
         _run(future, call, args, Exception)  # an interrupt is for the caller

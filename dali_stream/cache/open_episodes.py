@@ -22,6 +22,7 @@ from dali_stream.schedule.items import Key
 from dali_stream.schedule.opening import Opening, Read
 from dali_stream.schedule.samples import Samples
 from dali_stream.storage import Store
+from dali_stream.tracing import span
 from dali_stream.workers import Workers
 
 Int64 = npt.NDArray[np.int64]
@@ -159,7 +160,8 @@ class OpenEpisodes:
         return closed
 
     def _read_rows(self, read: Read) -> Found:
-        found = self._reader.read(read.number)
+        with span("fetch rows", read.batch):
+            found = self._reader.read(read.number)
         # The result may wait long for its batch, and must not keep whole row groups in memory until then.
         group = found.release(read.number)
         if self._store.remote and not read.again:
@@ -167,7 +169,8 @@ class OpenEpisodes:
         return found
 
     def _read_index(self, read: Read) -> VideoIndex | DecodeError:
-        return self._indices.load(read.camera, read.number, self._store)
+        with span("fetch index", read.batch):
+            return self._indices.load(read.camera, read.number, self._store)
 
 
 def _bytes_of(columns: Columns) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_stream.errors import DecodeError
+from dali_stream.tracing import span
 from dali_stream.workers import Workers
 
 Frames = npt.NDArray[np.uint8]
@@ -83,8 +84,9 @@ class Slots:
         return failed
 
     def _copy(self, shares: Iterator[tuple[Int64, npt.NDArray[Any]]]) -> None:
-        for slots, out in shares:
-            self._copy_share(slots, out)
+        with span("copy"):
+            for slots, out in shares:
+                self._copy_share(slots, out)
 
     def _copy_share(self, slots: Int64, out: npt.NDArray[Any]) -> None:
         if out.dtype == np.uint8 and out.flags.c_contiguous:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from dali_stream.schedule.video import Fetch
 from dali_stream.storage import Store
+from dali_stream.tracing import span
 from dali_stream.workers import Workers
 
 Name = tuple[str, int, int]  # camera, episode, number of the block within the episode
@@ -79,7 +80,8 @@ class BlockCache:
 
     def _read(self, path: str, blocks: list[_Block]) -> None:
         begin = blocks[0].start
-        data = self._store.read(path, begin, blocks[-1].stop)
+        with span("fetch video", blocks[0].fetch.batch):
+            data = self._store.read(path, begin, blocks[-1].stop)
         for block in blocks:
             block.data = data[block.start - begin : block.stop - begin]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from dali_stream import tracing
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 
@@ -51,6 +54,7 @@ def bench(
     out_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write SOURCE-MODE-DECODE.json and .csv into this folder.")
     ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Record a trace for ui.perfetto.dev.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Measure data loading alone: batches are moved to the device and dropped.
@@ -76,7 +80,8 @@ def bench(
     settings: dict[str, Any] = {"mode": mode, "num_batches": num_batches, "warmup": warmup, "loader": loader}
     with arguments.opened_mixture(uris, storage_options=storage_options, **place) as dataset:
         place["data_files_root"] = data_files_root and dataset.data_store.where("")  # without credentials
-        with console.progress("warm-up, batches", enabled=not as_json) as show:
+        recording = contextlib.nullcontext() if trace is None or os.environ.get("RANK", "0") != "0" else tracing.trace(trace)
+        with console.progress("warm-up, batches", enabled=not as_json) as show, recording:
             report = run(dataset, **settings, device=device, head={"source": source, **place}, progress=show)
     if report is not None:  # on the main rank
         _show(report if out_dir is None else report | {"written": str(write(report, out_dir))}, as_json)

@@ -22,6 +22,7 @@ from dali_stream.schedule.advice import Advice
 from dali_stream.schedule.budget import Parts, Sizes, divide, look_ahead, order_horizon
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
+from dali_stream.tracing import begin_batch
 
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # keys of `Loader.stats`
@@ -83,6 +84,8 @@ class Planner:
         """
         with self._counters.timed("starved_s"):
             batch = self._planned.get()
+            if isinstance(batch, PlannedBatch):
+                begin_batch(batch.samples.number)
         if isinstance(batch, BaseException):
             raise batch
         return batch
@@ -140,6 +143,7 @@ class Planner:
     def _run(self) -> None:
         try:
             for number in itertools.count():
+                begin_batch(number)
                 self._reading.begin(self._planner, number)
                 self._room.acquire()
                 if self.stopping:
