@@ -1,9 +1,10 @@
-"""The drawings of the README and the docs that are not charts of loaders: the path of a frame, what the frame cache saves, and
-the shares of a mixture.
+"""The drawings of the README and the docs that are not charts of loaders: the path of a frame, what the frame cache saves, the
+shares of a mixture, and what threads do.
 
     python benchmarks/diagrams.py path --out docs/figures/path.svg
     python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
     python benchmarks/diagrams.py shares --out docs/figures/shares.svg
+    python benchmarks/diagrams.py trace --report benchmarks/results/trace_g1_2cores.json --out docs/figures/trace.svg
 
 `make figures` draws all. Each is a function of its arguments alone, so a test compares the committed file with it.
 """
@@ -42,6 +43,11 @@ SHADES = ("#a9b4c2", "#6fae9a", OWN)
 WEIGHTS, EPISODES, CONSUMERS = {"pick": 2, "fold": 1, "old": 1}, (40, 60, 4), 8
 FRAMES, POSITIONS, EVERY = 100, 2000, 3
 LINES = (OWN, "#c2571a", "#3b6fb6")
+# Spans of a trace: the color of each stage. Others are not drawn.
+STAGE_COLORS = {
+    "training": "#d9dee5", "graph": "#a9b4c2", "starved": "#e3a27c", "copy": "#3b6fb6", "plan": OWN, "decode": "#6fae9a",
+    "resize": "#2d7d64", "pack": "#c2571a",
+}  # fmt: skip
 
 
 def path() -> str:
@@ -128,6 +134,34 @@ def shares() -> str:
                y + MARGIN, parts)  # fmt: skip
 
 
+def trace(report: dict[str, Any]) -> str:
+    """What each thread does, over time."""
+    spans = [event for event in report["traceEvents"] if event["ph"] == "X" and event["name"] in STAGE_COLORS]
+    names = {event["tid"]: event["args"]["name"] for event in report["traceEvents"] if event["ph"] == "M"}
+    threads = sorted({span["tid"] for span in spans}, key=lambda tid: (names[tid] != "MainThread", names[tid]))
+    left, top, high = 150, 58, 26
+    first, last = min(span["ts"] for span in spans), max(span["ts"] + span["dur"] for span in spans)
+    scale = (WIDTH - left - MARGIN) / (last - first)
+    parts, numbers = [text(MARGIN, 34, "What each thread does", "title", weight=600)], []
+    for row, tid in enumerate(threads):
+        name = "your loop" if names[tid] == "MainThread" else names[tid].removeprefix("dali_stream ")
+        parts.append(text(left - 10, top + row * high + 15, name, anchor="end"))
+    for span in sorted(spans, key=lambda span: -span["dur"]):  # shorter spans are inside of longer ones
+        x, y = left + (span["ts"] - first) * scale, top + threads.index(span["tid"]) * high
+        size = f'width="{max(span["dur"] * scale, 0.5):.1f}" height="20"'
+        parts.append(f'<rect x="{x:.1f}" y="{y}" {size} fill="{STAGE_COLORS[span["name"]]}"/>')
+        if span["name"] in ("decode", "training") and span["dur"] * scale > 16 and "batch" in span["args"]:
+            numbers.append(text(x + 3, y + 15, str(span["args"]["batch"]), "small"))
+    parts += numbers
+    x, y = left, top + len(threads) * high + 18
+    for stage, color in STAGE_COLORS.items():
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{color}"/>')
+        parts.append(text(x + 17, y, stage, "small", DIM))
+        x += 85
+    parts.append(text(left, y + 20, f"{(last - first) / 1e3:.0f} ms; {report['batches']}; {report['date']}", "small", DIM))
+    return svg("Spans of the threads of a Loader over some batches", y + 20 + MARGIN, parts)
+
+
 def box(x: float, y: float, wide: float, high: float, lines: tuple[str, ...], fill: str) -> Iterator[str]:
     """A box with a name and lines below it, centred."""
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high}" rx="6" fill="{fill}" stroke="{OTHER}"/>'
@@ -155,14 +189,14 @@ def svg(title: str, height: float, parts: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("drawing", choices=("path", "cache", "shares"))
-    parser.add_argument("--report", type=Path, help="of frame_cache.py, for `cache`")
+    parser.add_argument("drawing", choices=("path", "cache", "shares", "trace"))
+    parser.add_argument("--report", type=Path, help="of frame_cache.py for `cache`, and a trace for `trace`")
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args()
-    if (arguments.drawing == "cache") != (arguments.report is not None):
-        parser.error("--report goes with `cache`, and `cache` needs it")
+    if (arguments.drawing in ("cache", "trace")) != (arguments.report is not None):
+        parser.error("--report goes with `cache` and `trace`, which need it")
     given = [json.loads(arguments.report.read_text())] if arguments.report else []
-    arguments.out.write_text({"path": path, "cache": cache, "shares": shares}[arguments.drawing](*given))
+    arguments.out.write_text({"path": path, "cache": cache, "shares": shares, "trace": trace}[arguments.drawing](*given))
 
 
 if __name__ == "__main__":

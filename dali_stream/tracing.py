@@ -79,6 +79,7 @@ def events(spans: list[Span], began: float) -> list[dict[str, Any]]:
     def at(span: Span, seconds: float) -> dict[str, Any]:
         return {"pid": os.getpid(), "tid": span.thread, "ts": (seconds - began) * 1e6}
 
+    spans = [span._replace(start=max(span.start, began)) for span in spans]  # some began before the trace
     names = {span.thread: span.thread_name for span in spans}
     made: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": thread, "ts": 0, "args": {"name": name}}
@@ -130,8 +131,9 @@ def begin_batch(number: int | None) -> None:
 
 
 def bound(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for another thread that works for the same batch as this thread, if a trace is being recorded."""
-    return call if _spans is None else functools.partial(_call, getattr(_local, "batch", None), call)
+    """Return a function for another thread that works for the same batch as this thread."""
+    # Also without a trace, since one may begin before the other thread calls it.
+    return functools.partial(_call, getattr(_local, "batch", None), call)
 
 
 def _call(batch: int | None, call: Callable[..., Any], *args: Any) -> Any:

@@ -417,5 +417,7 @@ def test_the_diagrams_are_what_the_program_draws(monkeypatch: pytest.MonkeyPatch
     assert (ROOT / "docs/figures/path.svg").read_text() == diagrams.path()
     assert (ROOT / "docs/figures/frame_cache.svg").read_text() == diagrams.cache(report)
     assert (ROOT / "docs/figures/shares.svg").read_text() == diagrams.shares()
+    report = json.loads((ROOT / "benchmarks/results/trace_g1_2cores.json").read_text())
+    assert (ROOT / "docs/figures/trace.svg").read_text() == diagrams.trace(report)
     report = json.loads((ROOT / "benchmarks/results/prepare_speed_2cores.json").read_text())
     assert (ROOT / "docs/figures/prepare.svg").read_text() == importlib.import_module("prepare").chart(report)
