@@ -5,9 +5,10 @@ belongs to the first dataset if this number is larger for m + 1 than for m. More
 each node splits the samples that reach it in this way. The tree is a Huffman tree, which has few splits above a dataset with a
 large weight.
 
-A split rounds by less than 1. A leaf inherits its share of the rounding of the splits above it, so the number of samples of a
-dataset after any number of draws is less than 3 from its share of them, and mostly less than 2. With one consumer, which rounds
-to the nearest number, it is half as much.
+A split rounds by less than 1. The deviation of a leaf is that of the split above it, plus the leaf's share of the deviation of
+each higher split. In a Huffman tree, these shares are at most 1, 1/2, 1/3, 1/5, 1/8, ... (reciprocal Fibonacci numbers). After
+any number of draws, the number of samples of a dataset therefore deviates by less than 3.4 from its share, and mostly by less
+than 2. With one consumer, which rounds to the nearest number, the deviation is half as large.
 """
 
 from __future__ import annotations
