@@ -145,6 +145,8 @@ class CombinedSource(Generic[D]):
 
     def path(self, camera: str, file: int) -> str:
         _, before = self._files[camera]
+        # Files are numbered over all datasets with video of this camera, so the file belongs to the last of them that begins
+        # at or before it.
         dataset = max(d for d, (part, own) in enumerate(self._each()) if own.get(camera) in part.videos and before[d] <= file)
         return f"{dataset}/{self._parts[dataset].path(self._own[dataset][camera], int(file - before[dataset]))}"
 
@@ -244,10 +246,12 @@ class CombinedReader:
         self._readers = [RowReader(part, of, memory) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:
-        """See `RowReader`."""
+        """Return the rows of an episode with the common keys, and those of others of its dataset. See `RowReader.read`."""
         union = self._source
         dataset, number = union._place(episode)
         read = self._readers[dataset].read(number)
+        # The result refers to the row groups until its own `release`. Its function keeps `read` alive, so `read` must not refer
+        # to them any more.
         group, first = read.release(number), int(union.first[dataset])
         lengths = {first + own: length for own, length in read.lengths.items()}
         row_bytes = int(union.row_bytes_of[dataset])

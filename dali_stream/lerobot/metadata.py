@@ -227,6 +227,8 @@ def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> 
     """
     order = np.lexsort((start, file))
     files, starts = file[order], start[order]
+    # `last_at_time` has the last of the episodes that begin at the same time in the same file. `following` has, for each
+    # episode, the first one that begins later, in the same file or in the next one.
     last_at_time = np.flatnonzero(np.append((np.diff(files) != 0) | (np.diff(starts) != 0), True))
     following = last_at_time[np.searchsorted(last_at_time, np.arange(len(order)))] + 1
     in_file = np.append(files, -1)[following] == files

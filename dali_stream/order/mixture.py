@@ -116,7 +116,7 @@ class MixtureOrder(EpochOrder):
 
     def _find(self, episode: int) -> tuple[Int64, Int64]:
         i = int(np.searchsorted(self._first_episode, episode, side="right")) - 1
-        # A consumer's draws before the epoch, and before the next one.
+        # Number of samples of the dataset among each consumer's draws before the epoch, and before the next epoch.
         low, high = (
             self._interleave.count(i, np.maximum(-((np.arange(self._count) - position) // self._count), 0))
             for position in (self._start, self._start + len(self))
@@ -181,6 +181,7 @@ class _Numbers:
         return epochs * self.samples + self._of_epoch(rest)
 
     def _of_epoch(self, number: int) -> Int64:
+        """Return the number of samples of each consumer among the first `number` samples of an epoch, shape (C,)."""
         return np.maximum(-((self._first - number) // self._consumers), 0)
 
 
@@ -273,11 +274,13 @@ class _Dataset:
         return place
 
     def _on_line(self, line: _Pass, place: Int64) -> tuple[Int64, Int64]:
+        """Return (episode, frame) of places in the episodes of a pass laid end to end."""
         at = np.searchsorted(line.ends, place, side="right")
         episode = line.episodes[at]
         return episode, place - line.ends[at] + self._lengths[episode]
 
     def _line(self, episodes: Int64, number: int) -> _Pass:
+        """Return pass `number` with the episodes in this order."""
         before = self._numbers.before(number * self._count)
         samples = self._numbers.before((number + 1) * self._count) - before
         return _Pass(episodes, np.cumsum(self._lengths[episodes]), before, np.concatenate([[0], np.cumsum(samples)]))

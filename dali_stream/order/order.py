@@ -74,6 +74,7 @@ class EpochOrder(ABC):
         if start < 0 or count < 0:
             raise ValueError(f"start is {start} and count is {count}; both are 0 or more")
         check_world(rank, world_size, self._consumers)
+        # Sample i of the rank has position i * world_size + rank. -((-x) // n) is x / n, rounded up.
         first = -((rank - start) // world_size)  # number of the sample among those of the rank
         stop = min(first + count, -((rank - self._positions) // world_size))
         samples = [np.empty((2, 0), np.int64)]
