@@ -93,9 +93,9 @@ class Run:
 class EpisodePool:
     """Pool of one part. Each draw takes a frame uniformly from all remaining frames of the pool's segments.
 
-    All frames of the pool are in one flat array, so that a draw takes one random index and one swap with the last frame,
-    whatever the size of the pool. The array contains frame * pool + slot, where slot is the number of the frame's segment. When
-    a segment is drained, the next segment of the run takes its slot.
+    All frames of the pool are in one flat array. A draw takes one random index, and moves the last frame to the place of the
+    drawn frame, so its cost does not depend on the size of the pool. The array contains frame * pool + slot, where slot is the
+    number of the frame's segment in the pool. When a segment is drained, the next segment of the run takes its slot.
 
     Args:
         ends: Number of frames up to the end of each episode, laid end to end, shape (E,).
@@ -120,7 +120,7 @@ class EpisodePool:
     def draw(self, count: int) -> list[int]:
         """Return the next `count` frames as places on the line of episodes."""
         frames, left, pool, drawn = self._frames, self._left, self._pool, []
-        last = len(frames)  # drawn frames are moved to the end, and deleted together before a refill and after the last draw
+        last = len(frames)  # entries from here on are obsolete, and are deleted before a refill and after the last draw
         for uniform in self._uniforms(count):
             at = int(uniform * last)
             last -= 1
