@@ -1,4 +1,4 @@
-"""`python -m dali_stream` is `dali-stream`."""
+"""Entry point of `python -m dali_stream`, which is the same as `dali-stream`."""
 
 from __future__ import annotations
 

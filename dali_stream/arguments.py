@@ -1,4 +1,4 @@
-"""Checks of the loader's plain arguments. Each raises a ValueError that says what is allowed."""
+"""Checks of the loader's plain arguments. Each raises a ValueError with the allowed values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 _P = ParamSpec("_P")
 
 
-# What a Loader has in place of the arguments of PyTorch's DataLoader.
+# Replacements in a Loader for the arguments of PyTorch's DataLoader.
 INSTEAD_OF_DATALOADER = {
     "num_workers": "Use num_threads=, the number of decode threads.",
     "prefetch_factor": "Use prefetch=, the number of batches in progress.",
@@ -66,12 +66,13 @@ def _hint(name: str, allowed: Sequence[str], hints: Mapping[str, str]) -> str:
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError if a value is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
 
 
 def positive(name: str, value: int) -> int:
-    """The value itself, an integer of 1 or more (NumPy's are welcome)."""
+    """Return an argument as int. Raises ValueError unless it is a positive integer, which may be a NumPy integer."""
     try:
         number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -82,19 +83,21 @@ def positive(name: str, value: int) -> int:
 
 
 def from_zero(name: str, value: int) -> int:
-    """The value itself, an integer of 0 or more."""
+    """Return an argument as int. Raises ValueError unless it is a nonnegative integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ValueError(f"{name} is {value!r}; it is an integer of 0 or more")
     return int(value)
 
 
 def share(name: str, value: float) -> float:
+    """Return an argument as float. Raises ValueError unless it is above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ValueError(f"{name} is {value!r}; it is a share, above 0 and up to 1")
     return float(value)
 
 
 def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the size (height, width) in pixels as a tuple of int, or None. Raises ValueError for other values."""
     if image_size is None:
         return None
     if not isinstance(image_size, Sequence) or len(image_size) != 2:
@@ -108,7 +111,15 @@ def gibibytes(count: int) -> str:
 
 
 def byte_count(budget: int | str, name: str = "memory_budget") -> int:
-    """4294967296, "4GiB", "500 MB": bytes."""
+    """Return a number of bytes from a value such as 4294967296, "4GiB" or "500 MB".
+
+    Args:
+        budget: Value of the argument.
+        name: Name of the argument, for the message.
+
+    Raises:
+        ValueError: If the value has another form, or is not positive.
+    """
     units = {
         "": 1,
         "k": 1000,

@@ -1,4 +1,4 @@
-"""Augmentation that can be replayed: DALI operators whose arguments are made from the numbers that each sample brings.
+"""Reproducible augmentation: DALI operators whose arguments are computed from random numbers that are part of each sample.
 
     from dali_stream import augment
 
@@ -11,12 +11,12 @@
 
     loader = dali_stream.Loader(dataset, dali_graph=graph)
 
-The numbers are a function of seed, epoch and position, so the same position gives the same pixels after a resume, under another
-number of ranks, in every run on the same kind of device. All frames of a window are treated alike; each call draws again, so
-cameras are treated differently, unless each gets its own `Draw`.
+The numbers are a function of seed, epoch and position. The same position therefore gives the same pixels after a resume, on any
+number of ranks, and in every run on the same kind of device. All frames of a window get the same augmentation. Each call draws
+new numbers, so cameras get different augmentations, unless each of them has its own `Draw`.
 
-Frames are (F)HWC, float32 in [0, 1] or uint8, and stay what they are. Ranges are closed; a number instead of one is the
-largest change to either side.
+Frames have the layout HWC or FHWC, and are float32 in [0, 1] or uint8. Their dtype does not change. A range is a tuple (low,
+high). A number instead of a range is the largest change in both directions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from dali_stream.decode import dali  # noqa: F401  # before DALI itself: it says what to do where that is missing
+from dali_stream.decode import dali  # noqa: F401  # imported before DALI, since its error explains how to install DALI
 from dali_stream.order.uniforms import COUNT
 
 # isort: split
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nvidia.dali.data_node import DataNode
 
 
-# DALI's color_twist would do all steps at once, and clamp none.
+# Separate operators, since DALI's color_twist applies all steps at once without clamping between them.
 _COLOR_STEPS: dict[str, Any] = {
     "contrast": fn.brightness_contrast,
     "brightness": fn.brightness_contrast,
@@ -43,25 +43,25 @@ _COLOR_STEPS: dict[str, Any] = {
     "hue": fn.color_twist,
 }
 _NO_EFFECT = {"contrast": 1.0, "brightness": 1.0, "saturation": 1.0, "hue": 0.0}
-_NO_BLUR = 0.01  # a sigma whose kernel is 1 in the middle and, in float32, 0 beside it
+_NO_BLUR = 0.01  # sigma without effect: in float32, its kernel is 1 in the middle and 0 elsewhere
 
 
 class Draw:
-    """Hands out a sample's random numbers, one after the other, as the graph is built.
+    """Source of a sample's random numbers, which are used one after the other while the graph is built.
 
     Args:
-        sample: the node `nodes["sample"]` of a graph function.
-        first: how many numbers to leave out: two that begin at the same one hand out the same.
+        sample: Node `nodes["sample"]` of a graph function.
+        first: Number of random numbers to skip. Two objects with the same value return the same numbers. Default: 0.
     """
 
     def __init__(self, sample: DataNode, first: int = 0) -> None:
         self._sample, self._next = sample, first
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> DataNode:
-        """The next number, uniform in [low, high); a scalar node on the CPU, as DALI's operators take for an argument.
+        """Return the next number, uniform in [low, high), as a scalar node on the CPU, which DALI accepts as an argument.
 
         Raises:
-            ValueError: all numbers are handed out.
+            ValueError: If no numbers are left.
         """
         if self._next >= COUNT:
             raise ValueError(
@@ -73,7 +73,11 @@ class Draw:
         return number * (high - low) + low
 
     def coin(self, probability: float) -> DataNode:
-        """1.0 with this probability, else 0.0; a scalar node."""
+        """Return a scalar node that is 1.0 with this probability, and 0.0 otherwise.
+
+        Raises:
+            ValueError: If `probability` is not in [0, 1], or if no numbers are left.
+        """
         if not 0 <= probability <= 1:
             raise ValueError(f"probability is {probability!r}; it is a number from 0 to 1")
         return fn.cast(self.uniform() < float(probability), dtype=types.FLOAT)
@@ -87,13 +91,16 @@ def random_resized_crop(
     scale: tuple[float, float] = (0.7, 1.0),
     ratio: tuple[float, float] = (0.9, 1.1),
 ) -> DataNode:
-    """Cuts a random part out and resizes it. Draws 4 numbers.
+    """Crop a random part of the frame, and resize it. Draws 4 numbers.
 
     Args:
-        frame, draw: see the module.
-        size: (height, width) in pixels of what comes out.
-        scale: share of the frame's area that the part has, unless it would be higher or wider than the frame.
-        ratio: width by height of the part, as a multiple of the frame's own; its logarithm is drawn uniformly.
+        frame: Frames, see the module.
+        draw: Random numbers, see the module.
+        size: Size (height, width) of the result in pixels.
+        scale: Range of the part's share of the frame's area. The share is smaller if the part would exceed the frame.
+            Default: (0.7, 1.0).
+        ratio: Range of the part's aspect ratio (width / height), relative to that of the frame. Its logarithm is drawn
+            uniformly. Default: (0.9, 1.1).
     """
     top, left, height, width = _part(draw, scale, ratio)
     part = {"roi_start": fn.stack(top, left), "roi_end": fn.stack(top + height, left + width), "roi_relative": True}
@@ -131,10 +138,11 @@ def color_jitter(
     Args:
         frame: Frames, see the module.
         draw: Random numbers, see the module.
-        brightness: tuple[float, float] of factors, or largest distance from 1.
-        contrast: tuple[float, float] of factors, or largest distance from 1.
-        saturation: tuple[float, float] of factors, or largest distance from 1.
-        hue: tuple[float, float] of turns of the colour circle, or largest turn to either side. 0.5 is the opposite colour.
+        brightness: Range of the factor, or its largest difference from 1. Default: 0.0, no change.
+        contrast: Range of the factor, or its largest difference from 1. Default: 0.0, no change.
+        saturation: Range of the factor, or its largest difference from 1. Default: 0.0, no change.
+        hue: Range of the rotation of the colour circle, or the largest rotation in both directions, in turns. A rotation of
+            0.5 gives the opposite colour. Default: 0.0, no change.
     """
     factors = {"brightness": brightness, "contrast": contrast, "saturation": saturation}
     ranges = {name: _around(name, value, 1.0, least=0.0) for name, value in factors.items()} | {"hue": _around("hue", hue, 0.0)}
@@ -150,7 +158,14 @@ def color_jitter(
 def gaussian_blur(
     frame: DataNode, draw: Draw, *, sigma: tuple[float, float] = (0.1, 2.0), probability: float = 0.5
 ) -> DataNode:
-    """Blurs some frames, with a standard deviation of `sigma` pixels. Draws 2 numbers."""
+    """Blur some frames. Draws 2 numbers.
+
+    Args:
+        frame: Frames, see the module.
+        draw: Random numbers, see the module.
+        sigma: Range of the standard deviation of the blur in pixels. Default: (0.1, 2.0).
+        probability: Probability that a sample is blurred. Default: 0.5.
+    """
     drawn, blurred = draw.uniform(*_range("sigma", sigma, 0, math.inf)), draw.coin(probability)
     return fn.gaussian_blur(frame, sigma=blurred * (drawn - _NO_BLUR) + _NO_BLUR)
 
@@ -164,13 +179,15 @@ def random_erasing(
     ratio: tuple[float, float] = (0.5, 2.0),
     value: float = 0.0,
 ) -> DataNode:
-    """Fills a rectangle of some frames with one value, as if something stood before the camera. Draws 5 numbers.
+    """Fill a rectangle of some frames with one value, as if an object hid it from the camera. Draws 5 numbers.
 
     Args:
-        frame, draw: see the module.
-        probability: that a frame gets one.
-        scale, ratio: of the rectangle, as in `random_resized_crop`.
-        value: of every channel, in the frame's own unit.
+        frame: Frames, see the module.
+        draw: Random numbers, see the module.
+        probability: Probability that a sample gets a rectangle. Default: 0.5.
+        scale, ratio: Ranges of the rectangle's area and aspect ratio. See `random_resized_crop`. Default: (0.02, 0.2) and
+            (0.5, 2.0).
+        value: Value of every channel in the rectangle, in the unit of the frame. Default: 0.0.
     """
     top, left, height, width = _part(draw, scale, ratio)
     there = draw.coin(probability)
@@ -190,7 +207,7 @@ def _limits(frame: DataNode) -> tuple[DataNode, DataNode]:
 
 
 def _part(draw: Draw, scale: tuple[float, float], ratio: tuple[float, float]) -> tuple[DataNode, DataNode, DataNode, DataNode]:
-    """(top, left, height, width) of a random part of the frame, as shares of its sides. Draws 4 numbers."""
+    """Return (top, left, height, width) of a random part of the frame, as shares of its sides. Draws 4 numbers."""
     area = draw.uniform(*_range("scale", scale, 0, 1))
     low, high = _range("ratio", ratio, 0, math.inf)
     shape = dali_math.exp(draw.uniform(math.log(low), math.log(high)))
@@ -206,7 +223,7 @@ def _range(name: str, given: tuple[float, float], least: float, most: float) -> 
 
 
 def _around(name: str, given: float | tuple[float, float], middle: float, least: float = -math.inf) -> tuple[float, float]:
-    """The range that a number means: as far as that from the middle to either side."""
+    """Return a range (low, high). A number instead of a range is the distance of both bounds from the middle."""
     low, high = (middle - given, middle + given) if isinstance(given, (int, float)) else given
     if not low <= high or low < least or (isinstance(given, (int, float)) and given < 0):
         bound = "" if least == -math.inf else f", from {least} up"

@@ -1,4 +1,4 @@
-"""What a loader has done so far, and how long each stage took."""
+"""Counters of a loader, and times of its stages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 @dataclass
 class Counters:
-    """Counts and times, added to by several threads through `add` and `timed`.
+    """Counters and times, which several threads increase with `add` and `timed`.
 
-    The times are disjoint: that of a stage leaves out the stages that run inside it on the same thread.
+    The times of `timed` do not overlap: the time of a stage excludes other stages that run inside it on the same thread.
 
     Attributes:
-        batches, first_batch_s: delivered by the loader, and from its construction to the first of them.
-        read_s, pack_s, decode_s, resize_s: of the decode threads, added up over them.
-        rows_s, gather_s, plan_s: of the planner thread.
-        starved_s, graph_s, training_s, wait_s: of the thread that iterates.
+        batches, first_batch_s: Number of batches that the loader delivered, and seconds from its construction to the first
+            one. None before it.
+        read_s, pack_s, decode_s, resize_s: Seconds of the stages of the decode threads, added up over the threads.
+        rows_s, gather_s, plan_s: Seconds of the stages of the planner thread.
+        starved_s, graph_s, training_s, wait_s: Seconds of the thread that iterates. The first two are parts of `wait_s`.
+
+    See `Loader.stats` for the others.
     """
 
     batches: int = 0
@@ -56,17 +59,17 @@ class Counters:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread = threading.local()  # `inner`: seconds of the stages that ran inside the present one
+        self._thread = threading.local()  # its attribute `inner` has the seconds of the stages inside the current one
 
     def add(self, **amounts: float) -> None:
-        """Adds to attributes by name."""
+        """Add amounts to attributes by name."""
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds the seconds of the block to an attribute, less those of blocks inside it."""
+        """Add the seconds of the block to an attribute, without those of other blocks inside it."""
         outer = getattr(self._thread, "inner", 0.0)
         self._thread.inner = 0.0
         started = time.perf_counter()
@@ -81,5 +84,5 @@ class Counters:
 
 
 def untimed(stage: str) -> AbstractContextManager[None]:
-    """Stands in for `Counters.timed` where times are not needed."""
+    """Replacement of `Counters.timed` that measures nothing."""
     return contextlib.nullcontext()

@@ -42,8 +42,8 @@ class Dataset(DatasetFiles):
         episodes: Indices of the episodes to use. Default: all.
         data_files_root: Address of the folder that contains `data/` and `videos/`, if it is not the one with `meta/`.
         storage_options: Credentials, endpoints and timeouts. The page on remote data lists them.
-        cache_dir: Folder for fetched bytes, which the ranks of a machine and later runs share. Local files are never copied
-            there. Default: fetched bytes are kept in memory only.
+        cache_dir: Folder for fetched bytes, which the ranks of a machine and later runs share. Local files are never copied to
+            it. Default: fetched bytes are kept in memory only.
         cache_bytes: Maximum size of the cache on disk, in bytes or such as "200GiB". Least recently used bytes are evicted
             first. Default: no limit.
         give_up_after_s: Number of seconds after which a failing read is no longer retried. Default: 60, and 5 until the first
@@ -57,8 +57,8 @@ class Dataset(DatasetFiles):
             exclude `stop`, and episodes without ranges yield no samples. Windows still extend to the ends of the episode.
             Default: all.
         drop_first, drop_last: Number of frames at the beginning and at the end of each episode that are not sampled.
-        clock: What locates the frame of a row in a video: "timestamp", as in LeRobot, or "frame_index", which uses
-            frame_index / fps, for datasets whose timestamps come from a wall clock. Rows are delivered unchanged.
+        clock: Method that locates the frame of a row in a video: "timestamp", as in LeRobot, or "frame_index", which uses
+            frame_index / fps, for datasets with timestamps of a wall clock. Rows are delivered unchanged.
         tolerance_s: Maximum distance between that time and the frame, in seconds, up to half a frame. LeRobot's default is
             1e-4. Default: a quarter of a frame.
 
@@ -197,9 +197,10 @@ class Dataset(DatasetFiles):
 
         Returns:
             {key: {"min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99": array, "count": (1,) int}}. Statistics of
-            rows are exact and have the shape of a row, (1,) for scalars; quantiles of more than 4 million numbers come from
-            evenly spaced rows. Statistics of a camera have shape (3, 1, 1) and values in [0, 1], and come from about 100
-            evenly spaced frames per episode, at most 10 000, reduced in size as in LeRobot. `count` counts rows or frames.
+            rows are exact and have the shape of a row, (1,) for scalars. Quantiles of more than 4 million numbers are
+            computed from evenly spaced rows. Statistics of a camera have shape (3, 1, 1) and values in [0, 1]. They are
+            computed from about 100 evenly spaced frames per episode, at most 10 000, reduced in size as in LeRobot. `count`
+            counts rows or frames.
 
         Raises:
             DatasetError, StorageError, DecodeError: If rows or frames cannot be read.

@@ -1,17 +1,17 @@
-"""Exceptions, and how messages count.
+"""Exceptions of the package, and a function for their messages.
 
-A bad argument is a plain `ValueError`; everything else is below `DaliStreamError`.
+An invalid argument raises a plain `ValueError`. All other errors are subclasses of `DaliStreamError`.
 """
 
 from __future__ import annotations
 
 
 class DaliStreamError(Exception):
-    """Any failure of this package that is not a bad argument."""
+    """Base class of all errors of this package except those for invalid arguments."""
 
 
 class DatasetError(DaliStreamError):
-    """The dataset is missing, is of another format, or its metadata and its files contradict each other."""
+    """The dataset is missing, has another format, or has files that contradict its metadata."""
 
 
 class StorageError(DaliStreamError):
@@ -19,11 +19,11 @@ class StorageError(DaliStreamError):
 
 
 class DecodeError(DaliStreamError):
-    """A video cannot be decoded to the frames that were asked for."""
+    """A video cannot be decoded to the requested frames."""
 
 
 class ResumeError(DaliStreamError):
-    """A saved state does not fit this loader, or came too late."""
+    """A saved state does not fit this loader or sampler, or was loaded after the first iteration began."""
 
 
 class MemoryBudgetError(DaliStreamError, ValueError):
@@ -31,5 +31,5 @@ class MemoryBudgetError(DaliStreamError, ValueError):
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 episode", "2 episodes"."""
+    """Return a number with its noun: "1 episode", "2 episodes"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -241,7 +241,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Number of the present epoch, from 0: that of the last delivered batch, and after a complete loop the next one."""
+        """Number of the current epoch, from 0. It is the epoch of the last delivered batch, and after a loop the next one."""
         return self._epoch
 
     @property
@@ -303,11 +303,11 @@ class Loader:
         self._begin = None if on_grid else {"epoch": self._epoch, "position": self._position}
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the content of this run's batches, as a JSON-serialisable dict that is the same on each rank.
+        """Return everything that determines the batches of this run, as a JSON-serialisable dict that is the same on each rank.
 
-        `batch_at` makes any batch again from it, and `dali-stream preview --config` shows it. It contains the dataset with the
-        commit of a Hub repository, all arguments of the Loader that decide what a batch contains, as they were resolved, the
-        name and arguments of `dali_graph`, and versions. It contains no credentials.
+        `batch_at` reproduces any batch from it, and `dali-stream preview --config` displays the batch. It contains the dataset
+        with the commit of a Hub repository, all arguments of the Loader that affect the contents of batches, with defaults
+        resolved, the name and arguments of `dali_graph`, and versions of packages. It contains no credentials.
 
         It describes the batches of this Loader. If the run was resumed with another global batch or world size, batches before
         that have the description of the Loader that delivered them.
@@ -375,7 +375,7 @@ class Loader:
 
     @property
     def routes(self) -> dict[str, Route]:
-        """{camera: Route(decoder, reason)}. The decoder of a camera changes if it cannot decode one of the files."""
+        """Decoder of each camera, {camera: Route(decoder, reason)}. It changes if it cannot decode one of the files."""
         self._check_usable()
         return dict(self._source.routes)
 

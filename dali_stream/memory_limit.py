@@ -27,7 +27,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
         root: Root of the file system with the cgroups.
 
     Returns:
-        None on systems that tell neither.
+        Limit with its owner, or None on systems that report neither.
     """
     size = cgroup_memory_limit(root)
     limits = [] if size is None else [MemoryLimit(size, "the cgroup of this process")]
@@ -75,7 +75,7 @@ def cgroup_values(root: Path, controller: str, name: str) -> Iterator[str]:
 
 
 def _values_above(hierarchy: Path, path: str, name: str) -> Iterator[str]:
-    """Contents of files from a cgroup up to the root. In a container, the root may be the container's own cgroup."""
+    """Yield the contents of a file in a cgroup and its parents. In a container, the root may be the container's own cgroup."""
     group = hierarchy / path
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # a missing file, or one that is not text

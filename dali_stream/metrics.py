@@ -1,4 +1,4 @@
-"""A loader's counters as metrics: what happened between two results of `Loader.stats`."""
+"""Metrics of a loader, computed from the difference of two results of `Loader.stats`."""
 
 from __future__ import annotations
 

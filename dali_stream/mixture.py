@@ -1,4 +1,4 @@
-"""The public mixture: several datasets in one epoch."""
+"""Mixture, the public class for several datasets in one epoch."""
 
 from __future__ import annotations
 
@@ -24,56 +24,62 @@ from dali_stream.order import windows
 from dali_stream.order.orders import MixtureOrders
 from dali_stream.order.shares import shares
 
-_OPENED_AT_ONCE = 16  # datasets: opening one is a few round trips, one after the other
+_OPENED_AT_ONCE = 16  # maximum number of datasets that are opened in parallel, since each needs several requests in sequence
 
 
 class Mixture(CombinedSource[Dataset]):
-    """Several datasets, of which each batch has samples in given shares. A `Loader` takes it in place of a `Dataset`.
+    """Several datasets whose samples are mixed in each batch. A `Loader` accepts it instead of a `Dataset`.
 
         mixture = dali_stream.Mixture({"pick": "owner/pick", "fold": "s3://bucket/fold"}, weights={"pick": 2, "fold": 1})
         loader = dali_stream.Loader(mixture, batch_size=64, image_size=(224, 224))
 
-    At most one of `weights`, `repeats` and `temperature` says how many samples of an epoch are of which dataset:
+    At most one of `weights`, `repeats` and `temperature` determines the number of samples of each dataset in an epoch:
 
-    none of them    an epoch shows every frame of every dataset once
-    repeats         an epoch shows each dataset so many times; half a pass is half of its frames, and the next epoch has the
-                    other half
-    weights         shares of the samples
-    temperature     shares that are proportional to frames ** (1 / temperature): 1 is the union's, large ones are equal
+    none of them    An epoch samples every frame of every dataset once.
+    repeats         An epoch samples each dataset this number of times. Half a pass samples half of its frames, and the next
+                    epoch samples the other half.
+    weights         The shares of the samples are proportional to the weights.
+    temperature     The shares are proportional to frames ** (1 / temperature). With 1 they are proportional to the frames,
+                    and with large temperatures they are almost equal.
 
-    In each of them, every prefix of an epoch has each dataset's share within one sample per consumer, on each rank and over
-    all (with `shuffle="global"` or False within one sample over all, and about that on a rank). Each dataset has its own
-    passes, across epochs too, and each pass has every frame once. See docs/mixtures.md.
+    After any number of draws of a consumer, the number of samples of each dataset deviates by about 2 or less from its share,
+    and the deviations of different consumers mostly cancel. Each dataset has its own passes, which may extend over several
+    epochs, and each pass contains every frame once. See docs/mixtures.md.
 
-    A batch has `dataset`, a list of str, and `dataset_index`, int64 (B,), which of `datasets` each sample is of. Where
-    datasets differ and `missing` is "pad", it also has `<key>_is_missing`, bool (B,), for each key that some lack, whose values
-    are zeros there (or empty text), and `<key>_dim_is_pad`, bool (B, D), for vectors that are shorter in some. Frames of
-    different sizes need `Loader(image_size=...)`. A window is laid out in seconds on each dataset's own clock.
+    A batch contains `dataset`, the names of the samples' datasets, a list of str, and `dataset_index`, their numbers in
+    `datasets`, int64 of shape (B,). If the datasets differ and `missing` is "pad", it also contains `<key>_is_missing`, bool of
+    shape (B,), for each key that some datasets lack, and `<key>_dim_is_pad`, bool of shape (B, D), for each vector that is
+    shorter in some datasets. Missing values are zeros or empty strings. If the sizes of frames differ, the Loader needs
+    `image_size`. A window has the same times in seconds for all datasets, whose frame rates may differ.
 
     Args:
-        datasets: by name, a `Dataset`, anything that it takes, or a dict of its arguments. Several are opened at once.
-        weights: per name, a number above 0.
-        repeats: per name, passes per epoch, a number above 0.
-        temperature: above 0.
-        epoch_samples: of an epoch, with `weights` or `temperature`, which have no end of their own. None: as many as the
-            datasets have frames.
-        keys: per name, {key in that dataset: common key}, for features that are the same under different keys.
-        missing: "error", a ValueError that lists in what the datasets differ; or "pad", see above.
+        datasets: Datasets by name. Each is a `Dataset`, any value that `Dataset` accepts, or a dict of its arguments. They are
+            opened in parallel.
+        weights: Weight of each dataset by name, a positive number.
+        repeats: Number of passes of each dataset per epoch by name, a positive number.
+        temperature: Temperature, a positive number.
+        epoch_samples: Number of samples in an epoch, only with `weights` or `temperature`. Default: the number of frames of all
+            datasets together.
+        keys: Renamed features of each dataset, {name: {key in the dataset: common key}}, for features that are the same but
+            have different keys.
+        missing: "error" to raise a ValueError that lists the differences of the datasets, or "pad" to fill missing values as
+            described above. Default: "error".
         nearest: Whether an offset of a window that is not a multiple of 1/fps of a dataset selects the nearest frame. Otherwise
-            it is an error.
+            it is an error. Default: False.
 
     Attributes:
-        datasets: by name.
-        features: under the common keys; vectors as wide as the widest.
-        cameras: the common camera keys.
-        num_frames: of all datasets, those that can be sampled.
-        num_episodes: of all datasets.
-        shares: what each dataset gives: `targets` (M,), its share of the samples, and `passes` (M,) over it in an epoch.
-        fps: per name, frames per second.
+        datasets: Datasets by name.
+        features: Features by common key. Vectors have the largest width of all datasets.
+        cameras: Common keys of the cameras.
+        num_frames: Number of frames of all datasets that can be sampled.
+        num_episodes: Number of episodes of all datasets.
+        shares: Shares of the datasets: `targets`, the share of each dataset in the samples, and `passes`, the average number of
+            times that an epoch samples each of its frames, both of shape (M,).
+        fps: Frames per second of each dataset by name.
 
     Raises:
-        ValueError: a bad argument, or the datasets differ and `missing` is "error".
-        DatasetError, StorageError: as `Dataset`, with the name of the one.
+        ValueError: If an argument is invalid, or if the datasets differ and `missing` is "error".
+        DatasetError, StorageError: See `Dataset`. The message contains the name of the dataset.
     """
 
     @known_arguments
@@ -120,7 +126,7 @@ class Mixture(CombinedSource[Dataset]):
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Mixture:
-        """The mixture of a YAML or JSON file, `.yaml`, `.yml` or `.json`, which has the arguments by name.
+        """Return the mixture of a YAML or JSON file (`.yaml`, `.yml` or `.json`) that contains the arguments by name.
 
             datasets:
               pick: owner/pick
@@ -128,11 +134,12 @@ class Mixture(CombinedSource[Dataset]):
             weights: {pick: 2, old: 1}
             missing: pad
 
-        Relative paths are relative to the file. A name such as "owner/pick" that is no folder there is the id of a Hub dataset.
+        Relative paths are relative to the folder of the file. A name such as "owner/pick" is the id of a Hub dataset, unless
+        this folder contains such a path.
 
         Raises:
-            ValueError: the file cannot be read, or has unknown keys or bad values.
-            DatasetError, StorageError: as of `Mixture`.
+            ValueError: If the file cannot be read, or has unknown keys or invalid values.
+            DatasetError, StorageError: See `Mixture`.
         """
         arguments = cls.file_arguments(path)
         try:
@@ -142,29 +149,36 @@ class Mixture(CombinedSource[Dataset]):
 
     @staticmethod
     def file_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
-        """What `from_file` gives to `Mixture`: the arguments in a file, with each of `datasets` a dict of arguments of a
-        `Dataset`. Raises ValueError."""
+        """Return the arguments of a `Mixture` in a file. Each of `datasets` is a dict of arguments of a `Dataset`.
+
+        Raises:
+            ValueError: See `from_file`.
+        """
         return mixture_file.read(path)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the names, keys and fingerprints of the datasets. Shares do not count."""
+        """Hash of the names, renamed keys and fingerprints of the datasets, 32 hexadecimal digits. It ignores the shares."""
         parts = [
             [name, dataset.fingerprint, sorted(self.renamed_keys[name].items())] for name, dataset in self.datasets.items()
         ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def has_fingerprint(self, found: object) -> bool:
-        """Whether a saved state is of this mixture."""
+        """Return whether a fingerprint from a saved state matches this mixture."""
         return found == self.fingerprint
 
     def orders(self) -> MixtureOrders:
-        """The orders of its epochs, as a Loader reads them."""
+        """Return the orders of the epochs for a Loader."""
         parts = self.datasets.values()
         return MixtureOrders([part.lengths for part in parts], [part.frame_ranges for part in parts], self.shares)
 
     def window_offsets(self, deltas: Mapping[str, Sequence[float]], keys: Sequence[str]) -> dict[str, np.ndarray]:
-        """{key: (M, T) int64 frame offsets} of `delta_timestamps`, on each dataset's own clock. Raises ValueError."""
+        """Return {key: frame offsets of shape (M, T)} for `delta_timestamps`, with the frame rate of each dataset.
+
+        Raises:
+            ValueError: If a key or a window is invalid, or if an offset is not a multiple of 1/fps and `nearest` is False.
+        """
         found = []
         for name, fps in self.fps.items():
             try:
@@ -175,15 +189,15 @@ class Mixture(CombinedSource[Dataset]):
 
     @property
     def stats(self) -> Stats:
-        """Statistics of the samples per common key, merged from those of the datasets by their shares.
+        """Statistics of the samples per common key, merged from those of the datasets in the ratio of their shares.
 
-        Means and deviations are those of the mixed samples, `min` and `max` the extremes, and quantiles approximate. Of each
-        feature it has what all datasets have that have the feature.
+        `mean` and `std` are those of the mixed samples, `min` and `max` are the extremes, and quantiles are approximate. A
+        statistic of a feature is included if all datasets with this feature have it.
         """
         return {key: found for key in self.features if (found := self.merged_stats(key))}
 
     def merged_stats(self, key: str) -> dict[str, np.ndarray]:
-        """Those of one feature, in the shape of a row, or (C, 1, 1) of a camera."""
+        """Return the merged statistics of one feature. They have the shape of a row, or (C, 1, 1) for a camera."""
         having, shape = self.having(key), self.features[key].statistic_shape
         parts = []
         for number, (part, own) in having.items():
@@ -197,12 +211,20 @@ class Mixture(CombinedSource[Dataset]):
         return merged([float(self.shares.targets[number]) for number in having], parts) if all(parts) else {}
 
     def dimensions(self, key: str, number: int) -> np.ndarray:
-        """Which numbers of a row of a feature, (C, 1, 1) of a camera, dataset `number` has, and are no padding."""
+        """Return which numbers of a feature are no padding in a dataset.
+
+        Args:
+            key: Common key of the feature.
+            number: Number of the dataset.
+
+        Returns:
+            Booleans of the shape of a row, or (C, 1, 1) for a camera.
+        """
         padded = self.constants.get(f"{key}_dim_is_pad")
         return np.ones(self.features[key].statistic_shape, np.bool_) if padded is None else ~padded[number]
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples of an epoch."""
         return self.shares.epoch_samples
 
     def __getitem__(self, index: object) -> NoReturn:
@@ -227,7 +249,17 @@ def _plain(**given: Any) -> dict[str, Any]:
 
 
 def check_names(what: str, given: object, datasets: Mapping[str, Any], every: bool) -> None:
-    """Raises ValueError where an argument is no dict by the datasets' names."""
+    """Check that an argument is a dict whose keys are names of datasets.
+
+    Args:
+        what: Name of the argument.
+        given: Value of the argument. None is allowed.
+        datasets: Datasets by name.
+        every: Whether the dict must contain all names.
+
+    Raises:
+        ValueError: If the argument is invalid.
+    """
     if given is None:
         return
     if not isinstance(given, Mapping):
@@ -239,7 +271,7 @@ def check_names(what: str, given: object, datasets: Mapping[str, Any], every: bo
 
 
 def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[str, Any]]) -> dict[str, Dataset]:
-    """All of them, opened at once. Raises as `Mixture`."""
+    """Open all datasets in parallel. See `Mixture` for the errors."""
 
     def opened(name: str) -> Dataset:
         dataset = datasets[name]
@@ -266,7 +298,7 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
 
 
 def close_opened(opened: Mapping[str, Dataset], given: Mapping[str, Any]) -> None:
-    """Closes datasets, but not those that the caller has opened."""
+    """Close datasets, except those that the caller passed as `Dataset`."""
     for name, dataset in opened.items():
         if dataset is not given[name]:
             dataset.close()

@@ -1,4 +1,4 @@
-"""Mixture files: the arguments of a `Mixture` as YAML or JSON."""
+"""Reader of mixture files, which contain the arguments of a `Mixture` as YAML or JSON."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ _MIXTURE: dict[str, tuple[type, ...]] = {
     "datasets": _DICT, "weights": _DICT, "repeats": _DICT, "temperature": _NUMBER, "epoch_samples": (int,), "keys": _DICT,
     "missing": _TEXT, "nearest": (bool,),
 }  # fmt: skip
-# Those of a Dataset that a file can hold.
+# Arguments of a `Dataset` that YAML or JSON can contain.
 _DATASET: dict[str, tuple[type, ...]] = {
     "uri": _TEXT, "revision": _TEXT, "cameras": _LIST, "episodes": _LIST, "data_files_root": _TEXT, "storage_options": _DICT,
     "cache_dir": _TEXT, "cache_bytes": (int, str), "give_up_after_s": _NUMBER, "stats": _DICT, "frames": (dict, str),
     "drop_first": (int,), "drop_last": (int,), "clock": _TEXT, "tolerance_s": _NUMBER,
 }  # fmt: skip
-_PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # those that may be relative to the file
+_PATHS = ("uri", "data_files_root", "cache_dir", "frames")  # arguments that may be relative to the file
 
 
 def is_mixture_file(uri: str | os.PathLike[str]) -> bool:
-    """Whether a dataset's address is that of a mixture file instead: a local path with such a suffix, and no folder."""
+    """Return whether the address of a dataset is the path to a mixture file, by its suffix. A folder is none."""
     return "://" not in os.fspath(uri) and Path(uri).suffix.lower() in SUFFIXES and not Path(uri).is_dir()
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of a `Mixture` in a file. Each of `datasets` is a dict of arguments of a `Dataset`.
+    """Return the arguments of a `Mixture` in a file. Each of `datasets` is a dict of arguments of a `Dataset`.
 
-    Relative paths become relative to the file. A name such as "owner/name" that is no folder there is the id of a Hub dataset.
+    Relative paths are resolved relative to the folder of the file. A name such as "owner/name" is the id of a Hub dataset,
+    unless this folder contains such a path.
 
     Raises:
-        ValueError: the file cannot be read, is no YAML or JSON, or has unknown keys or values of a wrong type.
+        ValueError: If the file cannot be read, is no YAML or JSON, or has unknown keys or values of a wrong type.
     """
     path = Path(path).expanduser()
     try:
@@ -70,7 +71,7 @@ def _from_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that comes twice, and takes 1e6 for a number, as JSON does."""
+        """YAML loader that rejects duplicate keys and parses 1e6 as a number, as JSON does."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             _unique([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
@@ -91,7 +92,14 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _check(what: str, found: Any, allowed: Mapping[str, tuple[type, ...]], needed: tuple[str, ...]) -> None:
-    """Raises ValueError where something is no dict of these keys with values of these types."""
+    """Raise ValueError unless a value is a dict with allowed keys and values of their types.
+
+    Args:
+        what: Subject of the message.
+        found: Value to check.
+        allowed: Allowed types of each key.
+        needed: Keys that must be present.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {str(found)[:80]!r}; it is a dict with {', '.join(needed)} and the like")
     for key in needed:
@@ -107,12 +115,13 @@ def _check(what: str, found: Any, allowed: Mapping[str, tuple[type, ...]], neede
 
 
 def _placed(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A dataset's arguments, with its paths from here."""
+    """Return the arguments of a dataset, with paths resolved relative to a folder."""
     found = dict(given)
     for key in _PATHS:
         if isinstance(path := given.get(key), str) and "://" not in path:
             found[key] = str(folder / Path(path).expanduser())
     uri = given["uri"]
+    # An id of the Hub is written as an address if the working directory contains a path of this name.
     if REPOSITORY.fullmatch(uri) and not (folder / uri).exists():
         found["uri"] = f"hf://datasets/{uri}" if Path(uri).exists() else uri
     return found

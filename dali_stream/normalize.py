@@ -1,4 +1,4 @@
-"""Normalization of features by `Dataset.stats`, and its inverse.
+"""Normalization of features with `Dataset.stats`, and its inverse.
 
     mean_std    (x - mean) / std
     min_max     maps the minimum to -1 and the maximum to 1
@@ -31,11 +31,11 @@ _COMPUTE = (
     "Dataset(uri, stats=dataset.compute_stats()), or `dali-stream stats URI --out stats.json` once and "
     'Dataset(uri, stats=json.load(open("stats.json")))'
 )
-PER_DATASET = "_per_dataset"  # ends a mode that uses the statistics of each sample's own dataset
+PER_DATASET = "_per_dataset"  # suffix of modes that use the statistics of each sample's own dataset
 INDEX = "dataset_index"  # key of the number of each sample's dataset
 Modes = str | Mapping[str, str | None] | None
 """Mode of each key, such as {"action": "min_max"}. A single mode applies to the action and to all float features
-`observation.*` except cameras. None: no normalization."""
+`observation.*` except cameras. None disables normalization."""
 Affine = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 _log = logging.getLogger("dali_stream")
 
@@ -178,7 +178,7 @@ def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Datase
     flat = scale == 0
     why = "std is 0" if mode == "mean_std" else f"{MODES[mode][0]} is {MODES[mode][1]}"
     if {"min", "max"} <= stats.keys():
-        # LeRobot adds a deviation up in float32, so that of a dimension that never changes is seldom quite 0.
+        # LeRobot computes `std` in float32, so it is rarely exactly 0 for a dimension that never changes.
         least, most = stats["min"], stats["max"]
         why = why if flat.any() else "min is max"
         flat, shift = flat | (least == most), np.where(least == most, least, shift)

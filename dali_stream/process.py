@@ -121,7 +121,7 @@ def _check_environment(owner: str) -> None:
 
 
 def refuse_workers() -> None:
-    """Raises DaliStreamError in a worker of a DataLoader."""
+    """Raise DaliStreamError if this process is a worker of a DataLoader."""
     import torch.utils.data
 
     worker = torch.utils.data.get_worker_info()
@@ -134,7 +134,7 @@ def refuse_workers() -> None:
 
 
 def cores() -> int:
-    """Cores for this process: those it may run on, shared with the other ranks of this machine."""
+    """Return the number of cores for this process: those it may run on, divided among the ranks of this machine."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(available // local_ranks(), 1)
 
@@ -146,7 +146,7 @@ def local_ranks() -> int:
 
 
 def reading_threads(remote: bool) -> int:
-    """Threads for work that reads and decodes: one per core, and at least 16 where each mostly waits for answers."""
+    """Return the number of threads for reading and decoding: one per core, and at least 16 if they wait for a network."""
     return max(cores(), 16) if remote else cores()
 
 
@@ -160,7 +160,7 @@ def same_python(script: str | os.PathLike[str]) -> list[str]:
 
 
 def processor() -> str:
-    """The processor's name, for reports."""
+    """Return the name of the processor, for reports."""
     with contextlib.suppress(OSError):
         if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
             return found[1]
@@ -168,10 +168,13 @@ def processor() -> str:
 
 
 def gpu(device: str) -> int | None:
-    """Index of the CUDA device that "auto", "cpu", "cuda" or "cuda:1" names; None for the CPU.
+    """Return the index of a CUDA device, or None for the CPU.
+
+    Args:
+        device: Name of the device: "auto", "cpu", "cuda", or an index such as "cuda:1".
 
     Raises:
-        ValueError: another name, or a GPU that torch does not find.
+        ValueError: If the name is invalid, or if torch does not find this GPU.
     """
     # "cpu:0" is Accelerate's name for the CPU of one of several processes.
     found = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", "cpu" if str(device) == "cpu:0" else str(device))
@@ -186,7 +189,7 @@ def gpu(device: str) -> int | None:
             return None
         raise ValueError(f'device is {device!r}, and torch {torch.__version__} finds no GPU; use device="cpu" or "auto"')
     local = os.environ.get("LOCAL_RANK", "")
-    # A launcher may show each process all GPUs of the machine, or only its own.
+    # Some launchers make all GPUs visible to each process, and others only its own GPU.
     own = local.isdigit() and int(local) < torch.cuda.device_count()
     default = int(local) if own else torch.cuda.current_device()
     index = int(found[2]) if found[2] else default
@@ -205,10 +208,10 @@ def _has_driver() -> bool:
 
 
 def trim_memory() -> None:
-    """Returns free memory of the heaps to the system, with glibc's malloc_trim; elsewhere it does nothing.
+    """Return free memory of the heaps to the operating system, with glibc's malloc_trim. Without glibc, this does nothing.
 
-    glibc keeps freed blocks of decoded frames in each thread's heaps, where others do not always fit: an aligned block is not
-    used again for another of its size while a small one beside it lives on (its bug 14581).
+    glibc keeps freed blocks of decoded frames in the heaps of the threads, and cannot always reuse them: a freed aligned block
+    is not reused for a block of the same size while a small block next to it is in use (glibc bug 14581).
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

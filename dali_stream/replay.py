@@ -1,4 +1,4 @@
-"""Batches of a run once more, from its description alone."""
+"""Reproduction of a batch of a run from the run's description."""
 
 from __future__ import annotations
 

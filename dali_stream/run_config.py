@@ -1,14 +1,14 @@
-"""The description of a run: what decides the content of its batches, as JSON.
+"""Description of a run in JSON: everything that determines the contents of its batches.
 
-    software    versions of the packages that make the pixels
-    dataset     arguments of a `Dataset`, or of a `Mixture` with those of its datasets in `datasets`
-    loader      arguments of the `Loader`, as they were resolved
-    dali_graph  name and arguments of the function, which JSON cannot hold
+    software    versions of the packages that affect pixels
+    dataset     arguments of a `Dataset`, or of a `Mixture` with the arguments of its datasets in `datasets`
+    loader      arguments of the `Loader`, with defaults resolved
+    dali_graph  name and arguments of the function, which JSON cannot contain
     routes      decoder of each camera
-    state       the part of the Loader's state that is the same at each position
-    begin       where the Loader began, if that is not a multiple of the global batch
+    state       part of the Loader's state that is the same at each position
+    begin       epoch and position at which the Loader began, if the position is not a multiple of the global batch
 
-Credentials are not part of it.
+The description contains no credentials.
 """
 
 from __future__ import annotations

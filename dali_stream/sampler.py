@@ -1,4 +1,4 @@
-"""The loader's orders as a sampler for a map-style dataset and PyTorch's DataLoader: frame indices of one rank."""
+"""FrameSampler, the order of a Loader as a sampler for a map-style dataset and PyTorch's DataLoader."""
 
 from __future__ import annotations
 
@@ -26,50 +26,58 @@ from dali_stream.order.state import STATE_VERSION, OrderArguments, check_state, 
 from dali_stream.state_file import load_state, write_state
 
 _log = logging.getLogger("dali_stream")
-_BLOCK = 4096  # indices computed at a time
-_WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}  # as of `Order`
+_BLOCK = 4096  # number of indices that are computed together
+_WITHOUT_BATCH_SIZE = {"consumers": 32, "episode_pool_size": 8}  # defaults of `Order`
 
 
 @dataclass
 class _Passage:
-    """One way through an epoch, from `start` on."""
+    """One iteration over an epoch.
+
+    Attributes:
+        epoch: Number of the epoch.
+        start: Position at which the iteration begins.
+        begun: Whether the iteration has begun.
+        given: Number of indices that this rank has yielded.
+    """
 
     epoch: int
     start: int = 0
     begun: bool = False
-    given: int = 0  # indices of this rank, so far
+    given: int = 0
 
 
 class FrameSampler(Sampler[int]):
-    """Indices into a map-style dataset such as LeRobotDataset, in the order that `Loader` has with the same arguments.
+    """Sampler of indices into a map-style dataset such as LeRobotDataset, in the order of a `Loader` with the same arguments.
 
         sampler = FrameSampler(lengths, seed=1, batch_size=64)
         loader = DataLoader(lerobot_dataset, batch_size=64, sampler=sampler, num_workers=8, drop_last=True)
         for batch in loader: ...    # one epoch; the next loop is the next epoch
 
-    Each process has its own share of the epoch's positions, so nothing may split the DataLoader by rank once more: do not
-    give it to `accelerator.prepare`, and give Lightning's Trainer `use_distributed_sampler=False`. Every rank has the same
-    number of samples: the fewer than world_size positions at the end of an epoch that are no whole turn of the ranks are
-    left out. With `drop_last=True` the batches are those of a Loader with `last_batch="drop"`.
+    Each process yields its own share of the epoch's positions, so the DataLoader must not be split by rank again: do not pass
+    it to `accelerator.prepare`, and pass `use_distributed_sampler=False` to Lightning's Trainer. Every rank has the same number
+    of samples. If world_size does not divide the number of positions, the remaining positions at the end of the epoch are left
+    out. With `drop_last=True`, the batches are those of a Loader with `last_batch="drop"`.
 
-    Only the boundaries of the episodes are held in memory, and the indices are computed a few thousand at a time.
+    The sampler keeps only the boundaries of the episodes in memory, and computes a few thousand indices at a time.
 
     Args:
-        episode_lengths: frames of each episode, in the order in which the map-style dataset lays them end to end; or a
-            `Dataset` with the same episodes selected, by rising episode index, whose `frames`, `drop_first` and `drop_last`
-            hold here too; or a `Mixture` of such, for `torch.utils.data.ConcatDataset` of theirs in the same order.
-        shuffle: as of `Loader`. None: "global", since a map-style dataset is local; True where `batch_size`, `consumers` or
-            `episode_pool_size` is given. A resumed run keeps that of its state.
-        seed: as of `Loader`.
-        batch_size: of the DataLoader, per rank; what `consumers` and `episode_pool_size` are chosen for.
-        consumers, episode_pool_size: as of `Loader`, also where they are None, if `batch_size` is given; without it they are
-            32 and 8, which mixes well only where 32 divides the global batch.
-        drop_first, drop_last: frames at the beginning and the end of each episode that are never sampled. Episodes that are
-            no longer than both together give none. Not with a mixture, whose datasets have their own.
-        rank, world_size: as of `Loader`.
+        episode_lengths: Number of frames of each episode, in the order of the map-style dataset. Or a `Dataset` with the same
+            selected episodes in increasing order of their index, whose `frames`, `drop_first` and `drop_last` apply too. Or a
+            `Mixture`, for a `torch.utils.data.ConcatDataset` of the map-style datasets in the same order.
+        shuffle: See `Loader`. Default: "global", since a map-style dataset is local, but True if `batch_size`, `consumers` or
+            `episode_pool_size` is passed. A resumed run keeps the value of its state.
+        seed: See `Loader`. Default: 0.
+        batch_size: Batch size of the DataLoader per rank, which determines the defaults of `consumers` and `episode_pool_size`.
+        consumers, episode_pool_size: See `Loader`. Default: chosen as in `Loader` if `batch_size` is passed. Otherwise they are
+            32 and 8, which mix well only if 32 divides the global batch.
+        drop_first, drop_last: Number of frames at the beginning and at the end of each episode that are never sampled.
+            Episodes that have no more frames than both together yield no samples. Pass these arguments to the datasets of a
+            mixture instead. Default: 0.
+        rank, world_size: See `Loader`.
 
     Raises:
-        ValueError: a bad argument, or fewer frames than ranks.
+        ValueError: If an argument is invalid, or if an epoch has fewer frames than ranks.
     """
 
     @known_arguments
@@ -134,13 +142,14 @@ class FrameSampler(Sampler[int]):
         self._now = _Passage(0)
 
     def __len__(self) -> int:
-        """Indices of a whole epoch, the same on each rank. The rest of an epoch that was resumed is shorter, as of `Loader`."""
+        """Number of indices of a whole epoch, the same on each rank. The rest of a resumed epoch has fewer."""
         return self._share(0)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterates over one epoch: the first, the one that was set or loaded, or the one after the last one begun.
+        """Iterate over one epoch.
 
-        So a loop that forgets `set_epoch` does not see the same order again and again.
+        The first iteration yields the first epoch, or the epoch of `set_epoch` or of a loaded state. Each later iteration
+        yields the epoch after the previous one, so that a loop without `set_epoch` does not repeat the same order.
 
         Raises:
             DaliStreamError: If torch.distributed has another rank or world size than the sampler.
@@ -161,7 +170,7 @@ class FrameSampler(Sampler[int]):
             left, position = left - count, position + count * self._world
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration serves, from its beginning; a place in this very epoch that was loaded stays."""
+        """Let the next iteration yield an epoch from its beginning. A loaded position in the same epoch is kept."""
         epoch, now = from_zero("epoch", epoch), self._now
         if epoch == now.epoch and not now.begun:
             return
@@ -173,19 +182,19 @@ class FrameSampler(Sampler[int]):
         self._now = _Passage(epoch)
 
     def state_dict(self, *, step: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
-        """Where the run is: a small JSON-serialisable dict, the same on each rank.
+        """Return the state of the run, a small JSON-serialisable dict that is the same on each rank.
 
-        With PyTorch's DataLoader, pass both arguments: its workers take indices ahead of the batches that it delivers. Without
-        arguments, the state is behind the last index that was yielded. torchdata's StatefulDataLoader calls it so, for each
-        batch when it takes its indices, and returns the state of the batch that it delivered.
+        With PyTorch's DataLoader, pass both arguments, since its workers request indices before it delivers their batches.
+        Without arguments, the state follows the last yielded index. torchdata's StatefulDataLoader calls this method without
+        arguments when it requests the indices of a batch, and returns the state of the batch that it delivered.
 
         Args:
-            step: batches that this loop over the DataLoader has delivered, as `enumerate(loader, 1)` counts them: 0 before the
-                first, and from 0 again after a resume. Batches, not optimizer steps.
-            batch_size: of the DataLoader, per rank.
+            step: Number of batches that the current loop over the DataLoader has delivered, not of optimizer steps. It is 0
+                before the first batch, also in the first loop after a resume, and `enumerate(loader, 1)` counts it.
+            batch_size: Batch size of the DataLoader per rank.
 
         Raises:
-            ValueError: this iteration has not yielded that many, or only one of the two is given.
+            ValueError: If this iteration has yielded fewer indices, or if only one argument is passed.
         """
         if step is None and batch_size is None:
             return self._state(self._now.given)
@@ -206,7 +215,7 @@ class FrameSampler(Sampler[int]):
         return self._state(delivered)
 
     def _state(self, delivered: int) -> dict[str, Any]:
-        """The state after so many indices of this rank in the present iteration."""
+        """Return the state after a number of indices of this rank in the current iteration."""
         return {
             "version": STATE_VERSION,
             "epoch": self._now.epoch,
@@ -216,15 +225,18 @@ class FrameSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the very next position where `state` was taken, whatever the batch size, on any allowed world size.
+        """Continue a run at the position of its state. Call this method before the DataLoader is iterated.
 
-        Only before the DataLoader is iterated. The state of an epoch's end leads to an iteration without indices, after which
-        the next epoch comes. Of `shuffle`, `consumers` and `episode_pool_size`, those that this sampler was not given are the
-        state's from here on.
+        The batch size may differ from that of the run, and so may the world size, if it divides `consumers`. After the state of
+        the end of an epoch, the first iteration yields no indices, and the second one yields the next epoch. If `shuffle`,
+        `consumers` or `episode_pool_size` was not passed to this sampler, it uses the value of the state.
+
+        Args:
+            state: Result of `state_dict`.
 
         Raises:
-            ResumeError: iteration has begun, the state is of other episodes or of another order, or this world size does not
-                divide its `consumers`.
+            ResumeError: If iteration has begun, if the state belongs to other episodes or another order, or if this world size
+                does not divide the `consumers` of the state.
         """
         self._check_not_begun("load_state_dict")
         check_version(state, "FrameSampler", "episode_lengths")
@@ -253,7 +265,7 @@ class FrameSampler(Sampler[int]):
         return load_state(path, self.load_state_dict)
 
     def resume(self, *, epoch: int, batch: int, batch_size: int, world_size: int | None = None) -> None:
-        """Continue where a checkpoint was taken that has no state of the sampler, only a number of steps. See `Loader.resume`.
+        """Continue from a checkpoint that contains only the number of steps, and no state of the sampler. See `Loader.resume`.
 
         Args:
             epoch: Epoch of the checkpoint, from 0.
@@ -270,7 +282,7 @@ class FrameSampler(Sampler[int]):
         batch_size = positive("batch_size", batch_size)
         world_size = self._world if world_size is None else positive("world_size", world_size)
         arguments = self._arguments
-        if self._batch_size is not None:  # what that run chose
+        if self._batch_size is not None:  # the defaults that were chosen for the batch size of that run
             consumers, pool = self._pools(batch_size, world_size)
             arguments = arguments._replace(consumers=consumers, episode_pool_size=pool)
         for ranks in (world_size, self._world):
@@ -295,11 +307,16 @@ class FrameSampler(Sampler[int]):
         )
 
     def _share(self, start: int) -> int:
-        """Samples of each rank from a position to the end of the epoch."""
+        """Return the number of samples of each rank from a position to the end of the epoch."""
         return (self._frames - start) // self._world
 
     def _pools(self, batch_size: int | None, world_size: int) -> tuple[int, int]:
-        """(consumers, episode_pool_size) of a run with that batch size, if it is known, on that many ranks."""
+        """Return (consumers, episode_pool_size) of a run.
+
+        Args:
+            batch_size: Batch size of the run per rank, or None if it is unknown.
+            world_size: Number of ranks of the run.
+        """
         given = self._pools_given
         if batch_size is None:
             given = {name: _WITHOUT_BATCH_SIZE[name] if value is None else value for name, value in given.items()}
@@ -315,12 +332,12 @@ class FrameSampler(Sampler[int]):
             raise ResumeError(f"{what} was called after iteration began; call it on a new FrameSampler, before iterating")
 
     def _order_state(self, arguments: OrderArguments) -> dict[str, Any]:
-        """What the order is a function of, beside episode lengths and epoch."""
+        """Return the parameters of the order for the state, except episode lengths and epoch."""
         return arguments.state() | self._drops | self._orders.state
 
 
 def _fingerprint(lengths: npt.NDArray[np.int64], ranges: FrameRanges | None) -> str:
-    """32 hexadecimal digits over the episodes of a dataset and the frames of them that are sampled."""
+    """Return a hash of the lengths of a dataset's episodes and of their sampled frames, 32 hexadecimal digits."""
     digest = hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=16)
     if ranges is not None:
         digest.update(ranges.to_bytes())

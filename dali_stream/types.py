@@ -1,4 +1,4 @@
-"""Types that the signatures of public classes name."""
+"""Types in the signatures of public classes."""
 
 from __future__ import annotations
 

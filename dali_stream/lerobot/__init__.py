@@ -1,1 +1,1 @@
-"""What a LeRobot dataset says of itself: metadata, features, episodes, tasks, statistics and Parquet rows."""
+"""Readers of LeRobot datasets: metadata, features, episodes, tasks, statistics and Parquet rows."""

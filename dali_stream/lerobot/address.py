@@ -1,4 +1,4 @@
-"""Where a dataset lies: a folder, a repository of the Hub by its id, or an address."""
+"""Locations of datasets: a folder, the id of a Hub repository, or an address."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the id of a
 
 
 def resolved(uri: str, revision: str | None) -> tuple[str, str]:
-    """The address of a dataset; and where it could have been meant as another, what it is read as.
+    """Return the address of a dataset, and a note if a repository id is read from the Hub.
 
-    A repository id is read where LeRobot has downloaded it, or else from the Hub.
+    A repository id is read from LeRobot's local copy if one exists and `revision` is None, and from the Hub otherwise.
+
+    Args:
+        uri: Folder, address, or id of a Hub dataset.
+        revision: Revision of the dataset, or None.
+
+    Returns:
+        Address, and the note. The note is empty unless the id was resolved to an address of the Hub.
     """
     if "://" in uri or Path(uri).expanduser().exists() or not REPOSITORY.fullmatch(uri):
         return uri, ""
@@ -32,7 +39,7 @@ def resolved(uri: str, revision: str | None) -> tuple[str, str]:
 
 
 def opened(address: str, note: str, storage_options: dict[str, Any] | None, **options: Any) -> Store:
-    """The store for an address. `note` is logged first, and precedes the message of an error."""
+    """Return the store for an address. A nonempty `note` is logged first, and precedes the message of an error."""
     if not note:
         return open_store(address, storage_options, **options)
     _log.warning("%s. Write %s to say that it is one", note, address)

@@ -1,6 +1,7 @@
-"""Arrow columns as NumPy arrays.
+"""Conversion of Arrow columns to NumPy arrays.
 
-Dtypes are LeRobot's: it goes through Python lists and `torch.tensor`, so every float becomes float32, every integer int64.
+The dtypes are the same as in LeRobot, which converts rows with `torch.tensor`: every float becomes float32, and every integer
+becomes int64.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from dali_stream.lerobot.features import Feature
 def to_numpy(
     column: pa.ChunkedArray, feature: Feature, where: str, image: Callable[[str], bytes] | None = None
 ) -> npt.NDArray[Any]:
-    """A column as (L, *shape), or (L,) where the shape is (1,) or (). Images and strings as objects, bytes and str.
+    """Return a column as a NumPy array.
 
-    `image` reads an image that is in a file of its own, by its path in the dataset.
+    Args:
+        column: Column with L rows.
+        feature: Feature that the column must match.
+        where: Address of the file and the column, for messages.
+        image: Function that reads an image from a file of its own, given its path in the dataset. Default: such images
+            are an error.
+
+    Returns:
+        Shape (L, *shape), or (L,) if the shape of the feature is (1,) or (). Encoded images and strings are objects of type
+        bytes and str.
 
     Raises:
-        DatasetError: a value is missing, is of another shape or dtype than the feature, or has no room in the dtype of a batch.
+        DatasetError: If a value is missing, if its shape or dtype differs from the feature, or if it does not fit into the
+            dtype of a batch.
+        StorageError: If an image cannot be read.
     """
     array = _storage(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
     if feature.is_image:
@@ -33,7 +45,8 @@ def to_numpy(
     if array.null_count:
         raise DatasetError(f"{where}: {array.null_count} of {len(array)} values are missing{_LEAVE_OUT}")
     shape, depth = feature.row_shape, 0
-    while depth < len(shape) or _is_list(array.type):  # one number of shape (1,) may be in a list of one
+    # Each pass removes one level of lists. A number of shape (1,) may be stored in a list of length 1.
+    while depth < len(shape) or _is_list(array.type):
         size = shape[depth] if depth < len(shape) else 1
         if not _is_list(array.type):
             raise DatasetError(f"{where}: holds {column.type}, and meta/info.json says shape {feature['shape']}")
@@ -50,7 +63,7 @@ _LEAVE_OUT = ". Record or convert the dataset again, or leave the feature out wi
 
 
 def _storage(array: pa.Array) -> pa.Array:
-    """An array without its extension type: the library `datasets`, where it is imported, has types for matrices."""
+    """Return an array without its extension type. The library `datasets`, if imported, registers types for matrices."""
     return array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
@@ -59,14 +72,14 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _has_length(array: pa.Array, size: int) -> bool:
-    """Whether all lists, of which none is null, have this length."""
+    """Return whether all lists have this length. None of them may be null."""
     if pa.types.is_fixed_size_list(array.type):
         return bool(array.type.list_size == size or not len(array))
     return bool((np.diff(array.offsets.to_numpy()) == size).all())
 
 
 def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
-    """Numbers in the dtype of a batch. Floats are rounded to float32; all others have to fit exactly."""
+    """Return numbers in the dtype of a batch. Floats are rounded to float32. Other values must be preserved exactly."""
     kind = array.type
     if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise DatasetError(
@@ -86,9 +99,10 @@ def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
 
 
 def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -> list[Any]:
-    """The bytes of images: binary, a struct of `bytes` and `path` as the library `datasets` writes them, or paths alone.
+    """Return the encoded bytes of images.
 
-    Where a struct has bytes, its path is where they once were.
+    The column is binary, a struct of `bytes` and `path` as written by the library `datasets`, or a column of paths. The path
+    of a struct is ignored if its bytes are present, since the path is then the former location of the image.
     """
     named = pa.nulls(len(array), pa.string())
     if pa.types.is_struct(array.type):

@@ -1,4 +1,4 @@
-"""Several datasets as if they were one: episodes end to end, features under common keys."""
+"""Combination of several datasets into one source, with concatenated episodes and common keys."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ Int64 = npt.NDArray[np.int64]
 D = TypeVar("D", bound=DatasetFiles)
 Self = TypeVar("Self", bound="CombinedSource[Any]")
 MISSING = ("error", "pad")
-RESERVED = ("dataset", "dataset_index", "task", "subtask")  # keys of a mixture's batches that no feature can get
+RESERVED = ("dataset", "dataset_index", "task", "subtask")  # keys of a mixture's batches that no feature can be renamed to
 
 
 class CombinedSource(Generic[D]):
-    """A `Source` of several datasets.
+    """A `Source` of M datasets.
 
-    `constants` has `dataset_index`, the number of the dataset. A feature that a dataset lacks is zeros there, or empty text,
-    and `constants` has `<key>_is_missing` (M,). Of vectors that are shorter in some datasets, the rest is zeros, and
-    `constants` has `<key>_dim_is_pad` (M, D).
+    `constants` contains `dataset_index`, the number of each dataset, shape (M,). If some datasets lack a feature, their rows
+    contain zeros or empty strings, and `constants` contains `<key>_is_missing`, shape (M,). If a vector is shorter in some
+    datasets, it is padded with zeros, and `constants` contains `<key>_dim_is_pad`, shape (M, D).
 
     Args:
-        datasets: by name.
-        keys: per name, {key in the dataset: common key}; features that are not named keep their key.
-        missing: "pad"; or "error", a ValueError where datasets have other features, or vectors of other widths.
+        datasets: Datasets by name.
+        keys: Renamed features of each dataset, {name: {key in the dataset: common key}}. Other features keep their key.
+        missing: Either "pad", or "error" to raise ValueError if the features or the widths of vectors differ. Default:
+            "error".
 
     Attributes:
-        datasets: by name, as given.
-        first: (M,) the number of each dataset's first episode.
+        datasets: Datasets by name.
+        first: Number of the first episode of each dataset, shape (M,).
 
     Raises:
-        ValueError: bad `keys`; datasets have what cannot be one feature under a key; or they differ, and `missing` is "error".
+        ValueError: If `keys` is invalid, if features with the same key are incompatible, or if the datasets differ and
+            `missing` is "error".
     """
 
     def __init__(self, datasets: Mapping[str, D], keys: Mapping[str, Mapping[str, str]], missing: str = "error") -> None:
@@ -82,16 +84,16 @@ class CombinedSource(Generic[D]):
         self._files = {key: self._number_files(key) for key in self.videos}
 
     def _each(self) -> list[tuple[D, dict[str, str]]]:
-        """Each dataset with its own keys, by common key."""
+        """Return each dataset, with {common key: key in the dataset}."""
         return list(zip(self._parts, self._own, strict=True))
 
     def _place(self, episode: int) -> tuple[int, int]:
-        """(number of the dataset, number of the episode in it)."""
+        """Return the number of the dataset of an episode, and the number of the episode within the dataset."""
         dataset = int(self.dataset_of[episode])
         return dataset, int(episode - self.first[dataset])
 
     def _number_files(self, camera: str) -> tuple[Int64, Int64]:
-        """(E,) the number of each episode's file; and (M,) how many files the datasets before each have."""
+        """Return the number of each episode's file, shape (E,), and of the files of all earlier datasets, shape (M,)."""
         numbers, before, count = [], [], 0
         for part, own in self._each():
             before.append(count)
@@ -104,38 +106,38 @@ class CombinedSource(Generic[D]):
 
     @functools.cached_property
     def data_store(self) -> Store:
-        """Where rows and video are."""
+        """Store of the rows and videos."""
         return CombinedStore([part.data_store for part in self._parts])
 
     @property
     def stores(self) -> list[Store]:
-        """Where they are read from, each once: parts of one dataset share theirs."""
+        """Stores of all datasets, without duplicates. Parts of one dataset share their stores."""
         return list({id(store): store for part in self._parts for store in part.stores}.values())
 
     @property
     def cache_dir(self) -> str | os.PathLike[str] | None:
-        """A folder for fetched bytes, if every dataset that is fetched has one."""
+        """Folder of the cache of the first remote dataset. None if a remote dataset has no cache, or if all are local."""
         found = [part.cache_dir for part in self._parts if part.data_store.remote]
         return found[0] if found and all(found) else None
 
     @functools.cached_property
     def row_bytes_without_objects(self) -> int:
-        """How many bytes a row takes in memory, beside images and text."""
+        """Memory of a row in bytes, without images and text."""
         return sum(feature.row_bytes for feature in self.features.values())
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        """About how many bytes a row takes in memory, on average."""
+        """Approximate memory of a row in bytes, averaged over all frames."""
         return int(np.average(self.row_bytes_of[self.dataset_of], weights=self.lengths))
 
     @functools.cached_property
     def row_bytes_of(self) -> Int64:
-        """(M,) about how many bytes a row of each dataset takes: with the images and text that it has."""
+        """Approximate memory of a row of each dataset in bytes, with its images and text, shape (M,)."""
         objects = [sum(feature.object_bytes for feature in have.values()) for have in self._features]
         return self.row_bytes_without_objects + np.array(objects, np.int64)
 
     def having(self, key: str) -> dict[int, tuple[D, str]]:
-        """The datasets that have a feature, by their number, each with its own key for it."""
+        """Return the datasets that have a feature, {number of the dataset: (dataset, key in the dataset)}."""
         return {d: (part, own[key]) for d, (part, own) in enumerate(self._each()) if key in own}
 
     def files(self, camera: str) -> Int64:
@@ -143,6 +145,8 @@ class CombinedSource(Generic[D]):
 
     def path(self, camera: str, file: int) -> str:
         _, before = self._files[camera]
+        # Files are numbered over all datasets with video of this camera, so the file belongs to the last of them that begins
+        # at or before it.
         dataset = max(d for d, (part, own) in enumerate(self._each()) if own.get(camera) in part.videos and before[d] <= file)
         return f"{dataset}/{self._parts[dataset].path(self._own[dataset][camera], int(file - before[dataset]))}"
 
@@ -162,7 +166,7 @@ class CombinedSource(Generic[D]):
         return self._features[self.dataset_of[episode]].get(key)
 
     def picture_size(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's frames. Raises ValueError where datasets differ in it."""
+        """Return (height, width) of a camera's frames. Raises ValueError if the datasets have different sizes."""
         if len({have[camera].frame_size for have in self._features if camera in have}) > 1:
             raise ValueError(
                 f"image_size is None, and the frames of {camera!r} differ in size:\n"
@@ -183,10 +187,10 @@ class CombinedSource(Generic[D]):
         return self._parts[dataset].names_place(key, 0)
 
     def without(self: Self, keys: Collection[str]) -> Self:
-        """The same episodes over the same open files, without these features and cameras. They are not read.
+        """Return the same episodes without these features and cameras, which are then not read. Open files are shared.
 
         Raises:
-            ValueError: an unknown key, or one that every dataset needs.
+            ValueError: If a key is unknown, or if every dataset needs it.
         """
         check_left_out(keys, self.features)
         rest = object.__new__(type(self))
@@ -203,22 +207,22 @@ class CombinedSource(Generic[D]):
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy reads through the stores of its own datasets.
+        # A copy creates its `data_store` again, from the stores of its own datasets.
         return {name: value for name, value in vars(self).items() if name != "data_store"}
 
     def close(self) -> None:
-        """Closes file handles and connections; reading opens them again."""
+        """Close file handles and connections. Reading opens them again."""
         for part in self._parts:
             part.close()
 
 
 def row_reader(source: Source, store: Store, memory: RowMemory | None = None) -> Rows:
-    """Reads the rows of all features of a source.
+    """Return a reader of the rows of all features of a source.
 
     Args:
-        source: the episodes.
-        store: a session of its `data_store`.
-        memory: Memory for decoded row groups. None for one of its own.
+        source: Source of the episodes.
+        store: Session of the source's `data_store`.
+        memory: Memory for decoded row groups. Default: a new one that is not shared.
     """
     if isinstance(source, CombinedSource):
         return CombinedReader(source, store, memory)
@@ -227,12 +231,12 @@ def row_reader(source: Source, store: Store, memory: RowMemory | None = None) ->
 
 
 class CombinedReader:
-    """The rows of several datasets, under the common keys. Safe to use from several threads.
+    """Reader of the rows of several datasets, with the common keys. Safe to use from several threads.
 
     Args:
-        union: the datasets.
-        store: a session of its `data_store`.
-        memory: Memory for decoded row groups of all datasets together. None for one of its own.
+        union: Source of the datasets.
+        store: Session of the source's `data_store`.
+        memory: Memory for decoded row groups of all datasets together. Default: a new one that is not shared.
     """
 
     def __init__(self, union: CombinedSource[Any], store: Store, memory: RowMemory | None = None) -> None:
@@ -242,17 +246,19 @@ class CombinedReader:
         self._readers = [RowReader(part, of, memory) for (part, _), of in zip(union._each(), store.stores, strict=True)]
 
     def read(self, episode: int) -> Found:
-        """See `RowReader`."""
+        """Return the rows of an episode with the common keys, and those of others of its dataset. See `RowReader.read`."""
         union = self._source
         dataset, number = union._place(episode)
         read = self._readers[dataset].read(number)
+        # The result refers to the row groups until its own `release`. Its function keeps `read` alive, so `read` must not refer
+        # to them any more.
         group, first = read.release(number), int(union.first[dataset])
         lengths = {first + own: length for own, length in read.lengths.items()}
         row_bytes = int(union.row_bytes_of[dataset])
         return Found(lengths, lambda _, e: self._renamed(dataset, read[e - first]), row_bytes, group)
 
     def _renamed(self, dataset: int, columns: Columns) -> Columns:
-        """An episode's rows under the common keys, filled up where the dataset has less."""
+        """Return the rows of an episode with the common keys, padded as `CombinedSource` describes."""
         union, own = self._source, self._source._own[dataset]
         length = len(columns["frame_index"])
         found: Columns = {}
@@ -271,10 +277,10 @@ class CombinedReader:
 
 
 class CombinedStore(Store):
-    """The stores of several datasets as one, whose paths begin with the number of the dataset.
+    """Combination of the stores of several datasets. Each path begins with the number of its dataset.
 
     Args:
-        stores: one for each dataset.
+        stores: Store of each dataset.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
@@ -316,7 +322,7 @@ class CombinedStore(Store):
 
 
 def _nothing(feature: Feature, length: int) -> npt.NDArray[Any]:
-    """Rows of a feature that a dataset lacks."""
+    """Return rows of a feature that a dataset lacks."""
     if feature.is_camera:
         return np.full(length, b"", object)
     if feature.is_text:
@@ -325,7 +331,16 @@ def _nothing(feature: Feature, length: int) -> npt.NDArray[Any]:
 
 
 def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[str, str]:
-    """{common key: key in the dataset}."""
+    """Return {common key: key in the dataset} for all features of a dataset.
+
+    Args:
+        name: Name of the dataset, for messages.
+        dataset: Dataset.
+        keys: Renamed features, {key in the dataset: common key}.
+
+    Raises:
+        ValueError: If a feature cannot be renamed in this way, or if two features get the same key.
+    """
     for key, other in keys.items():
         if key not in dataset.features or (key in NEEDED and key != other):
             can = ", ".join(key for key in dataset.features if key not in NEEDED)

@@ -1,4 +1,4 @@
-"""The features that several datasets have in common, and where they differ."""
+"""Comparison of the features of several datasets."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import numpy.typing as npt
 from dali_stream.lerobot.features import Feature
 
 Bools = npt.NDArray[np.bool_]
-_COLUMNS, _LEAST = 80, len("video 480×640")  # of a terminal; of a cell that is not wrapped
+_COLUMNS, _LEAST = 80, len("video 480×640")  # width of a terminal, and minimum width of a column of a dataset
 
 
 @dataclass(frozen=True)
 class Common:
-    """Features under common keys, of M datasets.
+    """Features of M datasets by common key.
 
     Attributes:
-        features: by key. A vector is as wide as the widest. A camera is that of a dataset which has video of it, if any.
-        missing: (M,) which datasets lack the key, for each key that some lack.
-        padded: (M, D) which dimensions of the widest are padding, for each key of vectors whose widths differ.
-        differences: keys that some lack, or that have other widths.
-        conflicts: keys under which datasets have what cannot be one feature.
+        features: Features by key. A vector has the largest width of all datasets. A camera is the feature of the first dataset
+            that has it as video, or else of the dataset with the largest frames.
+        missing: Whether each dataset lacks the key, shape (M,), for each key that some datasets lack.
+        padded: Whether each dimension of the widest vector is padding, shape (M, D), for each key whose widths differ.
+        differences: Keys that some datasets lack, or whose widths differ.
+        conflicts: Keys whose features are incompatible.
     """
 
     features: dict[str, Feature] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Common:
 
 
 def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
-    """The features of datasets, by their common keys, in the order in which they first appear."""
+    """Compare the features of datasets by their common keys, in the order in which the keys first appear."""
     found = Common()
     for key in dict.fromkeys(key for features in datasets for key in features):
         have = [features.get(key) for features in datasets]
@@ -59,7 +60,7 @@ def common(datasets: Sequence[Mapping[str, Feature]]) -> Common:
 
 
 def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[str, Feature]]) -> str:
-    """Return a table of what each dataset has under some keys, or a list where a table would be wider than a terminal."""
+    """Return a table of the features of each dataset for some keys, or a list if the table would be wider than a terminal."""
     rows = [(key, *(described(features.get(key)) for features in datasets)) for key in keys]
     widths = _widths([("key", *names), *rows])
     if widths is None:
@@ -70,7 +71,7 @@ def table(keys: Sequence[str], names: Sequence[str], datasets: Sequence[Mapping[
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int] | None:
-    """Widths of the columns with which a row fits on a terminal. None if a dataset's column would be narrower than a cell."""
+    """Return widths of the columns with which a row fits on a terminal. None if a dataset's column would become too narrow."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * len(widths) > _COLUMNS:
         widest = max(range(1, len(widths)), key=widths.__getitem__)
@@ -81,14 +82,14 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int] | None:
 
 
 def _folded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """The lines of a row, whose cells are wrapped."""
+    """Return the lines of a row, with wrapped cells."""
     cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
     lines = itertools.zip_longest(*cells, fillvalue="")
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def described(feature: Feature | None) -> str:
-    """A feature in a few characters."""
+    """Return a short description of a feature."""
     if feature is None:
         return "missing"
     if feature.is_camera:
@@ -98,8 +99,8 @@ def described(feature: Feature | None) -> str:
 
 
 def _kind(feature: Feature) -> tuple[Any, ...]:
-    """What has to be equal for two features to be one."""
-    if feature.is_camera:  # of MP4 files in some, and of images in others
+    """Return a value that is equal for two features that are compatible."""
+    if feature.is_camera:  # it may be video in some datasets, and images in others
         return "camera", feature.channels
     shape = feature.row_shape
     return ("string" if feature.is_text else feature.numpy), None if len(shape) < 2 and not feature.is_text else shape

@@ -1,4 +1,4 @@
-"""A LeRobot dataset as its metadata describes it: what there is, and where. Nothing is decoded here."""
+"""Description of a LeRobot dataset by its metadata. This module decodes nothing."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dali_stream.mp4.timing import TOLERANCE
 from dali_stream.process import trim_memory
 from dali_stream.storage import Store
 
-NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # that every dataset has
+NEEDED = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # features of every dataset
 CLOCKS = ("timestamp", "frame_index")
-_MANY = 2000  # episodes whose metadata took so much memory that it is worth giving back
+_MANY = 2000  # number of episodes above which the memory that was freed after parsing is returned to the operating system
 Self = TypeVar("Self", bound="DatasetFiles")
 
 
@@ -50,13 +50,13 @@ class DatasetFiles:
     tolerance_s: float
     store: Store
     data_store: Store
-    drops: tuple[int, int] | None  # frames dropped at both ends of each episode. None, if `frames` was given
-    own_stats: metadata.Stats | None  # that were given
+    drops: tuple[int, int] | None  # frames dropped at both ends of each episode, or None if the user passed `frames`
+    own_stats: metadata.Stats | None  # statistics that the user passed
 
     def _read(
         self, cameras: Sequence[str] | None, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None
     ) -> None:
-        """Reads the metadata, all but tasks and statistics."""
+        """Read the metadata, except tasks and statistics."""
         self._info = info = metadata.read_info(self.store)
         self.version, self.fps = info.version, info.fps
         self.cameras = selection.cameras(info, cameras)
@@ -80,7 +80,7 @@ class DatasetFiles:
         self._take(selection.rows(self.table.index, episodes, episode_filter, self.episode_columns), None)
 
     def _take(self, rows: npt.NDArray[np.int64], ranges: FrameRanges | None) -> None:
-        """Selects the episodes in these rows of the table, and these frames of them."""
+        """Select the episodes in these rows of the table, and the frames in `ranges`. None selects all frames."""
         self.rows, self.frame_ranges = rows, ranges
         self._files: dict[str, npt.NDArray[np.int64]] = {}
         self.episodes, self.lengths = self.table.index[rows], self.table.length[rows]
@@ -88,7 +88,7 @@ class DatasetFiles:
         self.num_frames = int(self.sampled_lengths.sum())
 
     def _sample(self, frames: Frames | str | os.PathLike[str] | None, drop_first: int, drop_last: int) -> None:
-        """Restricts the frames that are sampled."""
+        """Restrict the frames that are sampled. See `Dataset` for the arguments."""
         if frames is None and not drop_first and not drop_last:
             return
         if frames is None:
@@ -104,54 +104,62 @@ class DatasetFiles:
         self._take(self.rows, ranges)
 
     def episode_columns(self, *, stats: bool = False) -> pa.Table:
-        """The episode table of the whole dataset as its files have it, with columns of statistics or without."""
+        """Return the episode table of the whole dataset with all columns of its files.
+
+        Args:
+            stats: Whether to include columns of statistics, which only v3.0 has. Default: False.
+        """
         return v2.read_episode_columns(self.store) if self.is_v2 else metadata.read_episode_columns(self.store, stats=stats)
 
     @property
     def sampled_lengths(self) -> npt.NDArray[np.int64]:
-        """(E,) frames of each selected episode that an epoch shows."""
+        """Number of frames of each selected episode that an epoch samples, shape (E,)."""
         return self.lengths if self.frame_ranges is None else self.frame_ranges.counts
 
     @property
     def is_v2(self) -> bool:
-        """Whether it is of v2.0 or v2.1."""
+        """Whether the version of the dataset is v2.0 or v2.1."""
         return self._info.is_v2
 
     def read_table(self, cameras: Iterable[str]) -> metadata.Episodes:
-        """The episodes of the whole dataset, with these cameras. Raises DatasetError where the metadata is broken."""
+        """Return the episodes of the whole dataset, with these cameras. Raises DatasetError if the metadata is broken."""
         read = v2.read_episodes if self.is_v2 else metadata.read_episodes
         return read(self.store, self._info, cameras)
 
     @functools.cached_property
     def tasks(self) -> dict[int, str]:
-        """{task_index: task}, out of `meta/tasks.parquet` or `meta/tasks.jsonl`."""
+        """Tasks {task_index: task} from `meta/tasks.parquet` or `meta/tasks.jsonl`."""
         return v2.read_tasks(self.store) if self.is_v2 else metadata.read_names(self.store, metadata.TASKS, "task_index")
 
     @functools.cached_property
     def subtasks(self) -> dict[int, str]:
-        """{subtask_index: subtask}; empty for datasets without subtasks."""
+        """Subtasks {subtask_index: subtask}. Empty for datasets without subtasks."""
         return metadata.read_names(self.store, metadata.SUBTASKS, "subtask_index")
 
     @functools.cached_property
     def stats(self) -> metadata.Stats:
-        """Statistics per key (`mean`, `std`, `min`, `max`, quantiles): those that were given, or else of `meta/stats.json`.
+        """Statistics per key (`mean`, `std`, `min`, `max`, quantiles).
 
-        The latter are of all episodes of the dataset, whichever are selected. In v2.1 they are aggregated from those of
-        `meta/episodes_stats.jsonl`, as LeRobot's converter to v3.0 does.
+        These are the statistics that the user passed, or else those of `meta/stats.json`, which cover all episodes of the
+        dataset, selected or not. For v2.1 they are aggregated from `meta/episodes_stats.jsonl` in the same way as in LeRobot's
+        converter to v3.0.
         """
         return self.stored_stats if self.own_stats is None else self.own_stats
 
     @functools.cached_property
     def stored_stats(self) -> metadata.Stats:
-        """Those of the dataset's own files, whether others were given or not."""
+        """Statistics in the files of the dataset, even if the user passed others."""
         return v2.read_stats(self.store, self._info) if self.is_v2 else metadata.read_stats(self.store)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the metadata and the selected episodes. Cameras, place, files, codecs and the version of
-        the format do not count."""
+        """Hash of the metadata and of the selected episodes and frames, 32 hexadecimal digits.
+
+        It does not depend on the selected cameras, the location of the dataset, its files, their codecs, or the version of the
+        format.
+        """
         features = {key: _without(feature, *ENCODING, "fps") for key, feature in self._info.features.items()}
-        # Of statistics, what remains exact when those of episodes are aggregated: min, max and count.
+        # Only min, max and count are exact after the statistics of episodes are aggregated, so only they are hashed.
         stats = {
             key: {name: _numbers(found[name]) for name in ("min", "max", "count") if name in found}
             for key, found in self.stored_stats.items()
@@ -159,7 +167,10 @@ class DatasetFiles:
         return self._digest([float(self.fps), features], json.dumps(stats, sort_keys=True).encode())
 
     def has_fingerprint(self, found: object) -> bool:
-        """Whether a saved state is of this dataset: it has this fingerprint, or the one that v3.0 had before v2.x was read."""
+        """Return whether a fingerprint from a saved state matches this dataset.
+
+        For v3.0, the fingerprint of earlier releases, which did not read v2.x, matches too.
+        """
         if found == self.fingerprint or self.is_v2:
             return found == self.fingerprint
         features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
@@ -169,14 +180,14 @@ class DatasetFiles:
     def _digest(self, head: list[Any], stats: bytes) -> str:
         table = self.table
         digest = hashlib.blake2b((json.dumps(head, sort_keys=True) + (self.revision or "")).encode(), digest_size=16)
-        if (self.clock, self.tolerance_s) != (CLOCKS[0], TOLERANCE / self.fps):  # frames may be other ones
+        if (self.clock, self.tolerance_s) != (CLOCKS[0], TOLERANCE / self.fps):  # these may select different frames
             digest.update(json.dumps([self.clock, self.tolerance_s]).encode())
         for values in (table.index, table.length, self.rows):
             digest.update(values.astype("<i8").tobytes())
         digest.update(json.dumps(sorted(self.tasks.items())).encode())
         if self.frame_ranges is not None:
             digest.update(b"frames" + self.frame_ranges.to_bytes())
-        digest.update(stats)  # episodes of equal lengths are common, equal statistics are not
+        digest.update(stats)  # datasets with equal lengths are common, datasets with equal statistics are not
         return digest.hexdigest()
 
     @property
@@ -186,32 +197,32 @@ class DatasetFiles:
 
     @property
     def stored_splits(self) -> dict[str, Any]:
-        """`splits` of `meta/info.json`, as it stands there."""
+        """Unmodified entry `splits` of `meta/info.json`."""
         return self._info.splits
 
     @property
     def tasks_place(self) -> str:
-        """The file that `tasks` are read from."""
+        """Path to the file of `tasks`."""
         return v2.TASKS if self.is_v2 else metadata.TASKS
 
     @property
     def stats_place(self) -> str:
-        """Where `stats` are from, for messages."""
+        """Origin of `stats`, for messages."""
         return self.stored_stats_place if self.own_stats is None else "stats="
 
     @functools.cached_property
     def stored_stats_place(self) -> str:
-        """The file that `stored_stats` are from."""
+        """Path to the file of `stored_stats`."""
         return v2.stats_place(self.store, self._info) if self.is_v2 else metadata.STATS
 
     @property
     def stores(self) -> list[Store]:
-        """Where it is read from: one place, or two."""
+        """Stores of metadata and data, which may be the same one."""
         return [self.store] if self.data_store is self.store else [self.store, self.data_store]
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        """About how many bytes a row takes in memory. Encoded images are taken for half of their pixels, text for 64."""
+        """Approximate memory of a row in bytes. It counts half a byte per value of an image, and 64 bytes per string."""
         return self.row_bytes_without_objects + sum(feature.object_bytes for feature in self.features.values())
 
     @property
@@ -220,17 +231,17 @@ class DatasetFiles:
 
     @functools.cached_property
     def row_bytes_without_objects(self) -> int:
-        """How many bytes a row takes in memory, beside images and text."""
+        """Memory of a row in bytes, without images and text."""
         return sum(feature.row_bytes for feature in self.features.values())
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Camera keys whose frames are images in rows."""
+        """Keys of the cameras whose frames are images in rows."""
         return tuple(key for key in self.cameras if key not in self.videos)
 
     @property
     def dataset_of(self) -> npt.NDArray[np.int64]:
-        """(E,) zeros: all episodes are of this dataset. See `Source`, also for what follows."""
+        """Zeros, since all episodes belong to this dataset, shape (E,). See `Source` for this and the following members."""
         return np.zeros(self.num_episodes, np.int64)
 
     @property
@@ -242,7 +253,7 @@ class DatasetFiles:
         return {}
 
     def files(self, camera: str) -> npt.NDArray[np.int64]:
-        if camera not in self._files:  # asked for each episode that is opened
+        if camera not in self._files:  # cached, since this method is called for each episode that is opened
             index = self.table.video[camera].index
             self._files[camera] = index if self.num_episodes == len(index) else index[self.rows]
         return self._files[camera]
@@ -265,7 +276,7 @@ class DatasetFiles:
         return self.features[key]
 
     def picture_size(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's frames."""
+        """Return the size (height, width) of a camera's frames."""
         return self.features[camera].frame_size
 
     def names(self) -> dict[str, list[dict[int, str]]]:
@@ -276,10 +287,10 @@ class DatasetFiles:
         return self.store.where(self.tasks_place if key == "task" else metadata.SUBTASKS)
 
     def without(self: Self, keys: Collection[str]) -> Self:
-        """The same dataset over the same open files, without these features and cameras. They are not read.
+        """Return the same dataset without these features and cameras, which are then not read. Open files are shared.
 
         Raises:
-            ValueError: an unknown key, or one that every dataset needs.
+            ValueError: If a key is unknown, or if every dataset needs it.
         """
         check_left_out(keys, self.features)
         rest = object.__new__(type(self))
@@ -290,7 +301,11 @@ class DatasetFiles:
         return rest
 
     def part(self: Self, rows: npt.NDArray[np.int64]) -> Self:
-        """The selected episodes in these rows of the table, rising, over the same open files."""
+        """Return the dataset with only some of the selected episodes. Open files are shared.
+
+        Args:
+            rows: Rows of the episodes in the table, in increasing order, shape (E',).
+        """
         part = object.__new__(type(self))
         vars(part).update({name: value for name, value in vars(self).items() if name != "fingerprint"})
         ranges = self.frame_ranges
@@ -298,14 +313,14 @@ class DatasetFiles:
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        store, data_store = copy.deepcopy((self.store, self.data_store))  # one object, where they are one
+        store, data_store = copy.deepcopy((self.store, self.data_store))  # copied together: they may be the same object
         return {**vars(self), "store": store, "data_store": data_store}
 
     def __len__(self) -> int:
         return self.num_frames
 
     def __getitem__(self, index: object) -> NoReturn:
-        # What a DataLoader asks for.
+        # A PyTorch DataLoader calls this method.
         raise TypeError(
             "a dali_stream.Dataset has no items: it describes files and decodes nothing. Iterate dali_stream.Loader(dataset, "
             "...) without a DataLoader, since a Loader uses its own threads; or give the DataLoader a LeRobotDataset, "
@@ -317,13 +332,13 @@ class DatasetFiles:
         return f"Dataset({self.uri!r}: {what}, cameras: {', '.join(self.cameras) or 'none'})"
 
     def close(self) -> None:
-        """Closes file handles and connections; reading opens them again."""
+        """Close file handles and connections. Reading opens them again."""
         for store in self.stores:
             store.close()
 
 
 def check_left_out(keys: Collection[str], features: Collection[str]) -> None:
-    """Raises ValueError for a key that is no feature, or one that every dataset needs."""
+    """Check that features can be left out. Raises ValueError if a key is unknown, or if every dataset needs it."""
     for key in keys:
         if key not in features or key in NEEDED:
             can = ", ".join(other for other in features if other not in NEEDED)
@@ -335,6 +350,6 @@ def _without(feature: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _numbers(values: npt.NDArray[Any]) -> list[Any]:
-    """Values of a statistic, whatever types and nesting a version writes them in."""
+    """Return the values of a statistic as a flat list that does not depend on the dtype and nesting of the file."""
     flat = values.ravel()
     return [str(v) for v in flat] if flat.dtype.kind not in "biuf" else (flat.astype(np.float64) + 0.0).tolist()  # no -0.0

@@ -1,4 +1,4 @@
-"""The names that LeRobot gives to files, for sources without listings."""
+"""File names of LeRobot, for storage that cannot list a folder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ _META = (
     "stats.json",
     "tasks.parquet",
     "subtasks.parquet",
-    *("episodes.jsonl", "episodes_stats.jsonl", "tasks.jsonl"),  # of v2.x
+    *("episodes.jsonl", "episodes_stats.jsonl", "tasks.jsonl"),  # in v2.x
 )
 
 
 def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
-    """The files below a folder of a dataset, found by checking each name that LeRobot writes.
+    """Return the files in a folder of a dataset, by checking each name that LeRobot writes.
 
     Args:
-        folder: `meta`, or one that holds `chunk-000/file-000.parquet` and so on, as `meta/episodes` and `data` do.
-        exists: whether there is a file.
+        folder: Path to `meta`, or to a folder with files such as `chunk-000/file-000.parquet`, such as `meta/episodes` and
+            `data`.
+        exists: Function that returns whether a file exists.
     """
     folder = folder.rstrip("/")
     if folder == "meta":
@@ -30,7 +31,7 @@ def guessed_files(folder: str, exists: Callable[[str], bool]) -> list[str]:
 
 
 def _numbered(folder: str, exists: Callable[[str], bool]) -> Iterator[str]:
-    """Files are numbered up to `chunks_size` in a chunk, and then from 0 in the next; no number is left out."""
+    """Yield the Parquet files of all chunks. Files are numbered from 0 in each chunk, and no number is left out."""
     for chunk in itertools.count():
         found = list(
             itertools.takewhile(exists, (f"{folder}/chunk-{chunk:03d}/file-{file:03d}.parquet" for file in itertools.count()))

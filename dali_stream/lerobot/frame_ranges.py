@@ -1,4 +1,4 @@
-"""Ranges of frames of the episodes: those that are sampled, where not all are."""
+"""Ranges of the frames that are sampled, for datasets that do not sample all frames of their episodes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 Frames = Mapping[int, Sequence[Sequence[int]]] | Mapping[str, Sequence[Sequence[int]]]
-"""{episode index: [(start, stop), ...]}, ranges of frames within each episode, without `stop`."""
+"""Ranges of frames within each episode, {episode index: [(start, stop), ...]}. `stop` is excluded."""
 
 
 @dataclass(frozen=True)
 class FrameRanges:
-    """R ranges of frames in E episodes, none empty and no two of them overlapping.
+    """R ranges of frames in E episodes. No range is empty, and no two ranges overlap.
 
     Attributes:
-        episodes: E.
-        episode: (R,) that each is of, counted from 0, rising.
-        start, stop: (R,) [start, stop) in frames of the episode, rising within it.
+        episodes: Number of episodes E.
+        episode: Number of each range's episode, counted from 0, in increasing order, shape (R,).
+        start, stop: First frame of each range within its episode, and the frame after its last, in increasing order within
+            an episode, shape (R,).
     """
 
     episodes: int
@@ -34,35 +35,57 @@ class FrameRanges:
 
     @functools.cached_property
     def counts(self) -> Int64:
-        """(E,) frames that the ranges of each episode hold."""
+        """Number of frames in the ranges of each episode, shape (E,)."""
         counts = np.zeros(self.episodes, np.int64)
         np.add.at(counts, self.episode, self.stop - self.start)
         return counts
 
     def frames(self, episode: Int64, number: Int64) -> Int64:
-        """The `number`-th frame, from 0, in the ranges of each `episode`; all three have one shape."""
+        """Return frames of the ranges of some episodes.
+
+        Args:
+            episode: Number of each episode, any shape.
+            number: Number of the frame among those of the ranges of its episode, from 0, the same shape.
+
+        Returns:
+            Frames within the episodes, the same shape.
+        """
+        # `place` counts the frames of all ranges, laid end to end.
         place = self._before[episode] + number
         found = np.searchsorted(self._ends, place, side="right")
         return self.stop[found] - (self._ends[found] - place)
 
     def within(self, start: Int64, stop: Int64) -> FrameRanges:
-        """What lies in [start, stop) of its episode; both are (E,)."""
+        """Return the intersection of the ranges with one range [start, stop) per episode.
+
+        Args:
+            start, stop: First frame of each episode to keep, and the frame after the last, shape (E,).
+        """
         first, last = np.maximum(self.start, start[self.episode]), np.minimum(self.stop, stop[self.episode])
         some = first < last
         return FrameRanges(self.episodes, self.episode[some], first[some], last[some])
 
     def dropping(self, lengths: Int64, first: int, last: int) -> FrameRanges:
-        """Without the first and the last frames of the episodes, which have (E,) lengths. Short episodes have none left."""
+        """Return the ranges without the first and the last frames of each episode. Short episodes have no frames left.
+
+        Args:
+            lengths: Number of frames of each episode, shape (E,).
+            first, last: Number of frames to drop at the beginning and at the end of each episode.
+        """
         return self.within(np.full(self.episodes, first), lengths - last)
 
     def of(self, episodes: Int64) -> FrameRanges:
-        """The ranges of some episodes, (E',) rising, which are counted from 0 then."""
+        """Return the ranges of some episodes, which are numbered from 0 in the result.
+
+        Args:
+            episodes: Numbers of the episodes, in increasing order, shape (E',).
+        """
         place = np.searchsorted(episodes, self.episode)
         there = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
         return FrameRanges(len(episodes), place[there], self.start[there], self.stop[there])
 
     def to_bytes(self) -> bytes:
-        """Equal for equal ranges, for a fingerprint."""
+        """Return bytes that identify the ranges, for a fingerprint."""
         return np.stack([self.episode, self.start, self.stop]).astype("<i8").tobytes()
 
     @functools.cached_property
@@ -75,21 +98,23 @@ class FrameRanges:
 
 
 def whole(lengths: Int64) -> FrameRanges:
-    """All frames of episodes of (E,) lengths."""
+    """Return ranges of all frames of episodes with these lengths, shape (E,)."""
     episode = np.flatnonzero(lengths)
     return FrameRanges(len(lengths), episode, np.zeros(len(episode), np.int64), lengths[episode])
 
 
 def given(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) -> FrameRanges:
-    """Ranges as a user gives them, checked against all episodes of the dataset.
+    """Convert ranges from a user, and check them against all episodes of the dataset.
 
     Args:
-        frames: {episode index: [(start, stop), ...]}, whose keys may also be texts, as in JSON; or the path of such a JSON
-            file. Episodes that are not in it have no range.
-        index, length: (E,) indices and frames of the episodes.
+        frames: Ranges {episode index: [(start, stop), ...]}, or the path to a JSON file of them. Keys may be strings, as in
+            JSON. Episodes without an entry have no range.
+        index: Index of each episode, shape (E,).
+        length: Number of frames of each episode, shape (E,).
 
     Raises:
-        ValueError: an unknown episode, ranges that overlap or do not rise, or a range that leaves its episode.
+        ValueError: If the file cannot be read, if an episode is unknown, or if ranges overlap, are empty or not in increasing
+            order, or exceed their episode.
     """
     if isinstance(frames, (str, os.PathLike)):
         frames = _read(os.fspath(frames))

@@ -1,6 +1,7 @@
-"""The files below `meta/` of a LeRobot dataset, read and checked against the format: info.json of all versions, else v3.0.
+"""Reader of the files in `meta/` of a LeRobot dataset: `info.json` of all versions, and the other files of v3.0.
 
-Format: https://huggingface.co/docs/lerobot/lerobot-dataset-v3 and LeRobot's `datasets/utils.py`. `v2` has the rest of v2.x.
+The format is described at https://huggingface.co/docs/lerobot/lerobot-dataset-v3 and in LeRobot's `datasets/utils.py`. The
+module `v2` reads the other files of v2.x.
 """
 
 from __future__ import annotations
@@ -32,18 +33,25 @@ TABULAR = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32
 DTYPES = (*TABULAR, "video", "image", "string")
 _LARGEST_JSON = 64 << 20
 Stats = dict[str, dict[str, npt.NDArray[Any]]]
-"""{key: {"mean": array, ...}}. Arrays have the shape of a row, or for a camera (3, 1, 1) with values in [0, 1]."""
+"""Statistics {key: {"mean": array, ...}}. Arrays have the shape of a row, or (C, 1, 1) with values in [0, 1] for a camera."""
 _log = logging.getLogger("dali_stream")
 
 
 @dataclass(frozen=True)
 class Info:
-    """What `meta/info.json` says, checked.
+    """Validated contents of `meta/info.json`.
 
     Attributes:
-        features: the entries as they stand, of what can be read.
-        chunk: episodes in a chunk of v2.x; 0 where the paths do not need it.
-        left_out: the keys of features that are not read, with the reason.
+        version: Version of the format, such as "v3.0".
+        fps: Frames per second.
+        features: Features that can be read.
+        data_path: Template of the paths to Parquet files.
+        video_path: Template of the paths to MP4 files. None if the dataset has none.
+        episodes: Number of episodes. None if the file has no total.
+        frames: Number of frames. None if the file has no total.
+        chunk: Number of episodes in a chunk of v2.x. 0 if the paths do not depend on it.
+        splits: Splits of the dataset. Empty if the file has none.
+        left_out: Features that cannot be read, {key: reason}.
     """
 
     version: str
@@ -59,19 +67,24 @@ class Info:
 
     @property
     def is_v2(self) -> bool:
-        """Whether the dataset is of v2.0 or v2.1."""
+        """Whether the version of the dataset is v2.0 or v2.1."""
         return self.version.startswith("v2.")
 
 
 @dataclass(frozen=True)
 class Files:
-    """Which file holds each episode: `paths[index[e]]` for the e-th episode."""
+    """Files that contain the episodes.
+
+    Attributes:
+        paths: Path to each file.
+        index: Number of each episode's file in `paths`, shape (E,).
+    """
 
     paths: list[str]
     index: npt.NDArray[np.int64]
 
     def rows(self, file: int) -> npt.NDArray[np.int64]:
-        """The episodes of one file."""
+        """Return the rows in the episode table of the episodes of one file."""
         order, sorted_index = self._by_file
         first, last = np.searchsorted(sorted_index, [file, file + 1])
         return order[first:last]
@@ -84,17 +97,19 @@ class Files:
 
 @dataclass(frozen=True)
 class Episodes:
-    """The episode table as columns, by rising episode index; E of them.
+    """Columns of the episode table, for E episodes in increasing order of their index.
 
     Attributes:
-        index, length: (E,) episode index, frames.
-        first_row: (E,) value of `index` at its first frame.
-        data: its Parquet file.
-        video: per camera, its MP4.
-        start: per camera, (E,) seconds at which the episode begins in its MP4 (`from_timestamp`).
-        stop: per camera, (E,) seconds at which the next episode begins in the same MP4; infinite for the last one.
-        to_timestamp: per camera, (E,) seconds at which the metadata lets the episode end; infinite in v2.x. No frame is
-            chosen by it, since some exporters write the time of the last frame there.
+        index: Index of each episode, shape (E,).
+        length: Number of frames of each episode, shape (E,).
+        first_row: Value of the feature `index` at the first frame of each episode, shape (E,).
+        data: Parquet file of each episode.
+        video: MP4 file of each episode, for each camera.
+        start: Seconds at which each episode begins in its MP4 file (`from_timestamp`), shape (E,), for each camera.
+        stop: Seconds at which the next episode begins in the same MP4 file, shape (E,), for each camera. Infinite for the
+            last episode of a file.
+        to_timestamp: Seconds at which each episode ends according to the metadata, shape (E,), for each camera. Infinite in
+            v2.x. It does not affect which frames are read, since some exporters write the time of the last frame.
     """
 
     index: npt.NDArray[np.int64]
@@ -107,21 +122,21 @@ class Episodes:
     to_timestamp: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
 
     def interval(self, camera: str, row: int) -> tuple[float, float]:
-        """Return where the episode in this row of the table lies in its MP4: [start, stop) in seconds."""
+        """Return the interval [start, stop) of an episode in its MP4 file, in seconds, by its row in the table."""
         return float(self.start[camera][row]), float(self.stop[camera][row])
 
     def ends_early(self, camera: str, fps: float) -> npt.NDArray[np.bool_]:
-        """Return whether `to_timestamp` lies before the end of the last frame, shape (E,). No frame is lost by that."""
+        """Return whether `to_timestamp` is before the end of the last frame, shape (E,). Such frames are read nevertheless."""
         frames = (self.to_timestamp[camera] - self.start[camera]) * fps
         early: npt.NDArray[np.bool_] = frames < self.length - 0.5
         return early
 
 
 def read_info(store: Store) -> Info:
-    """Reads `meta/info.json`.
+    """Read `meta/info.json`. Features that cannot be read are logged.
 
     Raises:
-        DatasetError: it is missing, of another version or storage format, or of the wrong shape.
+        DatasetError: If the file is missing or broken, or if its version or storage format is not supported.
     """
     try:
         info = _object(read_json(store, INFO), store, "it")
@@ -166,10 +181,10 @@ def read_info(store: Store) -> Info:
 
 
 def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
-    """Reads the episode table, without the columns of statistics and of other cameras.
+    """Read the episode table, without the columns of statistics and of other cameras.
 
     Raises:
-        DatasetError: a column is missing, or the numbers contradict each other or `info.json`.
+        DatasetError: If a column is missing, or if the numbers contradict each other or `info.json`.
     """
     names = [name for name in store.files("meta/episodes") if name.endswith(".parquet")]
     if not names:
@@ -212,6 +227,8 @@ def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> 
     """
     order = np.lexsort((start, file))
     files, starts = file[order], start[order]
+    # `last_at_time` has the last of the episodes that begin at the same time in the same file. `following` has, for each
+    # episode, the first one that begins later, in the same file or in the next one.
     last_at_time = np.flatnonzero(np.append((np.diff(files) != 0) | (np.diff(starts) != 0), True))
     following = last_at_time[np.searchsorted(last_at_time, np.arange(len(order)))] + 1
     in_file = np.append(files, -1)[following] == files
@@ -221,14 +238,19 @@ def _next_start(file: npt.NDArray[np.int64], start: npt.NDArray[np.float64]) -> 
 
 
 def video_template(store: Store, info: Info) -> str:
-    """`video_path`. Raises DatasetError where it is null."""
+    """Return `video_path`. Raises DatasetError if it is null."""
     if not info.video_path:
         raise DatasetError(f"{store.where(INFO)}: has video features, and video_path is null")
     return info.video_path
 
 
 def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
-    """All columns of the episode table, with those of statistics or without, by rising episode index."""
+    """Return all columns of the episode table, in increasing order of the episode index.
+
+    Args:
+        store: Store of the dataset.
+        stats: Whether to include columns of statistics.
+    """
     parts = []
     for name in store.files("meta/episodes"):
         with parquet_errors(store, name), store.open(name) as file:
@@ -239,9 +261,20 @@ def read_episode_columns(store: Store, *, stats: bool) -> pa.Table:
 
 
 def read_names(store: Store, path: str, index: str) -> dict[int, str]:
-    """A table of names such as `meta/tasks.parquet`: {task_index: task}; empty where there is no such file.
+    """Read a table of names such as `meta/tasks.parquet`.
 
-    The name is the table's pandas index, whose column may be called anything: the pandas metadata says which it is.
+    The names are the pandas index of the table. Its column may have any name, which the pandas metadata contains.
+
+    Args:
+        store: Store of the dataset.
+        path: Path to the file.
+        index: Column of the numbers, such as "task_index".
+
+    Returns:
+        {number: name}. Empty if the file does not exist.
+
+    Raises:
+        DatasetError: If the file cannot be read, or if a column is missing or has the wrong type.
     """
     if not store.exists(path):
         return {}
@@ -254,7 +287,7 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
     names = [c for c in (*columns, "task", "subtask", "__index_level_0__") if c in table.column_names]
     if not names or index not in table.column_names:
         raise DatasetError(f"{store.where(path)}: columns {table.column_names}; {index} and a column of names are needed")
-    with parquet_errors(store, path):  # text that is not UTF-8 shows only now
+    with parquet_errors(store, path):  # only the conversion detects text that is not UTF-8
         pairs = dict(zip(table[index].to_pylist(), table[names[0]].to_pylist(), strict=True))
     if not all(isinstance(k, int) and isinstance(v, str) for k, v in pairs.items()):
         raise DatasetError(f"{store.where(path)}: {index} must hold integers and {names[0]} strings")
@@ -262,7 +295,12 @@ def read_names(store: Store, path: str, index: str) -> dict[int, str]:
 
 
 def tasks_table(tasks: Mapping[int, str], name: str | None = "task") -> pa.Table:
-    """`meta/tasks.parquet` as pandas writes it: the task is the index, of this name or of none."""
+    """Return the table of `meta/tasks.parquet` in the form that pandas writes.
+
+    Args:
+        tasks: Tasks {task_index: task}.
+        name: Name of the pandas index, which contains the tasks, or None. Default: "task".
+    """
     index = name or "__index_level_0__"
     column = {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
     level = {"name": name, "field_name": index, "pandas_type": "unicode", "numpy_type": "object"}
@@ -279,7 +317,7 @@ def tasks_table(tasks: Mapping[int, str], name: str | None = "task") -> pa.Table
 
 
 def read_stats(store: Store) -> Stats:
-    """`meta/stats.json` as arrays per key and statistic; empty where there is no such file."""
+    """Read `meta/stats.json`. The result is empty if the file does not exist. Raises DatasetError if it is broken."""
     if not store.exists(STATS):
         return {}
     try:
@@ -289,7 +327,7 @@ def read_stats(store: Store) -> Stats:
 
 
 def stats_of(values: Any) -> Stats:
-    """Statistics, given as nested lists or arrays, as arrays. Raises ValueError where they are something else."""
+    """Convert statistics from nested lists or arrays to arrays. Raises ValueError if they have another form."""
     try:
         return {key: {name: np.asarray(v) for name, v in found.items()} for key, found in values.items()}
     except (AttributeError, TypeError, ValueError) as error:
@@ -297,7 +335,7 @@ def stats_of(values: Any) -> Stats:
 
 
 def read_json(store: Store, path: str) -> Any:
-    """A JSON file of up to 64 MiB. Raises DatasetError for anything else."""
+    """Read a JSON file of at most 64 MiB. Raises DatasetError if it is larger or no valid JSON."""
     data = store.read(path, 0, _LARGEST_JSON + 1)
     if len(data) > _LARGEST_JSON:
         raise DatasetError(f"{store.where(path)}: {store.size(path)} bytes of JSON; up to {_LARGEST_JSON} are read")
@@ -312,18 +350,18 @@ def read_json(store: Store, path: str) -> Any:
 
 
 def read_parquet(store: Store, path: str, columns: list[str] | None = None) -> pa.Table:
-    """A Parquet file, or the named columns of it. Raises DatasetError where it cannot be read."""
+    """Read a Parquet file, or only some of its columns. Raises DatasetError if it cannot be read."""
     with parquet_errors(store, path), _opened(store, path) as file:
         return pq.ParquetFile(file, pre_buffer=True).read(columns=columns, use_threads=False)
 
 
 def _opened(store: Store, path: str) -> Ranges | pa.BufferReader:
-    """A file, read whole if it is small: fewer round trips."""
+    """Open a file. A small one is read whole, which needs fewer requests."""
     return pa.BufferReader(store.read_all(path)) if store.size(path) <= SMALL else store.open(path)
 
 
 class parquet_errors:
-    """Turns what pyarrow raises on a broken file into a DatasetError that names the file."""
+    """Context manager that converts pyarrow's errors for a broken file to a DatasetError with the name of the file."""
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path
@@ -347,11 +385,11 @@ _V2_FIELDS = {
     "episode_chunk": ":03d",
     "chunk_index": ":03d",
     "episode_index": ":06d",
-}  # some write chunk_index
+}  # LeRobot writes episode_chunk, and some other exporters write chunk_index
 
 
 def _looks(store: Store) -> str:
-    """What a dataset whose version is unknown looks like, and what to do."""
+    """Return the probable version of a dataset whose `info.json` is missing or has no version, and advice for the user."""
     if store.exists("meta/episodes.jsonl"):
         return f"It has meta/episodes.jsonl, so it looks like v2.x: copy or fetch {INFO} again"
     if store.files("meta/episodes"):
@@ -382,7 +420,7 @@ def _chunk(value: Any, store: Store) -> int:
 
 
 def _left_out(key: str, feature: Any, store: Store) -> str:
-    """Why a feature is not read; empty where it is. Raises DatasetError where its entry is broken."""
+    """Return the reason why a feature cannot be read, or "" if it can. Raises DatasetError if its entry is broken."""
     feature = _object(feature, store, f"feature {key[:80]!r}")
     dtype, shape = feature.get("dtype"), feature.get("shape")
     if dtype not in DTYPES:
@@ -397,9 +435,19 @@ def _left_out(key: str, feature: Any, store: Store) -> str:
 
 
 def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> str:
-    """A path template, held to plain integer fields, since a format can also spell gigabytes of padding.
+    """Check a template of paths, and return it.
 
-    That of v2.x names the episode, and the camera of a video: without them, one file would be that of all.
+    Only plain integer formats are allowed, since others can produce gigabytes of padding. In v2.x, the template must contain
+    the episode, and a template of videos also the camera. Otherwise all episodes or cameras would have the same file.
+
+    Args:
+        value: Template from `info.json`.
+        name: Either "data_path" or "video_path".
+        fields: Allowed fields, {name: format in the error message}.
+        store: Store of the dataset.
+
+    Raises:
+        DatasetError: If the template is not allowed.
     """
     needed = {"episode_index", "video_key"} if name == "video_path" else {"episode_index"}
     try:
@@ -440,16 +488,16 @@ def _numbers(store: Store, path: str, wanted: list[str]) -> dict[str, npt.NDArra
 
 
 def check_episodes(table: Mapping[str, npt.NDArray[Any]], where: str, store: Store, info: Info) -> None:
-    """Checks the columns of an episode table, sorted by episode index, and the totals of info.json.
+    """Check the columns of an episode table, sorted by episode index, against each other and the totals of `info.json`.
 
     Args:
-        table: columns as v3.0 names them.
-        where: file or folder that has it, for messages.
-        store: of the dataset.
-        info: of the dataset.
+        table: Columns with their names in v3.0.
+        where: Address of the file or folder of the table, for messages.
+        store: Store of the dataset.
+        info: Contents of `info.json`.
 
     Raises:
-        DatasetError: numbers contradict each other, or the totals.
+        DatasetError: If the table is empty, or if its numbers are invalid or contradict each other or the totals.
     """
     index, length = table["episode_index"], table["length"]
 

@@ -69,6 +69,7 @@ class RowFile:
     def groups_at(self, start: int, stop: int) -> list[int]:
         """Return the row groups of rows [start, stop) of the dataset, if the file has its episodes in the metadata's order."""
         first, last = np.searchsorted(self._stop, [start, stop], side="right").tolist()
+        # `last` is the first group that ends after `stop`. It is included if it begins before `stop`.
         last += last < len(self._stop) and int(self._stop[last] - self.groups.rows[last]) < stop
         return [group for group in range(first, last) if self.groups.rows[group]]
 
@@ -138,7 +139,7 @@ class RowFile:
 
 
 def read_schema(dataset: DatasetFiles, store: Store, number: int) -> pa.Schema:
-    """Return the schema of a data file, by its number among the data files. It is read in the same way as by `RowFile`."""
+    """Return the schema of a data file, by its number among the data files. The requests are the same as for a `RowFile`."""
     metadata, footer, _ = _open(dataset, store, number)
     return (metadata or pq.read_metadata(as_file(footer))).schema.to_arrow_schema()
 

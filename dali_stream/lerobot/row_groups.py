@@ -150,8 +150,8 @@ def _entries(footer: bytes, at: int, num_rows: tuple[int, int]) -> tuple[Int64, 
     if count <= _SMALL or kind != _STRUCT:
         return None
     second = _skip(footer, first, _STRUCT)
-    # Pyarrow parses a footer with the first entry only, from which the bytes at the beginning of all entries are known.
-    # Metadata of the first entry alone, for the names in it. It is not read from, so its number of rows does not matter.
+    # All entries begin with the same bytes, apart from a few numbers. Pyarrow parses a footer with the first entry only, which
+    # gives the name of the first column in these bytes. The number of rows in this footer is not used.
     alone = footer[: num_rows[0]] + _varint(0) + footer[num_rows[1] : at] + _list_header(1) + footer[first:second] + b"\0"
     starts = [match.start() for match in _beginning(pq.read_metadata(as_file(alone))).finditer(footer, first)]
     if len(starts) != count or starts[:2] != [first, second]:

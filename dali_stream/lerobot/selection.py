@@ -14,17 +14,25 @@ from dali_stream.lerobot import metadata
 
 Int64 = npt.NDArray[np.int64]
 EpisodeFilter: TypeAlias = Callable[[dict[str, Any]], bool] | pc.Expression
-"""Function of one episode's columns that returns whether to use the episode, or a `pyarrow.compute` expression."""
+"""Function from the columns of an episode to whether the episode is selected, or a `pyarrow.compute` expression."""
 
 
 class ReadColumns(Protocol):
-    """Reads the episode table of the whole dataset, with columns of statistics or without."""
+    """Function that reads the episode table of the whole dataset, with or without columns of statistics."""
 
     def __call__(self, *, stats: bool = False) -> pa.Table: ...
 
 
 def cameras(info: metadata.Info, given: Sequence[str] | None) -> tuple[str, ...]:
-    """The cameras that `given` names, in the dataset's order. None: all. Raises ValueError."""
+    """Return the selected cameras, in the dataset's order.
+
+    Args:
+        info: Contents of `info.json`.
+        given: Keys of the cameras, or None for all cameras.
+
+    Raises:
+        ValueError: If `given` is a string, or contains an unknown or unreadable camera.
+    """
     there = tuple(key for key, feature in info.features.items() if feature.is_camera)
     if given is None:
         return there
@@ -39,13 +47,17 @@ def cameras(info: metadata.Info, given: Sequence[str] | None) -> tuple[str, ...]
 
 
 def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFilter | None, read: ReadColumns) -> Int64:
-    """Rows of the episode table, by rising episode index. Raises ValueError.
+    """Return the rows of the selected episodes in the episode table, in increasing order.
 
     Args:
-        index: (E,) the dataset's episode indices, rising.
-        episodes: indices of the ones to take. None: all.
-        episode_filter: of these, which to take. None: all.
-        read: for `episode_filter`.
+        index: Indices of all episodes of the dataset, in increasing order, shape (E,).
+        episodes: Indices of the episodes to select, or None for all episodes.
+        episode_filter: Filter that selects among these episodes, or None to select all of them.
+        read: Function that reads the episode table for `episode_filter`.
+
+    Raises:
+        ValueError: If `episodes` or `episode_filter` is invalid, if an episode is unknown or named twice, or if the filter
+            accepts no episode.
     """
     taken = np.arange(len(index)) if episodes is None else _named(index, episodes)
     if episode_filter is None:
@@ -77,7 +89,7 @@ def _matching(episode_filter: EpisodeFilter, read: ReadColumns) -> Int64:
     if isinstance(episode_filter, pc.Expression):
         try:
             kept = table.filter(episode_filter)
-        except pa.ArrowInvalid:  # perhaps a column of statistics
+        except pa.ArrowInvalid:  # the expression may need a column of statistics, which takes longer to read
             table = read(stats=True)
             try:
                 kept = table.filter(episode_filter)

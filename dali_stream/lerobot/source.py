@@ -1,4 +1,4 @@
-"""What is recorded, as the loader sees it: the episodes of one dataset, or those of several as if they were one."""
+"""Interface through which the loader reads one dataset, or several combined datasets."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
 S = TypeVar("S", bound="Source")
-ABSENT = -1  # in place of a file number: the episode's dataset has no video of the camera
+ABSENT = -1  # file number of episodes whose dataset has no video of the camera
 
 
 class Timing(NamedTuple):
-    """Which frame of a video a row of an episode has: that at its time, within a tolerance.
+    """Frame rate of an episode, and tolerance for finding the frame at the time of a row.
 
     Attributes:
-        fps: frames per second.
-        tolerance_s: how far the frame may be from the row's time, in seconds.
+        fps: Frames per second.
+        tolerance_s: Maximum difference between the time of a frame and the time of its row, in seconds.
     """
 
     fps: float
@@ -30,23 +30,26 @@ class Timing(NamedTuple):
 
 
 class Source(Protocol):
-    """Episodes, numbered from 0, with their features and files. `DatasetFiles` and `CombinedSource` are such.
+    """E episodes of M datasets, numbered from 0, with their features and files.
+
+    `DatasetFiles` and `CombinedSource` implement this protocol.
 
     Attributes:
-        features: by key, without cameras that are not selected.
-        cameras: keys of the features that hold frames.
-        videos: those of the cameras whose frames are in MP4 files.
-        images: those whose frames are images in rows; a camera may have both, in several datasets.
-        lengths: (E,) int64, frames of each episode.
-        episodes: (E,) int64, their indices in their datasets, for messages.
-        dataset_of: (E,) int64, the number of each episode's dataset.
-        dataset_names: of the M datasets of a mixture; empty of a single dataset.
-        constants: values that a batch has of each sample's dataset: per key, (M, ...), M the number of datasets.
-        data_store: where rows and video are.
-        cache_dir: where fetched bytes are kept on the disk, or None.
-        row_bytes: about how many bytes a row takes in memory, on average.
-        row_bytes_of: the same of each dataset, (M,) int64.
-        row_bytes_without_objects: the same beside images and text.
+        features: Features by key, without cameras that are not selected.
+        cameras: Keys of the selected cameras.
+        videos: Keys of the cameras whose frames are in MP4 files.
+        images: Keys of the cameras whose frames are images in rows. A camera may be in `videos` too, if it is video in some
+            datasets and images in others.
+        lengths: Number of frames of each episode, int64, shape (E,).
+        episodes: Index of each episode in its dataset, for messages, int64, shape (E,).
+        dataset_of: Number of each episode's dataset, int64, shape (E,).
+        dataset_names: Names of the datasets of a mixture. Empty for a single dataset.
+        constants: Values that a batch contains for the dataset of each sample, {key: array of shape (M, ...)}.
+        data_store: Store of the rows and videos.
+        cache_dir: Folder on the disk in which fetched bytes are cached, or None.
+        row_bytes: Approximate memory of a row in bytes, averaged over all frames.
+        row_bytes_of: Approximate memory of a row of each dataset in bytes, int64, shape (M,).
+        row_bytes_without_objects: Memory of a row in bytes, without images and text.
     """
 
     @property
@@ -79,41 +82,54 @@ class Source(Protocol):
     def row_bytes_without_objects(self) -> int: ...
 
     def files(self, camera: str) -> Int64:
-        """(E,) the number of each episode's MP4 file; `ABSENT` where its dataset has none for the camera."""
+        """Return the number of each episode's MP4 file, shape (E,). It is `ABSENT` if the dataset has no such video."""
         ...
 
     def path(self, camera: str, file: int) -> str:
-        """The path of an MP4 file in `data_store`."""
+        """Return the path to an MP4 file in `data_store`."""
         ...
 
     def interval(self, camera: str, episode: int) -> tuple[float, float]:
-        """Return where an episode lies in its MP4 file, up to where the next one begins: [start, stop) in seconds."""
+        """Return the interval [start, stop) of an episode in its MP4 file, in seconds. The next episode begins at `stop`."""
         ...
 
     def timing(self, episode: int) -> Timing:
-        """Of an episode's rows and frames."""
+        """Return the frame rate and the tolerance of an episode."""
         ...
 
     def seconds(self, episode: int, rows: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
-        """(L,) seconds since their episode began of some rows, of which `timestamp` and `frame_index` are given."""
+        """Return the seconds from the beginning of an episode to some of its rows.
+
+        Args:
+            episode: Number of the episode.
+            rows: Columns of the rows, of which `timestamp` and `frame_index` are used, shape (L,).
+
+        Returns:
+            Shape (L,), float64.
+        """
         ...
 
     def feature(self, key: str, episode: int) -> Feature | None:
-        """A feature as the dataset of an episode has it, if it has it."""
+        """Return a feature in the dataset of an episode. None if a dataset of a mixture lacks it."""
         ...
 
     def picture_size(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's frames. Raises ValueError where datasets differ in it."""
+        """Return the size (height, width) of a camera's frames. Raises ValueError if the datasets have different sizes."""
         ...
 
     def names(self) -> dict[str, list[dict[int, str]]]:
-        """{"task": a table {task_index: task} of each dataset, "subtask": ...}. Raises DatasetError, StorageError."""
+        """Return the names of tasks and subtasks, {"task": [{task_index: task} of each dataset], "subtask": [...]}.
+
+        Raises:
+            DatasetError: If a file is broken.
+            StorageError: If a file cannot be read.
+        """
         ...
 
     def names_place(self, key: str, dataset: int) -> str:
-        """The file that has one of these tables, for messages."""
+        """Return the address of the file of one of these tables, for messages."""
         ...
 
     def without(self: S, keys: Collection[str]) -> S:
-        """The same episodes without these features and cameras. Raises ValueError."""
+        """Return the same episodes without these features and cameras. Raises ValueError if one cannot be left out."""
         ...

@@ -1,4 +1,4 @@
-"""Statistics of features as LeRobot defines them. Of rows they are exact; of cameras they are those of some frames."""
+"""Statistics of features with LeRobot's definitions. Those of cameras are computed from a sample of the frames."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
-MAX_IMAGES = 100  # LeRobot samples about this many of an episode
-Histogram = tuple[np.ndarray, int]  # of some frames, as `image_histogram` gives it
+MAX_IMAGES = 100  # maximum number of frames of an episode to sample; LeRobot samples about as many
+Histogram = tuple[np.ndarray, int]  # see `image_histogram`
 
 
 def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
-    """Statistics over the rows of values (T, ...): min, max, mean, std, count and quantiles, as nested lists.
+    """Return statistics of rows: min, max, mean, std, count and quantiles.
 
-    Each has the shape of a row, and shape (1,) where a row is a scalar; `count` is [T]. Quantiles are exact, where
-    LeRobot estimates them from histograms.
+    Quantiles are exact, while LeRobot estimates them from histograms.
+
+    Args:
+        values: Rows, shape (T, ...).
+
+    Returns:
+        Nested lists by name. Each has the shape of a row, or (1,) if a row is a scalar. `count` is [T].
     """
     if values.ndim == 1:
         values = values[:, None]
@@ -33,12 +38,12 @@ def table_stats(values: np.ndarray) -> dict[str, list[Any]]:
 
 
 class TableStats:
-    """The same as `table_stats` of rows that come in parts, in bounded memory.
+    """Statistics such as `table_stats`, of rows that are added in parts, in bounded memory.
 
-    Quantiles are exact for up to `KEPT` numbers. Of more, they are those of rows that are evenly spread over the dataset.
+    Quantiles are exact for up to `KEPT` numbers. For more numbers, they are computed from evenly spaced rows.
 
     Args:
-        rows: how many come.
+        rows: Total number of rows that will be added.
     """
 
     KEPT = 1 << 22
@@ -51,17 +56,23 @@ class TableStats:
         self._kept: list[np.ndarray] = []
 
     def add(self, values: np.ndarray) -> None:
-        """Adds the next rows (T, ...), T of 1 or more."""
+        """Add the next rows.
+
+        Args:
+            values: Rows, shape (T, ...), with T of at least 1.
+        """
         if values.ndim == 1:
             values = values[:, None]
         numbers, count = values.astype(np.float64), len(values)
+        # Keep the rows whose number, counted over all parts, is a multiple of `every`.
         every = -(-self._rows * numbers[0].size // self.KEPT)
         self._kept.append(values[-self._count % every :: every].copy())
         extremes = numbers if values.dtype == bool else values
         least, most = extremes.min(axis=0), extremes.max(axis=0)
         self._least = least if self._least is None else np.minimum(self._least, least)
         self._most = most if self._most is None else np.maximum(self._most, most)
-        # Chan, Golub and LeVeque: means and sums of squared deviations of two parts.
+        # Combine the means and sums of squared deviations of two parts (Chan, Golub and LeVeque 1979). Unlike sums of squares,
+        # this is accurate if the mean is much larger than the deviations.
         mean = numbers.mean(axis=0)
         away, total = mean - self._mean, self._count + count
         self._squares = self._squares + ((numbers - mean) ** 2).sum(axis=0) + away**2 * (self._count * count / total)
@@ -69,7 +80,7 @@ class TableStats:
         self._count = total
 
     def result(self) -> dict[str, Any]:
-        """The statistics, as arrays."""
+        """Return the statistics of all rows by name, as arrays. `count` is a list of one number."""
         kept = np.concatenate(self._kept).astype(np.float64)
         return {
             "min": self._least,
@@ -82,10 +93,16 @@ class TableStats:
 
 
 def image_histogram(frames: np.ndarray) -> Histogram:
-    """How often each value occurs per channel, int64 (C, 256), in a sample of frames (N, H, W, C); and its size.
+    """Return the histogram of each channel in a sample of some frames.
 
-    At most 100 frames, evenly spaced. Of sides of 300 pixels and more, LeRobot takes every n-th row and column, so that about
-    150 of the longer are left; so does this.
+    The sample has at most 100 evenly spaced frames. As in LeRobot, only every n-th row and column of pixels is used if the
+    longer side has at least 300 pixels, so that 150 to 225 of its pixels remain.
+
+    Args:
+        frames: Frames, uint8, shape (N, H, W, C).
+
+    Returns:
+        Histograms, int64, shape (C, 256), and the number of frames in the sample.
     """
     chosen = np.unique(np.linspace(0, len(frames) - 1, min(len(frames), MAX_IMAGES)).round().astype(int))
     longest = max(frames.shape[1:3])
@@ -95,12 +112,16 @@ def image_histogram(frames: np.ndarray) -> Histogram:
 
 
 def add_histograms(parts: Sequence[Histogram]) -> Histogram:
-    """One histogram of the frames behind some."""
+    """Return the sum of some histograms."""
     return np.sum([histogram for histogram, _ in parts], axis=0), sum(size for _, size in parts)
 
 
 def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
-    """Statistics of the frames behind some histograms: as `table_stats`, shape (C, 1, 1), values in [0, 1]."""
+    """Return statistics of frames from their histograms.
+
+    Returns:
+        Nested lists by name, with values in [0, 1] and shape (C, 1, 1). `count` is the number of frames, [N].
+    """
     counts, size = add_histograms(histograms)
     values = np.arange(256) / 255
     weights = counts / counts.sum(axis=1, keepdims=True)
@@ -119,15 +140,18 @@ def image_stats(histograms: Sequence[Histogram]) -> dict[str, list[Any]]:
 
 
 def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Statistics of a mixture out of those of its parts, of which it has these shares.
+    """Return statistics of a mixture, computed from those of its parts.
 
-    It has those that all parts have; NaN stands for a number that a part lacks. `min` and `max` are the
-    extremes, `mean` and `std` those of the mixed samples. Quantiles are approximate: values are taken to be evenly spread
-    between the quantiles of a part that are known.
+    `min` and `max` are the extremes of all parts. `mean` and `std` are those of the mixed samples. Quantiles are approximate:
+    the values of a part are assumed to be evenly spread between its known quantiles.
 
     Args:
-        shares: of each part.
-        parts: of each, float64 arrays of one shape: `mean`, `std`, `min`, `max` and quantiles, all or some of them.
+        shares: Share of each part in the mixture.
+        parts: Statistics of each part, float64 arrays of one shape: some of `mean`, `std`, `min`, `max` and quantiles. NaN
+            marks numbers that a part lacks.
+
+    Returns:
+        The statistics that all parts have.
     """
     names = [name for name in parts[0] if all(name in part for part in parts)]
     if not names:
@@ -158,9 +182,21 @@ def merged(shares: Sequence[float], parts: Sequence[Mapping[str, np.ndarray]]) -
 def _mixed_quantiles(
     shares: Sequence[float], points: np.ndarray, levels: Sequence[float], wanted: Sequence[float]
 ) -> np.ndarray:
-    """The values below which `wanted` of a mixture lies, whose parts have quantiles `points` (parts, levels)."""
+    """Return quantiles of a mixture of one number.
+
+    Args:
+        shares: Share of each of P parts.
+        points: Quantiles of each part, shape (P, L). Parts whose first quantile is NaN are ignored.
+        levels: Levels of these quantiles, in increasing order, shape (L,).
+        wanted: Levels of the quantiles to return, shape (Q,).
+
+    Returns:
+        Shape (Q,).
+    """
     there = ~np.isnan(points[:, 0])
     points, weight = points[there], np.asarray(shares)[there]
+    # The distribution function of the mixture is the weighted sum of those of its parts. It is linear between the points `at`,
+    # so interpolation inverts it.
     at = np.unique(points)
     below = sum(share * np.interp(at, own, levels, left=0.0, right=1.0) for share, own in zip(weight, points, strict=True))
     return np.interp(np.asarray(wanted) * weight.sum(), below, at)

@@ -1,6 +1,7 @@
-"""The files below `meta/` of LeRobot v2.0 and v2.1, read into what `metadata` makes of v3.0.
+"""Reader of the files in `meta/` of LeRobot v2.0 and v2.1. It returns the same classes as `metadata` does for v3.0.
 
-Each episode has a Parquet file, and an MP4 per camera in which it begins at 0. Format: LeRobot 0.3.3, `datasets/utils.py`.
+Each episode has a Parquet file, and an MP4 file for each camera, in which it begins at 0 seconds. The format is defined by
+`datasets/utils.py` of LeRobot 0.3.3.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from dali_stream.storage import Store, lfs
 
 EPISODES, TASKS, EPISODES_STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
 _PART = 8 << 20  # bytes of one read
-_LONGEST_LINE = 64 << 20
+_LONGEST_LINE = 64 << 20  # maximum bytes of a line
 _log = logging.getLogger("dali_stream")
 
 
 def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
-    """Read `meta/episodes.jsonl`. An episode ends with its MP4, so `stop` is infinite.
+    """Read `meta/episodes.jsonl`. An episode ends with its MP4 file, so `stop` is infinite.
 
     Raises:
-        DatasetError: a line is broken, or the numbers contradict each other or `info.json`.
+        DatasetError: If a line is broken, or if the numbers contradict each other or `info.json`.
     """
     cameras = list(cameras)
     video_path = metadata.video_template(store, info) if cameras else ""
@@ -52,7 +53,11 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
 
 
 def read_episode_columns(store: Store) -> pa.Table:
-    """`meta/episodes.jsonl` as a table, by rising episode index. Raises DatasetError where a column has several types."""
+    """Read `meta/episodes.jsonl` as a table, in increasing order of the episode index.
+
+    Raises:
+        DatasetError: If a line is broken, or if a column has values of several types.
+    """
     entries = [entry for _, entry in read_lines(store, EPISODES)]
     names = dict.fromkeys(name for entry in entries for name in entry)
     try:
@@ -64,10 +69,13 @@ def read_episode_columns(store: Store) -> pa.Table:
 
 
 def read_tasks(store: Store) -> dict[int, str]:
-    """`meta/tasks.jsonl`: {task_index: task}; empty where there is no such file.
+    """Read `meta/tasks.jsonl`.
+
+    Returns:
+        {task_index: task}. Empty if the file does not exist.
 
     Raises:
-        DatasetError: a line is broken, or two are of one index.
+        DatasetError: If a line is broken, or if two lines have the same index.
     """
     tasks: dict[int, str] = {}
     for where, entry in read_lines(store, TASKS) if store.exists(TASKS) else ():
@@ -80,12 +88,21 @@ def read_tasks(store: Store) -> dict[int, str]:
 
 
 def stats_place(store: Store, info: Info) -> str:
-    """The file that statistics are read from: by episode in v2.1, unless it has only those of all episodes, as v2.0."""
+    """Return the path to the file of statistics.
+
+    v2.1 has a file with the statistics of each episode. If it is missing, and in v2.0, the file for all episodes is used.
+    """
     return EPISODES_STATS if info.version != "v2.0" and store.exists(EPISODES_STATS) else STATS
 
 
 def read_stats(store: Store, info: Info) -> Stats:
-    """Statistics of all episodes, as `metadata.read_stats`; those of v2.1 aggregated as LeRobot's converter does."""
+    """Read statistics of all episodes. See `metadata.read_stats`.
+
+    Statistics of single episodes are aggregated in the same way as in LeRobot's converter to v3.0.
+
+    Raises:
+        DatasetError: If a file is broken, or if the statistics cannot be aggregated.
+    """
     if stats_place(store, info) == STATS:
         return metadata.read_stats(store)
     found = read_episode_stats(store)
@@ -101,10 +118,13 @@ def read_stats(store: Store, info: Info) -> Stats:
 
 
 def read_episode_stats(store: Store) -> dict[int, Stats]:
-    """`meta/episodes_stats.jsonl`: {episode_index: statistics}, by rising index.
+    """Read `meta/episodes_stats.jsonl`.
+
+    Returns:
+        {episode_index: statistics}, in increasing order of the index.
 
     Raises:
-        DatasetError: a line is broken, or two are of one episode.
+        DatasetError: If a line is broken, or if two lines have the same episode.
     """
     found: dict[int, Stats] = {}
     for where, entry in read_lines(store, EPISODES_STATS):
@@ -119,10 +139,13 @@ def read_episode_stats(store: Store) -> dict[int, Stats]:
 
 
 def aggregate(parts: Sequence[Stats]) -> Stats:
-    """Statistics of several episodes as one: `min`, `max`, the sum of `count`, and `mean` and `std` weighted by it.
+    """Aggregate the statistics of several episodes: `min`, `max`, the sum of `count`, and `mean` and `std` weighted by it.
 
-    The same operations as LeRobot's `aggregate_stats`, so the same numbers. Raises ValueError where shapes differ, or where
-    something else than numbers is there.
+    Quantiles are averaged with the same weights. The operations are those of LeRobot's `aggregate_stats`, so that the numbers
+    are equal.
+
+    Raises:
+        ValueError: If statistics are missing, have different shapes, or are not numbers.
     """
     keys = dict.fromkeys(key for part in parts for key in part)
     whole: Stats = {}
@@ -138,7 +161,7 @@ def aggregate(parts: Sequence[Stats]) -> Stats:
 
 
 def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, object) of each line of a JSON Lines file. Raises DatasetError for a line of another kind."""
+    """Yield (address for messages, object) of each line of a JSON Lines file. Raises DatasetError if a line is no object."""
     for number, line in enumerate(_lines(store, path), start=1):
         where = f"{store.where(path)}, line {number}"
         if number == 1 and (pointer := lfs.pointer(line)):
@@ -157,6 +180,7 @@ def read_lines(store: Store, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lines(store: Store, path: str) -> Iterator[bytes]:
+    """Yield the lines of a file. The last one may be incomplete if a line is longer than `_LONGEST_LINE`."""
     rest, at = b"", 0
     while part := store.read(path, at, at + _PART):
         at += len(part)

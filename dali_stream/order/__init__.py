@@ -1,4 +1,7 @@
-"""Which frame comes when: order, batches, windows, resume state and random numbers. Pure: no I/O, no threads, no clock."""
+"""Order of the samples: permutations, batches, windows, resume state and random numbers.
+
+The modules of this package are pure functions of their arguments. They do no I/O, start no threads and read no clock.
+"""
 
 from dali_stream.order.order import (
     Order,

@@ -1,4 +1,4 @@
-"""Which samples are audited, see `decode/audit.py`."""
+"""Selection of the samples that are audited. See `decode/audit.py`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def audited(position: npt.NDArray[np.int64], epoch: int, every: int) -> npt.NDAr
     Args:
         position: Position of each sample in the order of its epoch, shape (B,).
         epoch: Number of the epoch.
-        every: Reciprocal of the share, at least 1.
+        every: Reciprocal of the share of audited samples, at least 1.
 
     Returns:
-        Shape (B,).
+        Whether each sample is audited, shape (B,).
     """
     numbers = mix(position.astype(np.uint64) + mix(np.array([epoch + 1], np.uint64)))
     chosen: npt.NDArray[np.bool_] = numbers % np.uint64(every) == 0

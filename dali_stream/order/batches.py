@@ -1,4 +1,4 @@
-"""How the positions of an epoch are cut into batches, the same number of them for each rank."""
+"""Division of the positions of an epoch into batches, with the same number of batches on each rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ LAST_BATCH = ("drop", "partial", "pad")
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batches of an epoch of `frames` positions, each rank's share being `batch_size`.
+    """Global batches of an epoch. A global batch consists of one batch for each rank.
 
-    `last_batch` says what becomes of the positions that fill no whole batch: "drop" leaves them out; "partial" serves
-    them as a smaller batch, dealt to the ranks in turn; "pad" fills the batch with samples from the epoch's beginning.
-    Where fewer positions than ranks are left, "partial" adds them to the batch before, since each rank needs as many
-    batches as the others: some ranks' last batch then has one sample more. A run that is resumed with fewer positions left
-    than ranks has no batch before them; they are left out.
+    All ranks need the same number of batches. With `last_batch="partial"`, if fewer positions than ranks remain at the end,
+    they are therefore added to the previous batch, which then has one more sample on some ranks. A run that is resumed at
+    such a position has no previous batch, so it leaves these positions out.
+
+    Attributes:
+        frames: Number of positions of the epoch.
+        batch_size: Number of samples per batch and rank.
+        world_size: Number of ranks.
+        last_batch: Treatment of the positions at the end that do not fill a global batch: "drop" leaves them out, "partial"
+            distributes them over the ranks as a smaller batch, "pad" completes the batch with samples from the beginning of
+            the epoch.
     """
 
     frames: int
@@ -26,7 +32,7 @@ class Batches:
     last_batch: str
 
     def checked(self) -> Batches:
-        """These batches. Raises ValueError where an epoch has none."""
+        """Return the object itself. Raises ValueError if an epoch has no batch."""
         if not self.count(0):
             raise ValueError(
                 f"batch_size={self.batch_size} on {counted(self.world_size, 'rank')} needs {counted(self.stride, 'frame')}, "
@@ -37,26 +43,26 @@ class Batches:
 
     @property
     def stride(self) -> int:
-        """Positions of a whole global batch."""
+        """Number of positions of a full global batch."""
         return self.batch_size * self.world_size
 
     @property
     def largest(self) -> int:
-        """Samples that one rank's batch may have."""
+        """Maximum number of samples in a batch of one rank."""
         return self.batch_size + (self.last_batch == "partial" and self.world_size > 1)
 
     def count(self, position: int) -> int:
-        """Batches from `position` to the end of the epoch."""
+        """Return the number of batches from `position` to the end of the epoch."""
         whole, rest = divmod(max(self.frames - position, 0), self.stride)
         if self.last_batch == "drop" or (self.last_batch == "partial" and rest < self.world_size):
             return whole
         return whole + (rest > 0)
 
     def begin(self, batch: int) -> int:
-        """Return the position where a global batch of the epoch begins, or where the epoch ends for the number of its batches.
+        """Return the position at which a global batch begins.
 
         Args:
-            batch: Number of the batch, from 0.
+            batch: Number of the batch, from 0. The number of batches is allowed too, and gives the end of the epoch.
 
         Raises:
             ValueError: If the epoch has fewer batches.
@@ -69,11 +75,11 @@ class Batches:
         return self.frames if batch == self.count(0) else batch * self.stride
 
     def span(self, position: int) -> tuple[int, int]:
-        """(start, stop) of the global batch that begins at `position`."""
+        """Return the positions [start, stop) of the global batch that begins at `position`."""
         if self.last_batch == "partial" and self.count(position) == 1:
             return position, self.frames
         return position, min(position + self.stride, self.frames)
 
     def first(self, position: int, rank: int) -> int:
-        """Return the first position from `position` on that a rank serves: it has every p with p % world_size == rank."""
+        """Return the first position of a rank at or after `position`. A rank serves the p with p % world_size == rank."""
         return position + (rank - position) % self.world_size

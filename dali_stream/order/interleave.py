@@ -1,12 +1,14 @@
-"""The dataset of each draw of a mixture, and the number of the sample in this dataset, from counts alone and without state.
+"""Dataset of each draw of a mixture, and number of the sample within the dataset, computed from the number of the draw alone.
 
-Two datasets are easy: of the first m samples, floor(m * a / (a + b) + 1/2) are of the first dataset, so sample m is of it where
-that number rises. More datasets are the leaves of a binary tree (Huffman's, since few splits then lie above a heavy dataset),
-and each of its nodes splits the samples that reach it in this way.
+For two datasets with weights a and b, floor(m * a / (a + b) + 1/2) of the first m samples belong to the first dataset. Sample m
+belongs to the first dataset if this number is larger for m + 1 than for m. More datasets are the leaves of a binary tree, and
+each node splits the samples that reach it in this way. The tree is a Huffman tree, which has few splits above a dataset with a
+large weight.
 
-A split rounds by less than 1. A leaf inherits its share of the rounding of the splits above it, so the number of samples of a
-dataset after any number of draws is less than 3 from its share of them, and mostly less than 2. With one consumer, which rounds
-to the nearest number, it is half as much.
+A split rounds by less than 1. The deviation of a leaf is that of the split above it, plus the leaf's share of the deviation of
+each higher split. In a Huffman tree, these shares are at most 1, 1/2, 1/3, 1/5, 1/8, ... (reciprocal Fibonacci numbers). After
+any number of draws, the number of samples of a dataset therefore deviates by less than 3.4 from its share, and mostly by less
+than 2. With one consumer, which rounds to the nearest number, the deviation is half as large.
 """
 
 from __future__ import annotations
@@ -23,22 +25,23 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Interleave:
-    """The datasets of the draws of each consumer.
+    """Datasets of the draws of each consumer.
 
-    Each consumer rounds at another one of C thresholds in a split. If all consumers have the same weights, the sum of their
-    samples is therefore less than 1 from the share at the first split, after any number of draws of each of them.
+    In a split, each of the C consumers has a different rounding threshold. If all consumers have the same weights, the sum of
+    their samples therefore deviates by less than 1 from the share at the first split, after equally many draws of each of them.
 
     Args:
-        weights: Weight of each dataset for each consumer, shape (C, M), integers of 0 or more. Their sum for a consumer is at
-            most 2**31, and at least 1 for each one that draws. After that number of draws, each dataset has had exactly its
-            weight.
-        seed: Seed of the thresholds of more than one consumer.
+        weights: Weight of each dataset for each consumer, nonnegative integers, shape (C, M). Their sum for a consumer is at
+            most 2**31, and at least 1 if the consumer draws. After this number of draws, each dataset has been drawn exactly
+            as often as its weight.
+        seed: Seed of the thresholds. It has no effect for one consumer.
     """
 
     def __init__(self, weights: Int64, seed: int) -> None:
         consumers, datasets = weights.shape
         # Node i < M is dataset i. A leaf gives all samples to its first child, which is itself.
         first, second = list(range(datasets)), list(range(datasets))
+        # Huffman's algorithm joins the two lightest nodes until one is left, the root, which has the largest number.
         heap = [(int(weight), node) for node, weight in enumerate(weights.sum(0))]
         heapq.heapify(heap)
         while len(heap) > 1:
@@ -54,7 +57,7 @@ class Interleave:
         for node in range(datasets, len(first)):
             weight[:, node] = weight[:, first[node]] + weight[:, second[node]]
         rank = _ranks(first, second, consumers, seed)
-        # Of a weight w, threshold k of C is (k + 1/2) / C * w, without a product above 2**62.
+        # Threshold k of C at a node of weight w is (k + 1/2) / C * w, computed without a product above 2**62.
         quotient, rest = np.divmod(weight, 2 * consumers)
         self._threshold = quotient * (2 * rank + 1) + rest * (2 * rank + 1) // (2 * consumers)
         self._threshold[:, :datasets] = 0
@@ -63,17 +66,20 @@ class Interleave:
         self._parent = {child: node for node in range(datasets, len(first)) for child in (first[node], second[node])}
 
     def at(self, consumer: Int64, draw: Int64) -> tuple[Int64, Int64]:
-        """Return dataset and sample of draws.
+        """Return the datasets of some draws, and the numbers of the samples within them.
 
         Args:
             consumer: Consumer of each draw, shape (N,).
             draw: Number of each draw among those of its consumer, shape (N,).
 
         Returns:
-            Two arrays of shape (N,). `sample` is the number of earlier draws of the consumer that are of the same dataset.
+            Dataset and sample, both of shape (N,). `sample` is the number of earlier draws of the consumer from this dataset.
         """
         node, sample = np.full(len(draw), self._weight.shape[1] - 1), draw
         for _ in range(self._depth):
+            # `before` of the earlier samples at the node belong to its first child: floor((sample * of_first + threshold) /
+            # weight). Dividing by the weight first keeps the product within int64. The sample itself belongs to the first
+            # child if this number is larger for the next sample.
             weight, of_first = self._weight[consumer, node], self._first[consumer, node]
             times, rest = np.divmod(sample, weight)
             before, part = np.divmod(rest * of_first + self._threshold[consumer, node], weight)
@@ -84,7 +90,7 @@ class Interleave:
         return node, sample
 
     def count(self, dataset: int, draws: Int64) -> Int64:
-        """Return how many of each consumer's first draws are of a dataset, shape (C,).
+        """Return the number of samples of a dataset among the first draws of each consumer, shape (C,).
 
         Args:
             dataset: Number of the dataset.
@@ -98,11 +104,11 @@ class Interleave:
         return draws
 
     def find(self, dataset: int, consumer: Int64, sample: Int64) -> Int64:
-        """Return the draws of samples of a dataset, the inverse of `at`.
+        """Return the draws that give some samples of a dataset. This is the inverse of `at`.
 
-        Of the first x draws at a node of weight w with threshold t, floor((x * a + t) / w) go to the first child, of weight a,
-        and floor((x * (w - a) + w - 1 - t) / w) to the second. So sample s of the first child is the least draw x with
-        (x + 1) * a + t >= (s + 1) * w.
+        Let a node have weight w and threshold t, and its first child weight a. Then floor((x * a + t) / w) of the first x draws
+        go to the first child, and floor((x * (w - a) + w - 1 - t) / w) go to the second. Sample s of the first child is
+        therefore the smallest draw x with (x + 1) * a + t >= (s + 1) * w.
 
         Args:
             dataset: Number of the dataset.
@@ -132,14 +138,15 @@ class Interleave:
 
 
 def _ranks(first: list[int], second: list[int], consumers: int, seed: int) -> Int64:
-    """Return the ranks of the consumers' thresholds at each node, shape (C, nodes): random, and spread.
+    """Return random ranks of the consumers' thresholds at each node, shape (C, nodes).
 
-    The threshold at the parent decides which consumers have one more sample at a node. Consumers whose thresholds at the parent
-    are neighbours, in groups of about the square root of C, therefore have thresholds over the whole range at the node.
+    The threshold at the parent determines which consumers have one more sample at a node. If these consumers had similar
+    thresholds at the node too, their rounding errors would add up. The consumers are therefore divided into groups of about
+    sqrt(C) neighbours at the parent, and the thresholds of each group are spread over the whole range at the node.
     """
     side = max(1, math.isqrt(consumers))
     rank = np.empty((len(first), consumers), np.int64)
-    rank[-1] = np.arange(consumers)  # of the parent of the root
+    rank[-1] = np.arange(consumers)  # initial ranks for the root, which has no parent
     for node in range(len(first) - 1, -1, -1):
         numbers = philox("thresholds", seed, node).random_raw(2 * consumers).reshape(2, consumers)
         within = np.empty(consumers, np.int64)

@@ -1,18 +1,20 @@
-"""The order of a mixture of datasets: a pure function from a position of the epoch to (episode, frame).
+"""Order of a mixture of datasets: a pure function from a position of the epoch to (episode, frame).
 
-Position g is a draw of consumer g % C, and rank r serves the positions g with g % W == r, like in `order`. Three steps give
-the frame of a position:
+Consumers and ranks share the positions in the same way as in `order`: position g is a draw of consumer g % C, and rank r serves
+the positions g with g % W == r. The frame of a position is computed in three steps:
 
-1. `interleave` gives its dataset, and which of the consumer's samples of this dataset it is.
-2. The samples of a dataset go round the consumers, too. This gives each sample its number among those of the dataset, over all
-   epochs. F frames make a pass: samples p * F to (p + 1) * F - 1 are pass p, and show every frame once.
-3. The episodes are permuted for each pass, laid end to end, and cut into one run for each consumer, as long as its samples in
-   this pass. A consumer draws from its run like in `order`, and continues in the next epoch after its last draw of this one.
+1. `interleave` returns the dataset of the position, and the number of the sample among the consumer's samples of this dataset.
+2. The samples of a dataset are assigned to the consumers in turn, which gives each sample its number among all samples of the
+   dataset, over all epochs. A pass consists of F consecutive samples, where F is the number of frames of the dataset: samples
+   p * F to (p + 1) * F - 1 are pass p, and contain every frame once.
+3. The episodes are permuted for each pass, laid end to end, and cut into one run for each consumer, whose length is the number
+   of the consumer's samples in this pass. A consumer draws from its run as in `order`. In the next epoch, it continues after
+   its last draw of this epoch.
 
-Each dataset has a whole number of samples in an epoch of the union or of repeats. Positions are then counted from the beginning
-of the epoch, and the weights of a consumer are its numbers of samples of the datasets: if all samples of the epoch are laid end
-to end, dataset after dataset, consumer s % C has sample s. For other kinds of shares, positions are counted over all epochs,
-and all consumers have the same weights.
+With shares of the kinds "union" and "repeats", each dataset has a whole number of samples in an epoch. Positions are then
+counted from the beginning of the epoch, and the weights of a consumer are its numbers of samples of the datasets: if all
+samples of the epoch are laid end to end, dataset after dataset, consumer s % C has sample s. For other kinds of shares,
+positions are counted over all epochs, and all consumers have the same weights.
 """
 
 from __future__ import annotations
@@ -34,28 +36,28 @@ from dali_stream.order.selected import Ranges
 from dali_stream.order.shares import Shares
 
 Int64 = npt.NDArray[np.int64]
-_SAMPLES = 1 << 62  # over all epochs
-_WINDOW = 64  # positions that shuffle="global" permutes, so that no rank gets all samples of a dataset
-_PASSES = 16  # of a dataset that are kept: consumers are in the same or in neighbouring ones
+_SAMPLES = 1 << 62  # maximum number of positions of all epochs together
+_WINDOW = 64  # number of positions that shuffle="global" permutes together, so that no rank gets all samples of a dataset
+_PASSES = 16  # number of passes of a dataset to cache: consumers are in the same pass or in adjacent ones
 
 
 class MixtureOrder(EpochOrder):
-    """The order of one epoch of a mixture of M datasets.
+    """Order of one epoch of a mixture of M datasets.
 
-    After every number of draws of a consumer, the number of samples of each dataset is about 2 or less from its share of them
-    (see `interleave` for the bound). The deviations of the consumers cancel for the most part. With `shuffle="global"` or
-    False the order has no consumers: after every 64 positions or after every position, the number is about 1 from the share.
+    After any number of draws of a consumer, the number of samples of each dataset deviates from its share by about 2 or less
+    (see `interleave` for the bound). The deviations of different consumers mostly cancel. With `shuffle="global"` or False, the
+    order has no consumers, and the deviation is about 1 after every 64 positions or after every position, respectively.
 
     Args:
-        episode_lengths: Per dataset, the number of sampled frames of each episode, in recorded order.
-        shares: Shares of the datasets, such as `Mixture.shares`, of as many frames as `episode_lengths` has.
-        shuffle: True, every consumer draws uniformly out of a pool of episodes of each dataset; "global", one permutation of
-            a dataset's frames for each pass; False, each dataset in recorded order, again and again.
+        episode_lengths: Number of sampled frames of each episode, in recorded order, for each dataset.
+        shares: Shares of the datasets, such as `Mixture.shares`, for the same numbers of frames as `episode_lengths`.
+        shuffle: True lets every consumer draw uniformly from a pool of episodes of each dataset, "global" permutes all frames
+            of a dataset for each pass, and False repeats each dataset in recorded order. Default: True.
         seed, epoch: See `Order`.
-        consumers: Number of logical consumers C (only for `shuffle=True`).
-        episode_pool_size: Number of segments that a consumer draws from at a time. The datasets have them in the ratio of
-            their shares, each one or more (only for `shuffle=True`).
-        ranges: Per dataset, the sampled frames, or None for all frames.
+        consumers: Number of logical consumers C (only for `shuffle=True`). Default: 32.
+        episode_pool_size: Number of segments that a consumer draws from at a time (only for `shuffle=True`). They are
+            divided among the datasets in the ratio of their shares, with at least one for each dataset. Default: 8.
+        ranges: Sampled frames of each dataset, or None for all frames. Default: all frames of all datasets.
 
     Raises:
         ValueError: If an argument is out of range, or if the lengths are not those of the shares.
@@ -114,7 +116,7 @@ class MixtureOrder(EpochOrder):
 
     def _find(self, episode: int) -> tuple[Int64, Int64]:
         i = int(np.searchsorted(self._first_episode, episode, side="right")) - 1
-        # A consumer's draws before the epoch, and before the next one.
+        # Number of samples of the dataset among each consumer's draws before the epoch, and before the next epoch.
         low, high = (
             self._interleave.count(i, np.maximum(-((np.arange(self._count) - position) // self._count), 0))
             for position in (self._start, self._start + len(self))
@@ -137,19 +139,19 @@ class MixtureOrder(EpochOrder):
         return places[order[np.searchsorted(permuted[order], position)]]
 
     def _permuted(self, position: Int64) -> Int64:
-        """Return the positions, permuted within windows, the last of which may be shorter."""
+        """Return the positions, permuted within windows. The last window of the epoch may be shorter."""
         window, within = np.divmod(position, _WINDOW)
         windows, row = np.unique(window, return_inverse=True)
         places = windows[:, None] * _WINDOW + np.arange(_WINDOW)
         key = np.uint64(philox("windows", self._seed, self._epoch, self._start).random_raw())
         raw = mix(mix(places.astype(np.uint64)) + key)
-        raw[places >= len(self)] = np.uint64(2**64 - 1)
+        raw[places >= len(self)] = np.uint64(2**64 - 1)  # places after the end of the epoch are sorted last
         permuted: Int64 = window * _WINDOW + np.argsort(raw, axis=1, kind="stable")[row, within]
         return permuted
 
 
 class _Numbers:
-    """The numbers of the samples of a dataset over all epochs, which go round the consumers.
+    """Numbers of the samples of a dataset over all epochs. Consecutive samples belong to the consumers in turn.
 
     Args:
         consumers: Number of consumers C.
@@ -174,21 +176,22 @@ class _Numbers:
         return (number - epoch * self._epoch - self._first[consumer]) // self._consumers
 
     def before(self, number: int) -> Int64:
-        """Return how many samples each consumer has before this number, shape (C,)."""
+        """Return the number of samples of each consumer before the sample with this number, shape (C,)."""
         epochs, rest = divmod(number, self._epoch)
         return epochs * self.samples + self._of_epoch(rest)
 
     def _of_epoch(self, number: int) -> Int64:
+        """Return the number of samples of each consumer among the first `number` samples of an epoch, shape (C,)."""
         return np.maximum(-((self._first - number) // self._consumers), 0)
 
 
 class _Pass(NamedTuple):
-    """The episodes of a pass, laid end to end.
+    """Episodes of a pass, laid end to end.
 
     Attributes:
-        episodes: The episodes in their order, permuted with `shuffle=True`, shape (E,).
-        ends: Their ends, shape (E,).
-        before: Number of samples of each consumer in the passes before, shape (C,).
+        episodes: Numbers of the episodes in the order of the pass, permuted with `shuffle=True`, shape (E,).
+        ends: Number of frames up to the end of each of these episodes, shape (E,).
+        before: Number of samples of each consumer in earlier passes, shape (C,).
         runs: Bounds of the consumers' runs, shape (C + 1,).
     """
 
@@ -199,17 +202,17 @@ class _Pass(NamedTuple):
 
 
 class _Dataset:
-    """One dataset, pass after pass."""
+    """Samples of one dataset, in consecutive passes."""
 
     def __init__(self, key: tuple[int, int], lengths: Int64, numbers: _Numbers, shuffle: Shuffle, pool: int) -> None:
         self._key, self._lengths, self._numbers, self._shuffle, self._pool = key, lengths, numbers, shuffle, pool
         self._count = int(lengths.sum())
         self._recorded = self._line(np.arange(len(lengths)), 0)
         self._passes: dict[int, _Pass] = {}
-        self._runs: dict[int, tuple[int, Run]] = {}  # per consumer, the number of its present pass and its run
+        self._runs: dict[int, tuple[int, Run]] = {}  # number of the current pass of each consumer, and its run
 
     def frames(self, consumer: Int64, epoch: int, sample: Int64) -> tuple[Int64, Int64]:
-        """Return (episode, frame) of samples of consumers. With `shuffle=True`, those of each consumer follow each other."""
+        """Return (episode, frame) of some samples. With `shuffle=True`, the samples of each consumer must be consecutive."""
         passes, place = np.divmod(self._numbers.of(consumer, epoch, sample), self._count)
         if self._shuffle is False:
             return self._on_line(self._recorded, place)
@@ -231,7 +234,7 @@ class _Dataset:
         Args:
             episode: Number of the episode.
             epoch: Number of the epoch.
-            low, high: Of each consumer, its first sample and the one after its last, shape (C,).
+            low, high: First sample of each consumer in the epoch, and the sample after its last, shape (C,).
         """
         found = [np.empty((3, 0), np.int64)]
         some = np.flatnonzero(low < high)
@@ -271,11 +274,13 @@ class _Dataset:
         return place
 
     def _on_line(self, line: _Pass, place: Int64) -> tuple[Int64, Int64]:
+        """Return (episode, frame) of places in the episodes of a pass laid end to end."""
         at = np.searchsorted(line.ends, place, side="right")
         episode = line.episodes[at]
         return episode, place - line.ends[at] + self._lengths[episode]
 
     def _line(self, episodes: Int64, number: int) -> _Pass:
+        """Return pass `number` with the episodes in this order."""
         before = self._numbers.before(number * self._count)
         samples = self._numbers.before((number + 1) * self._count) - before
         return _Pass(episodes, np.cumsum(self._lengths[episodes]), before, np.concatenate([[0], np.cumsum(samples)]))

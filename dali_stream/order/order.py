@@ -1,9 +1,10 @@
-"""The order of frames: a pure function from a position of the epoch to (episode, frame). No I/O, no clock, no global RNG.
+"""Order of frames: a pure function from a position of the epoch to (episode, frame).
 
 With N frames, C consumers and W ranks, position g (0 <= g < N) is draw g // C of consumer g % C, and rank r serves the
-positions g with g % W == r. So the order does not know W, and any number of ranks that divides C walks the same epoch.
+positions g with g % W == r. The order does not depend on W, so any number of ranks that divides C produces the same epoch.
 
-Random numbers are the raw stream of Philox (numpy guarantees it across versions), keyed by a hash of what they are for.
+Random numbers are the raw stream of Philox, which NumPy keeps stable across versions. Its key is a hash of the purpose of the
+numbers, the seed and the epoch.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ Int64 = npt.NDArray[np.int64]
 
 Shuffle = bool | str
 """True (pools of episodes), "global" (one permutation of all frames) or False (recorded order)."""
-_CONSUMERS, _SEGMENTS = 32, 256  # what `default_pools` aims at
-_AHEAD = 2048  # samples of a rank that are computed at once: each costs several calls of NumPy, however many it is
-_RANKS = 1 << 16  # the largest world size that an error suggests
+_CONSUMERS, _SEGMENTS = 32, 256  # targets of `default_pools`
+_AHEAD = 2048  # number of samples of a rank that are computed together, which reduces the overhead of NumPy calls
+_RANKS = 1 << 16  # largest world size that an error message suggests
 
 
 class EpochOrder(ABC):
-    """The order of one epoch, read in blocks, of which the last one is kept.
+    """Order of one epoch. It is computed in blocks, and the last block is cached.
 
     Args:
         positions: Number of positions of the epoch.
-        consumers: Number of consumers, which the world size must divide. None, if any world size can share the order.
+        consumers: Number of consumers, which the world size must divide. None if every world size is allowed.
         episodes: Number of episodes.
     """
 
@@ -53,20 +54,27 @@ class EpochOrder(ABC):
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the next `count` samples that `rank` serves at or after position `start`.
 
-        Reading on from where the last call ended costs least. For any other position, each consumer of the rank repeats some
-        thousand draws, since its pools restart at fixed positions.
+        Consecutive calls are the cheapest. For any other position, each consumer of the rank repeats some thousand draws,
+        since its pools restart only at fixed positions.
+
+        Args:
+            start: Position in the epoch, counted over all ranks.
+            count: Number of samples.
+            rank: Rank that reads. Default: 0.
+            world_size: Number of ranks. Default: 1.
 
         Returns:
-            (episode, frame), two int64 arrays. `episode` counts through the episodes (of a mixture: of all its datasets, laid
-            end to end), and `frame` counts within the episode. Shorter than `count` at the end of the epoch.
+            Number of the episode, and frame within the episode, both int64, shape (count,) or shorter at the end of the epoch.
+            Episodes of a mixture are counted over all its datasets, laid end to end.
 
         Raises:
-            ValueError: If a number is negative, if the rank is outside the world, or if the world size does not divide
-                `consumers`.
+            ValueError: If `start` or `count` is negative, if `rank` is not in [0, world_size), or if `world_size` does not
+                divide `consumers`.
         """
         if start < 0 or count < 0:
             raise ValueError(f"start is {start} and count is {count}; both are 0 or more")
         check_world(rank, world_size, self._consumers)
+        # Sample i of the rank has position i * world_size + rank. -((-x) // n) is x / n, rounded up.
         first = -((rank - start) // world_size)  # number of the sample among those of the rank
         stop = min(first + count, -((rank - self._positions) // world_size))
         samples = [np.empty((2, 0), np.int64)]
@@ -80,13 +88,14 @@ class EpochOrder(ABC):
     def find(self, episode: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the positions of an episode's frames in this epoch.
 
-        The epoch is not read for it: of a consumer's run, only the parts that contain the episode are drawn.
+        This draws only the parts of the consumers' runs that contain the episode, and not the whole epoch.
 
         Args:
             episode: Number of the episode, counted as by `read`.
 
         Returns:
-            (position, frame), two int64 arrays by rising position. A mixture may show a frame several times, or not at all.
+            Position and frame, both int64, shape (N,), in increasing order of the position. A mixture may contain a frame
+            several times, or not at all.
 
         Raises:
             ValueError: If `episode` is out of range.
@@ -115,18 +124,19 @@ class EpochOrder(ABC):
 
 
 class Order(EpochOrder):
-    """The order of one epoch.
+    """Order of one epoch of a dataset.
 
     Args:
-        episode_lengths: frames of each episode, in recorded order.
-        shuffle: True, every consumer draws uniformly out of a pool of episodes; "global", one permutation of all
-            frames; False, recorded order.
-        seed, epoch: what the order is a function of, beside the lengths.
-        consumers: logical consumers C, a property of the run and not of the hardware (only for `shuffle=True`).
-        episode_pool_size: segments that a consumer draws from at a time (only for `shuffle=True`).
+        episode_lengths: Number of frames of each episode, in recorded order, shape (E,).
+        shuffle: True lets every consumer draw uniformly from a pool of episodes, "global" permutes all frames, and False keeps
+            the recorded order. Default: True.
+        seed: Seed of the random numbers. Default: 0.
+        epoch: Number of the epoch, from 0. Default: 0.
+        consumers: Number of logical consumers C, which does not depend on the hardware (only for `shuffle=True`). Default: 32.
+        episode_pool_size: Number of segments that a consumer draws from at a time (only for `shuffle=True`). Default: 8.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: If an argument is out of range.
     """
 
     @known_arguments
@@ -171,20 +181,21 @@ class Order(EpochOrder):
 def default_pools(
     batch_size: int, world_size: int, consumers: int | None = None, episode_pool_size: int | None = None
 ) -> tuple[int, int]:
-    """(consumers, episode_pool_size) of a run, chosen for its global batch of batch_size * world_size samples where not given.
+    """Return (consumers, episode_pool_size), and choose those that are None.
 
-    `consumers` is the divisor of the global batch that is a multiple of world_size and nearest to 32 by ratio. Each global
-    batch then takes equally many samples from every consumer, so that no two batches draw from different groups of
-    episodes. `episode_pool_size` makes consumers * episode_pool_size, the segments that a batch is drawn from, the larger
-    of 256 and twice the global batch, rounded up.
+    The global batch has batch_size * world_size samples. `consumers` is the divisor of the global batch that is a multiple of
+    world_size and nearest to 32 by ratio. Each global batch then takes equally many samples from every consumer, so that
+    consecutive batches do not draw from different groups of episodes. `episode_pool_size` is the smallest number for which
+    consumers * episode_pool_size, the number of segments that a batch is drawn from, is at least 256 and at least twice the
+    global batch.
 
     Args:
-        batch_size: samples per batch and rank.
-        world_size: number of ranks.
-        consumers, episode_pool_size: what the user gave, or None.
+        batch_size: Number of samples per batch and rank.
+        world_size: Number of ranks.
+        consumers, episode_pool_size: Values of the user, or None to choose them. Default: None.
 
     Raises:
-        ValueError: a given value is no integer of 1 or more.
+        ValueError: If a value of the user is not a positive integer.
     """
     if consumers is None:
         pairs = ((k, batch_size // k) for k in range(1, math.isqrt(batch_size) + 1) if batch_size % k == 0)
@@ -197,7 +208,7 @@ def default_pools(
 
 
 def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
-    """What happens where `consumers` does not divide the global batch, for a warning; None where it does."""
+    """Return a warning if `consumers` does not divide the global batch, or None if it does."""
     stride = batch_size * world_size
     if stride % consumers == 0:
         return None
@@ -212,7 +223,7 @@ def uneven(consumers: int, batch_size: int, world_size: int) -> str | None:
 
 
 def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_pool_size: int) -> None:
-    """Raises ValueError for what no order can be made of."""
+    """Raise ValueError if an argument of an order is out of range."""
     if shuffle != "global" and not isinstance(shuffle, bool):
         raise ValueError(f'shuffle is {shuffle!r}; allowed are True (episode pool), "global" and False (recorded order)')
     if not isinstance(seed, (int, np.integer)):
@@ -222,7 +233,13 @@ def check_order_arguments(shuffle: Shuffle, seed: int, consumers: int, episode_p
 
 
 def check_world(rank: int, world_size: int, consumers: int | None) -> None:
-    """Raises ValueError where these ranks cannot share the order. `consumers` is None where the order has none."""
+    """Raise ValueError if `rank` or `world_size` is out of range, or if `world_size` does not divide `consumers`.
+
+    Args:
+        rank: Number of the rank.
+        world_size: Number of ranks.
+        consumers: Number of consumers. None if the order has no consumers, so that every world size is allowed.
+    """
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank} and world_size is {world_size}; a rank is at least 0 and below world_size")
     if consumers is not None and consumers % world_size:
@@ -234,12 +251,12 @@ def check_world(rank: int, world_size: int, consumers: int | None) -> None:
 
 
 def allowed_worlds(consumers: int) -> str:
-    """The numbers of ranks that can share an order, the smallest 20 of them, for an error."""
+    """Return the 20 smallest numbers of ranks that divide `consumers`, for an error message."""
     return ", ".join(map(str, [w for w in range(1, min(consumers, _RANKS) + 1) if consumers % w == 0][:20]))
 
 
 class _Recorded:
-    """Position g is frame g."""
+    """Recorded order: position g is frame g."""
 
     def at(self, positions: Int64) -> Int64:
         return positions
@@ -250,10 +267,14 @@ class _Recorded:
 
 
 class Permutation:
-    """A keyed permutation of [0, n) computed per index: no memory, any position at once.
+    """Keyed permutation of [0, n). Each value is computed on its own, so that the permutation takes no memory.
 
-    A Feistel network over the smallest power of two that holds n, walked on until the value falls below n (cycle
-    walking, Black and Rogaway 2002). The domain is below 2n, so two steps are enough on average.
+    A Feistel network permutes the smallest power of two that is at least n. It is applied until the value is below n (cycle
+    walking, Black and Rogaway 2002). The power of two is less than 2n, so this takes less than two steps on average.
+
+    Args:
+        n: Number of values.
+        key: Key of the random numbers.
     """
 
     ROUNDS = 8
@@ -275,7 +296,7 @@ class Permutation:
         return value.astype(np.int64)
 
     def find(self, start: int, stop: int) -> tuple[Int64, Int64]:
-        """Return the positions of the values in [start, stop), and these values: the walk, backwards."""
+        """Return the positions of the values in [start, stop), and these values. This is the inverse of `at`."""
         values = np.arange(start, stop, dtype=np.int64)
         position = self._step_back(values.astype(np.uint64))
         outside = np.flatnonzero(position >= self._n)
@@ -285,6 +306,7 @@ class Permutation:
         return position.astype(np.int64), values
 
     def _step(self, value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        # Each line of a round changes one half by a function of the other half, so `_step_back` can invert it.
         low, high = value & self._low_mask, value >> self._low
         for for_low, for_high in self._keys:
             low ^= mix(high ^ for_low) & self._low_mask
@@ -302,8 +324,15 @@ class Permutation:
 class _Pools:
     """Consumers that draw from pools of episode segments (see `Order`).
 
-    `ends` are the ends of the permuted episodes laid end to end. Consumer c owns a run of that line; the runs are of
-    equal length, the first N mod C one longer.
+    The permuted episodes are laid end to end, and cut into one run for each consumer. Each run has N // C frames, and the first
+    N % C runs have one more.
+
+    Args:
+        ends: Number of frames up to the end of each permuted episode, shape (E,).
+        frames: Number of frames N.
+        key: Seed and epoch.
+        consumers: Number of consumers C.
+        pool: Number of segments that a consumer draws from at a time.
     """
 
     def __init__(self, ends: Int64, frames: int, key: tuple[int, int], consumers: int, pool: int) -> None:
@@ -311,7 +340,7 @@ class _Pools:
         self._runs: dict[int, Run] = {}
 
     def at(self, positions: Int64) -> Int64:
-        """`positions` are an arithmetic progression whose step divides the number of consumers."""
+        """Return the places of some positions. These must be an arithmetic progression whose step divides `consumers`."""
         laid = np.empty(len(positions), np.int64)
         # One rank's positions visit its consumers in turn, so every `turn`-th belongs to the same one.
         turn = self._count // int(positions[1] - positions[0]) if len(positions) > 1 else 1
@@ -332,7 +361,7 @@ class _Pools:
         return position, places
 
     def _bounds(self, index: int) -> tuple[int, int]:
-        """Return the first place of a consumer's run, and the one after its last."""
+        """Return the first place of a consumer's run, and the place after its last."""
         short, longer = divmod(self._frames, self._count)
         start = index * short + min(index, longer)
         return start, start + short + (index < longer)
@@ -346,6 +375,7 @@ class _Pools:
 
 
 def checked_lengths(episode_lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64:
+    """Return the lengths of episodes as int64. Raises ValueError unless they are a list of nonnegative integers."""
     lengths = np.asarray(episode_lengths)
     if lengths.ndim != 1 or not (np.issubdtype(lengths.dtype, np.integer) or lengths.size == 0):
         raise ValueError(f"episode_lengths has shape {lengths.shape} and dtype {lengths.dtype}; it is a list of integers")

@@ -1,4 +1,4 @@
-"""The orders of a run, one for each epoch."""
+"""Orders of all epochs of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Orders(Protocol):
-    """The orders of a run.
+    """Orders of all epochs of a run.
 
     Attributes:
-        positions: of each epoch.
-        state: what the order is a function of, beside the arguments, the dataset and the epoch.
+        positions: Number of positions of each epoch.
+        state: Parameters of the order for the state of a run, in addition to `OrderArguments`, the dataset and the epoch.
     """
 
     @property
@@ -32,20 +32,20 @@ class Orders(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def of(self, epoch: int, arguments: OrderArguments) -> EpochOrder:
-        """The order of an epoch."""
+        """Return the order of an epoch."""
         ...
 
     def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
-        """How many episodes a rank draws from at a time, about."""
+        """Return the approximate number of episodes that a rank draws from at a time."""
         ...
 
 
 class DatasetOrders:
-    """The orders of one dataset, as `Orders`.
+    """`Orders` of one dataset.
 
     Args:
-        lengths: (E,) frames of each episode.
-        ranges: the frames that are sampled; None: all.
+        lengths: Number of frames of each episode, shape (E,).
+        ranges: Sampled frames. Default: all frames.
     """
 
     def __init__(self, lengths: Int64, ranges: Ranges | None = None) -> None:
@@ -63,9 +63,9 @@ class DatasetOrders:
     def episodes_in_use(self, arguments: OrderArguments, batches: Batches) -> int:
         lengths = self._sampled
         shuffle, _, consumers, episode_pool_size = arguments
-        if shuffle is True:  # a pool, and what takes the place of a segment that drains in a batch
+        if shuffle is True:  # the segments of a pool, and one more that replaces a drained segment
             found = consumers // batches.world_size * (episode_pool_size + 1)
-        elif shuffle is False:  # those that lie beside each other
+        elif shuffle is False:  # the largest number of consecutive episodes in a global batch
             ends = np.cumsum(lengths)
             found = int((np.searchsorted(ends, ends - lengths + batches.stride) - np.arange(len(ends))).max()) + 1
         else:
@@ -74,12 +74,12 @@ class DatasetOrders:
 
 
 class MixtureOrders:
-    """The orders of a mixture, as `Orders`.
+    """`Orders` of a mixture.
 
     Args:
-        lengths: of each dataset, (E,) frames of each episode.
-        ranges: of each dataset, the frames that are sampled; None: all.
-        shares: how many samples each dataset gives.
+        lengths: Number of frames of each episode, shape (E,), for each dataset.
+        ranges: Sampled frames of each dataset, or None for all frames.
+        shares: Shares of the datasets.
     """
 
     def __init__(self, lengths: Sequence[Int64], ranges: Sequence[Ranges | None], shares: Shares) -> None:

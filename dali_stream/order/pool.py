@@ -1,4 +1,4 @@
-"""Consumers' pools: the frames of a run of episodes, in the order in which a consumer draws them."""
+"""Pools of consumers: frames of a run of episodes, in the order in which a consumer draws them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy.typing as npt
 from dali_stream.order.rng import philox
 
 Int64 = npt.NDArray[np.int64]
-_PART = 8  # episodes of a part, for each segment of the pool: what a resumed run draws again, at most 1.5 times
+_PART = 8  # average number of episodes in a part for each segment of the pool; a part has at most 1.875 times as many frames
 
 
 class Run:
-    """The frames that one consumer draws, out of a stretch of the episodes laid end to end.
+    """Frames that one consumer draws, an interval of the episodes laid end to end.
 
-    A long run is cut into parts. Each part has a pool and random numbers of its own, so a resumed run draws again only what
-    it has drawn of the present part. The pool gets small at the end of a part, so the parts of each consumer end at
-    another draw.
+    A long run is cut into parts. Each part has its own pool and random numbers, so that a resumed run repeats only the draws
+    of the current part. At the end of a part, few segments are left in the pool. The parts of different consumers therefore
+    end at different draws.
 
     Args:
-        ends: Ends of the episodes laid end to end, shape (E,).
-        start, stop: First place of the run and the one after its last.
+        ends: Number of frames up to the end of each episode, laid end to end, shape (E,).
+        start, stop: First place of the run, and the place after its last.
         key: Key of the random numbers.
         pool: Number of segments that the consumer draws from at a time.
         consumer, consumers: Number of the consumer, and number of consumers.
@@ -35,14 +35,19 @@ class Run:
         self._ends, self._start, self._key, self._pool = ends, start, key, pool
         length, part = stop - start, _PART * pool * int(ends[-1])
         parts = max(1, (2 * length * len(ends) + part) // (2 * part))
-        # From part to part in steps of length / parts, shifted by up to half a step back or forth.
+        # Bounds are length / parts apart. Those of each consumer are shifted by a different offset of up to half this distance.
         shift = 2 * consumer + 1 - consumers
         inner = [length * (2 * consumers * k + shift) // (2 * consumers * parts) for k in range(1, parts)]
         self._bounds = [0, *inner, length]
-        self._now: tuple[int, EpisodePool] | None = None  # number and pool of the present part
+        self._now: tuple[int, EpisodePool] | None = None  # number and pool of the current part
 
     def draw(self, first: int, count: int) -> list[int]:
-        """Return `count` draws from number `first` on, as places on the line of episodes. Reading on costs least."""
+        """Return draws as places on the line of episodes. Consecutive calls are the cheapest.
+
+        Args:
+            first: Number of the first draw.
+            count: Number of draws.
+        """
         places: list[int] = []
         while count:
             part = bisect_right(self._bounds, first) - 1
@@ -56,7 +61,7 @@ class Run:
     def find(self, first: int, stop: int) -> tuple[Int64, Int64]:
         """Return the numbers of the draws that take the places in [first, stop), and these places, both of shape (N,).
 
-        Draws the parts of the run that contain these places, and no others.
+        This draws only the parts of the run that contain these places.
         """
         first, stop = max(first - self._start, 0), min(stop - self._start, self._bounds[-1])
         found = [np.empty((2, 0), np.int64)]
@@ -73,7 +78,7 @@ class Run:
         return draws, places
 
     def _pool_at(self, part: int, draw: int) -> EpisodePool:
-        """Return the pool of a part, with this draw still to come."""
+        """Return the pool of a part, at or before this draw."""
         if self._now is None or self._now[0] != part or self._now[1].drawn > draw - self._bounds[part]:
             self._now = part, self._new_pool(part)
         return self._now[1]
@@ -86,11 +91,17 @@ class Run:
 
 
 class EpisodePool:
-    """The pool of one part. Each draw takes a frame uniformly out of all that remain in the pool's segments.
+    """Pool of one part. Each draw takes a frame uniformly from all remaining frames of the pool's segments.
 
-    All frames of the pool are in one flat array, so that a draw is one random index and one swap with the end, whatever
-    the size of the pool. A frame carries the slot of its segment in its lowest digit (base `pool`), which tells when a
-    segment is drained and the run's next one takes the slot.
+    All frames of the pool are in one flat array. A draw takes one random index, and moves the last frame to the place of the
+    drawn frame, so its cost does not depend on the size of the pool. The array contains frame * pool + slot, where slot is the
+    number of the frame's segment in the pool. When a segment is drained, the next segment of the run takes its slot.
+
+    Args:
+        ends: Number of frames up to the end of each episode, laid end to end, shape (E,).
+        run: First place of the part, and the place after its last.
+        random: Generator of the random numbers.
+        pool: Number of segments.
     """
 
     BLOCK = 65536
@@ -107,9 +118,9 @@ class EpisodePool:
             self._refill(slot)
 
     def draw(self, count: int) -> list[int]:
-        """The next `count` frames as places on the line of laid out episodes."""
+        """Return the next `count` frames as places on the line of episodes."""
         frames, left, pool, drawn = self._frames, self._left, self._pool, []
-        last = len(frames)
+        last = len(frames)  # entries from here on are obsolete, and are deleted before a refill and after the last draw
         for uniform in self._uniforms(count):
             at = int(uniform * last)
             last -= 1
@@ -127,15 +138,15 @@ class EpisodePool:
         return [frame // pool for frame in drawn]
 
     def skip(self, count: int) -> None:
-        """Draws and forgets, in blocks that bound the memory."""
+        """Skip draws, in blocks that bound the memory."""
         while count:
             block = min(count, self.BLOCK)
             self.draw(block)
             count -= block
 
     def _uniforms(self, count: int) -> list[float]:
-        if (missing := count - len(self._ahead)) > 0:  # some at a time: a mixture draws few frames of each pool
-            # The upper 53 bits as a double in [0, 1), as numpy's own generators do it, but out of the guaranteed raw stream.
+        if (missing := count - len(self._ahead)) > 0:  # at least AHEAD numbers, since a mixture draws few frames of each pool
+            # The upper 53 bits give a double in [0, 1), as in NumPy's own generators, which may change, unlike the raw stream.
             raw = self._random.random_raw(max(missing, self.AHEAD))
             self._ahead += ((raw >> np.uint64(11)) * 2.0**-53).tolist()
         uniforms, self._ahead = self._ahead[:count], self._ahead[count:]
@@ -146,7 +157,7 @@ class EpisodePool:
             end = min(int(self._ends[self._episode]), self._stop)
             start, self._next = self._next, end
             self._episode += 1
-            if end > start:  # an episode without frames is no segment
+            if end > start:  # skip episodes without frames
                 self._frames.frombytes((np.arange(start, end, dtype=np.int64) * self._pool + slot).tobytes())
                 self._left[slot] = end - start
                 return

@@ -1,4 +1,4 @@
-"""Random numbers by key: the same in every process and version, whatever was drawn before."""
+"""Random numbers by key. They are the same in every process and version, and do not depend on earlier draws."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 
 def philox(purpose: str, *key: int) -> np.random.Philox:
-    """A separate generator for each purpose and key. NumPy guarantees that `random_raw` does not change."""
+    """Return an independent generator for each purpose and key. NumPy guarantees that `random_raw` does not change."""
     digest = hashlib.blake2b(repr((purpose, *map(int, key))).encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(digest, "little"))
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every input bit changes every output bit."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood 2014), in which each input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

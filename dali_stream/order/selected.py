@@ -1,4 +1,4 @@
-"""The order of the frames that are sampled, where not all are."""
+"""Order of the frames in the sampled ranges of a dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Ranges(Protocol):
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Return the number of sampled frames of each episode, shape (E,)."""
+        """Number of sampled frames of each episode, shape (E,)."""
         ...
 
     def frames(self, episode: npt.NDArray[np.int64], number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -26,11 +26,11 @@ class Ranges(Protocol):
 
 
 class SelectedOrder(Order):
-    """The order of frames in ranges: that of episodes which are as long as their ranges together.
+    """Order of the frames in ranges. It is the order of episodes whose lengths are the numbers of their sampled frames.
 
     Args:
-        ranges: the frames.
-        shuffle, seed, epoch, consumers, episode_pool_size: as of `Order`.
+        ranges: Sampled frames.
+        shuffle, seed, epoch, consumers, episode_pool_size: See `Order`.
     """
 
     def __init__(self, ranges: Ranges, shuffle: Shuffle, seed: int, epoch: int, consumers: int, episode_pool_size: int) -> None:

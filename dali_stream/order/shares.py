@@ -1,4 +1,4 @@
-"""Which dataset of a mixture gives how many samples."""
+"""Number of samples of each dataset of a mixture."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dali_stream.arguments import positive
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
-_TOTAL = 1 << 31  # the largest sum of `weights` of a mixture without an end of its own
-_SMALLEST = Fraction(1, 10**6)  # of the largest weight: what rounding to that sum keeps within 0.1 %
-_POSITIONS = 1 << 31  # of an epoch: keeps the order's products within int64
+_TOTAL = 1 << 31  # maximum sum of the integers in `Shares.weights` for the kinds "weights" and "temperature"
+_SMALLEST = Fraction(1, 10**6)  # minimum ratio to the largest weight: rounded integers are then at least about 2100 / M
+_POSITIONS = 1 << 31  # maximum number of positions of an epoch, which keeps products in the order within int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,21 +41,24 @@ class Shares:
 
     @property
     def targets(self) -> npt.NDArray[np.float64]:
-        """Return the share of the samples of each dataset, shape (M,). The sum is 1."""
+        """Share of each dataset in the samples, shape (M,). The sum is 1."""
         return self.weights / self.weights.sum()
 
     @property
     def passes(self) -> npt.NDArray[np.float64]:
-        """(M,) how often an epoch shows each frame of a dataset, on average."""
+        """Average number of times that an epoch samples each frame of a dataset, shape (M,)."""
         return self.targets * self.epoch_samples / self.frames
 
     def pools(self, episode_pool_size: int) -> list[int]:
-        """Segments of each dataset in the pool of a consumer: in the ratio of the shares, each one or more."""
+        """Return the number of segments of each dataset in the pool of a consumer.
+
+        The numbers are rounded from the ratio of the shares, and at least 1.
+        """
         total = int(self.weights.sum())
         return [max(1, (2 * int(episode_pool_size) * weight + total) // (2 * total)) for weight in self.weights.tolist()]
 
     def state(self) -> dict[str, Any]:
-        """What the state of a run notes of them."""
+        """Return the entries of the shares in the state of a run."""
         return {"kind": self.kind, "weights": self.weights.tolist(), "epoch_samples": self.epoch_samples}
 
 
@@ -68,18 +71,21 @@ def shares(
     epoch_samples: int | None = None,
     names: Sequence[str] | None = None,
 ) -> Shares:
-    """The shares of M datasets. Without `weights`, `repeats` and `temperature`, an epoch shows every frame once.
+    """Return the shares of M datasets. Without `weights`, `repeats` and `temperature`, an epoch samples every frame once.
 
     Args:
-        frames: sampled frames of each dataset.
-        weights: samples of each dataset, relative to each other.
-        repeats: passes of each dataset per epoch. An epoch has ceil(repeats * frames) of its samples, exact in decimal.
-        temperature: T, for shares proportional to frames ** (1 / T).
-        epoch_samples: positions of an epoch, with `weights` or `temperature`. None, as many as all datasets have frames.
-        names: of the datasets, for errors.
+        frames: Number of sampled frames of each dataset, shape (M,).
+        weights: Relative number of samples of each dataset, shape (M,).
+        repeats: Number of passes of each dataset per epoch, shape (M,). An epoch has ceil(repeats * frames) samples of a
+            dataset, computed exactly from the decimal form of the number.
+        temperature: Temperature T, for shares proportional to frames ** (1 / T).
+        epoch_samples: Number of samples in an epoch, with `weights` or `temperature` only. Default: the number of frames of all
+            datasets together.
+        names: Names of the datasets, for error messages.
 
     Raises:
-        ValueError: more than one of the three, a value out of range, or a dataset without frames.
+        ValueError: If more than one of `weights`, `repeats` and `temperature` is passed, if a value is out of range, or if a
+            dataset has no frames.
     """
     counts = [int(count) for count in frames]
     if not counts:
@@ -116,14 +122,14 @@ def shares(
 
 
 def _number(value: float) -> Fraction | None:
-    """A finite number above 0, exact in decimal: 0.1 is 1/10. None for anything else."""
+    """Return the decimal form of a finite number above 0 as a fraction: 0.1 is 1/10. None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not math.isfinite(value) or value <= 0:
         return None
     return Fraction(value) if isinstance(value, (Rational, Decimal)) else Fraction(str(value))
 
 
 def _numbers(argument: str, values: Sequence[float], who: Sequence[str]) -> list[Fraction]:
-    """One number above 0 for each dataset."""
+    """Check that an argument has one finite number above 0 for each dataset, and return them as fractions."""
     if len(values) != len(who):
         raise ValueError(f"{argument} has {len(values)} numbers for {len(who)} datasets; give one for each")
     found = []
@@ -139,7 +145,10 @@ def _numbers(argument: str, values: Sequence[float], who: Sequence[str]) -> list
 
 
 def _tempered(counts: Sequence[int], temperature: float) -> list[Fraction]:
-    """frames ** (1 / temperature). In decimal, whose powers are the same on every machine."""
+    """Return numbers proportional to frames ** (1 / temperature).
+
+    Decimal arithmetic gives the same powers on every machine, unlike floating point arithmetic.
+    """
     number = _number(temperature)
     if number is None:
         raise ValueError(f"temperature is {temperature!r}; it is a finite number above 0")
@@ -152,7 +161,7 @@ def _tempered(counts: Sequence[int], temperature: float) -> list[Fraction]:
 
 
 def _integers(numbers: Sequence[Fraction], who: Sequence[str], what: str) -> list[int]:
-    """Integers in the ratio of these numbers: exactly where their sum stays small, and rounded otherwise."""
+    """Return integers in the ratio of these numbers. They are exact if their sum is at most `_TOTAL`, and rounded otherwise."""
     common = math.lcm(*(number.denominator for number in numbers))
     whole = [int(number * common) for number in numbers]
     divisor = math.gcd(*whole)

@@ -1,4 +1,4 @@
-"""The order's arguments in the Loader and in FrameSampler, and in the state of a run."""
+"""Arguments of the order in `Loader`, in `FrameSampler` and in the state of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dali_stream.errors import ResumeError
 from dali_stream.order.order import Shuffle, allowed_worlds, check_order_arguments, check_world, uneven
 
 STATE_VERSION = 2
-"""Version of the orders, which a state names. A position of another version is of another sample."""
+"""Version of the orders, which a state contains. In another version, a position may refer to another sample."""
 
 
 class OrderArguments(NamedTuple):
-    """What an order is a function of, beside episodes and epoch. See `Order`."""
+    """Arguments that determine an order, together with the episodes and the epoch. See `Order`."""
 
     shuffle: Shuffle
     seed: int
@@ -21,13 +21,13 @@ class OrderArguments(NamedTuple):
     episode_pool_size: int
 
     def checked(self, rank: int, world_size: int) -> OrderArguments:
-        """These arguments. Raises ValueError for what no order can be made of, and where these ranks cannot share it."""
+        """Return the arguments, with `seed` as int. Raises ValueError as `check_order_arguments` and `check_world` do."""
         check_order_arguments(*self)
         check_world(rank, world_size, self.consumers if self.shuffle is True else None)
         return self._replace(seed=int(self.seed))
 
     def check_resumable(self, world_size: int) -> None:
-        """Raises ResumeError if this number of ranks cannot share the order of a state."""
+        """Raise ResumeError if `world_size` does not divide the consumers of a saved state."""
         if self.shuffle is True and self.consumers % world_size:
             raise ResumeError(
                 f"the state is of a run with consumers={self.consumers}, which world_size={world_size} does not divide; a run "
@@ -35,11 +35,11 @@ class OrderArguments(NamedTuple):
             )
 
     def uneven(self, batch_size: int, world_size: int) -> str | None:
-        """What happens where `consumers` does not divide the global batch, for a warning; None where it does."""
+        """Return a warning if `consumers` does not divide the global batch, or None if it does."""
         return uneven(self.consumers, batch_size, world_size) if self.shuffle is True else None
 
     def state(self) -> dict[str, Any]:
-        """What the state of a run notes of them: those that the order depends on."""
+        """Return the entries of the arguments in the state of a run: only those that affect the order."""
         state: dict[str, Any] = {"shuffle": self.shuffle}
         if self.shuffle:
             state["seed"] = self.seed
@@ -49,9 +49,14 @@ class OrderArguments(NamedTuple):
 
 
 def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str, int | None]) -> dict[str, Any]:
-    """Of the arguments `shuffle`, `consumers` and `episode_pool_size` those that are None: as the state of a run notes them.
+    """Return the values from the state of a run for arguments that are None.
 
-    What a state does not note, or not as something that can be an argument, is left out: `check_state` refuses it.
+    Missing or invalid values are left out. `check_state` then rejects the state.
+
+    Args:
+        state: State of a run.
+        shuffle: Value of the user, or None.
+        pools: Values {"consumers": ..., "episode_pool_size": ...} of the user, or None for each.
     """
     order = state.get("order")
     saved = order.get("shuffle") if isinstance(order, Mapping) else None
@@ -65,7 +70,16 @@ def noted(state: Mapping[str, Any], shuffle: Shuffle | None, pools: Mapping[str,
 
 
 def check_version(state: object, whose: str, key: str) -> None:
-    """Raise ResumeError if this is no state of the present version, or has no such key."""
+    """Check the form of a state.
+
+    Args:
+        state: State of a run.
+        whose: Name of the class that reads it, for the message.
+        key: Key that the state must have.
+
+    Raises:
+        ResumeError: If this is no state, or if it has another version or lacks the key.
+    """
     version = state.get("version") if isinstance(state, Mapping) else None
     if type(version) is int and version != STATE_VERSION:
         raise ResumeError(
@@ -77,7 +91,17 @@ def check_version(state: object, whose: str, key: str) -> None:
 
 
 def check_state(state: Mapping[str, Any], whose: str, order: Mapping[str, Any], frames: int) -> tuple[int, int]:
-    """(epoch, position) of a state. Raises ResumeError where it is of another order than its reader's, or of no place in it."""
+    """Return (epoch, position) of a state.
+
+    Args:
+        state: State of a run.
+        whose: Name of the class that reads it, for the message.
+        order: Order of the reader, in the form that a state has.
+        frames: Number of positions of an epoch.
+
+    Raises:
+        ResumeError: If the state has another order, or an invalid epoch or position.
+    """
     saved, epoch, position = (state.get(key) for key in ("order", "epoch", "position"))
     if saved != order:
         raise ResumeError(f"the state is of the order {saved}, and this {whose} has {order}; resume with the same arguments")

@@ -1,7 +1,8 @@
-"""The random numbers that augmentation is made from: data that a sample brings, and no state of a pipeline.
+"""Random numbers for augmentation, which are part of each sample.
 
-They are a pure function of seed, epoch and position in the epoch's order. So a resumed run augments as the uninterrupted
-one, on any number of ranks. DALI's own random operators cannot: a pipeline with a video decoder has no checkpoints.
+They are a pure function of the seed, the epoch and the position in the order of the epoch. A resumed run therefore augments in
+the same way as an uninterrupted one, on any number of ranks. DALI's own random operators do not allow this, since a pipeline
+with a video decoder has no checkpoints.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ import numpy.typing as npt
 
 from dali_stream.order.rng import mix, philox
 
-COUNT = 64  # a sample
+COUNT = 64  # random numbers per sample
 
 
 def uniforms(seed: int, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """(n, COUNT) float32 in [0, 1): COUNT numbers for each position.
+    """Return COUNT uniform random numbers in [0, 1) for each position.
 
-    A counter, position · COUNT + i, goes twice through the finaliser of splitmix64, each time with another key; the upper 24
-    bits are the number, which float32 holds exactly.
+    The finalizer of splitmix64 is applied twice to the counter position * COUNT + i, each time with a different key. The upper
+    24 bits of the result are the number, since float32 represents them exactly.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+        positions: Positions in the order of the epoch, shape (B,).
+
+    Returns:
+        Shape (B, COUNT), float32.
     """
     first, second = philox("uniforms", seed, epoch).random_raw(2)
     counter = positions.astype(np.uint64)[:, None] * np.uint64(COUNT) + np.arange(COUNT, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""`delta_timestamps` as frame offsets: which frames a sample shows, and which of them lie outside its episode."""
+"""Conversion of `delta_timestamps` to frame offsets, and windows of frames around samples."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
-TOLERANCE_S = 1e-4  # how far a delta may lie from a multiple of 1/fps: LeRobot's `tolerance_s`
+TOLERANCE_S = 1e-4  # maximum difference of a delta from a multiple of 1/fps, in seconds, as `tolerance_s` in LeRobot
 
 
 class BetweenFrames(ValueError):
-    """An offset that is not a multiple of 1/fps."""
+    """Error for an offset that is not a multiple of 1/fps."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Which frames a sample shows of each key.
+    """Windows of frames of a sample.
 
     Attributes:
-        offsets: (M, T) frame offsets of each key with a window, for each of M datasets, whose frame rates may differ. Other
-            keys show the current frame.
+        offsets: Frame offsets {key: shape (M, T)} for each of M datasets, whose frame rates may differ. Keys without a window
+            have only the current frame.
     """
 
     offsets: Mapping[str, Int64]
@@ -31,31 +31,34 @@ class Windows:
         return key in self.offsets
 
     def of(self, key: str) -> Int64:
-        """(M, T) frame offsets of a key; zeros (1, 1) without a window."""
+        """Return the frame offsets of a key, shape (M, T), or zeros of shape (1, 1) for a key without a window."""
         return self.offsets.get(key, np.zeros((1, 1), np.int64))
 
     def widest(self, key: str) -> Int64:
-        """(T,) those of the dataset in which they lie the farthest apart."""
+        """Return the frame offsets of a key in the dataset with the widest window, shape (T,)."""
         found = self.of(key)
         return found[np.argmax(np.ptp(found, axis=1))]
 
     def steps(self, key: str) -> int:
-        """Frames of a key's window."""
+        """Return the number of frames T in the window of a key, which is 1 without a window."""
         return self.of(key).shape[1]
 
 
 def offsets(deltas: Mapping[str, Sequence[float]], fps: float, keys: Sequence[str], nearest: bool = False) -> dict[str, Int64]:
-    """Frame offsets per key: round(delta * fps).
+    """Convert windows from seconds to frame offsets, round(delta * fps).
 
     Args:
-        deltas: seconds relative to the current frame, per key.
-        fps: frames per second of the dataset.
-        keys: the keys that may have a window.
-        nearest: whether a delta may lie between two frames, and then is that of the nearer one.
+        deltas: Seconds relative to the current frame, {key: [seconds, ...]}.
+        fps: Frames per second of the dataset.
+        keys: Keys that may have a window.
+        nearest: Whether to round a delta between two frames to the nearest one, instead of raising an error. Default: False.
+
+    Returns:
+        {key: frame offsets of shape (T,)}.
 
     Raises:
         BetweenFrames: If a delta is not a multiple of 1/fps within 0.1 ms.
-        ValueError: If a key is unknown or a window is empty.
+        ValueError: If a key is unknown, or if a window is empty or has a value that is not a finite number.
     """
     if not isinstance(deltas, Mapping):
         raise ValueError(f"delta_timestamps must be a dict of lists of seconds by key, got {deltas!r}")
@@ -90,7 +93,7 @@ def beyond_every_episode(frames: Int64, lengths: Int64, dataset_of: Int64) -> np
         dataset_of: Dataset of each episode, shape (E,).
 
     Returns:
-        Shape (T,).
+        Whether each step is outside, shape (T,).
     """
     longest = np.zeros(len(frames), np.int64)
     np.maximum.at(longest, dataset_of, lengths)
@@ -107,7 +110,7 @@ def looks_like_frames(seconds: Sequence[float], frames: Int64, beyond: npt.NDArr
     Args:
         seconds: Steps of the window, shape (T,).
         frames: The same as frame offsets for each dataset, shape (M, T).
-        beyond: Which of them lie outside every episode, shape (T,).
+        beyond: Result of `beyond_every_episode` for the window, shape (T,).
     """
     steps = np.asarray(seconds, np.float64)
     whole = (steps == np.round(steps)).all() and (frames != steps).any()  # at 1 fps, both are the same
@@ -117,15 +120,15 @@ def looks_like_frames(seconds: Sequence[float], frames: Int64, beyond: npt.NDArr
 def window(
     offset: npt.NDArray[np.int64], frame: npt.NDArray[np.int64], length: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Frames of a batch of windows, clamped to their episodes.
+    """Return the frames of a window around each sample, clamped to the episode.
 
     Args:
-        offset: (T,) or (B, T) frame offsets.
-        frame: (B,) current frame within its episode.
-        length: (B,) frames of that episode.
+        offset: Frame offsets of the window, shape (T,) or (B, T).
+        frame: Frame index of each sample within its episode, shape (B,).
+        length: Number of frames of each sample's episode, shape (B,).
 
     Returns:
-        (B, T) frames in [0, length), and (B, T) bool: True where the frame asked for lies outside the episode.
+        Frame indices in [0, length), and a mask that is True for frames outside the episode, both of shape (B, T).
     """
     wanted = frame[:, None] + offset
     clamped = np.clip(wanted, 0, length[:, None] - 1)
