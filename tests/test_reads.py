@@ -62,6 +62,7 @@ class Run:
     held: dict[tuple[str, int], int] = field(default_factory=dict)  # rows and indices by their keys: bytes
     blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # (episode, number): bytes
     fetched: dict[tuple[int, int], int] = field(default_factory=dict)  # how often each block was
+    closed: int = 0  # number of episodes that were closed
 
     def __post_init__(self) -> None:
         self.file = np.arange(len(self.lengths)) // self.per_file
@@ -125,6 +126,7 @@ class Run:
             step = planner.plan()
             opening.advance()
             self.carry_out(step)
+            assert planner.table.is_open(np.array([e for e, _ in self.blocks], np.int64)).all(), "blocks of a closed episode"
             assert planner.video.bytes == sum(self.blocks.values()) <= self.room
             self.check(step)
             self.steps.append(step)
@@ -141,6 +143,7 @@ class Run:
             del self.held[key]
             if not key[0] and planner.table.first_row[key[1]] != NONE:
                 planner.observe(closed=[key[1]])
+                self.closed += 1
 
     def carry_out(self, step: BatchPlan) -> None:
         for _, episode, number in step.video.evict:
@@ -205,6 +208,15 @@ def test_all_that_a_batch_reads_is_there_and_within_the_room(
         return
     if room == opened_room == HUGE:
         assert max(run.fetched.values()) == 1 or kept >= lengths.sum(), "fetched again although it fits"
+
+
+@pytest.mark.parametrize("opened_room", [10_000, 15_000, 20_000])
+@pytest.mark.parametrize("kept", [0, 40])
+def test_episodes_are_closed_and_opened_again(opened_room: int, kept: int) -> None:
+    """Rows and indices of 24 episodes take 33 kB. `go` checks what each batch finds in memory."""
+    run = Run(np.full(24, 20), opened_room=opened_room, per_file=1, kept=kept).go(150)
+    assert run.closed > 20
+    assert max(run.fetched.values()) > 1, "encoded video of a closed episode was used again"
 
 
 @examples(20)
