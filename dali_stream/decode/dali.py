@@ -160,6 +160,7 @@ class DaliDecoder(SampleDecoder):
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
+        # argsort(argsort(places)) is the rank of each place, which is its index in the sorted places.
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
         mark = object()  # `setdefault` is atomic, so only one task finds its own object in the dict
         is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark

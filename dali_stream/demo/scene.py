@@ -37,9 +37,9 @@ class Table:
     """State of the simulation.
 
     Attributes:
-        gripper: x, y, z and yaw of the gripper, shape (4,).
+        gripper: Position x, y, z and yaw of the gripper, shape (4,).
         velocity: Velocity of the gripper, shape (4,).
-        blocks: x and y of each block's centre, shape (3, 2).
+        blocks: Centre x, y of each block, shape (3, 2).
         yaws: Rotation of each block, shape (3,).
     """
 

@@ -55,12 +55,14 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
     blocks = begin - origin  # a block starts only at a GOP in `begin`, so K is at most L
+    # A block starts at the first of these GOPs, and at each one that is the first after another multiple of `size` bytes.
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:
         return np.searchsorted(blocks, gop - origin, side="right") - 1
 
     first[exists], last[exists] = block(begin)[group], block(end)[group]
+    # The minimum and maximum are first computed per GOP and then per block, because packets need not be in order in the file.
     return Blocks(
         np.minimum.reduceat(np.minimum.reduceat(offset, keyframes), blocks),
         np.maximum.reduceat(np.maximum.reduceat(offset + sizes, keyframes), blocks),

@@ -167,6 +167,7 @@ def pack(
         DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one run, if the
             sample descriptions differ, if a frame is damaged, or if a file has become shorter.
     """
+    # Requests of the same file whose decoding starts at the same packet share a run. It ends at the last packet of any of them.
     stops: dict[tuple[int, int], int] = {}
     by_id = {id(table): table for table in tables}
     spans = [(0, max(sample, _stop(table, sample))) if from_the_start else span(table, sample)
@@ -177,10 +178,13 @@ def pack(
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
         raise DecodeError("frames of open GOPs cannot share a clip with others: each GOP prefix needs its own clip")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
+    # Most files have one sample description, which then applies to all of their packets. For the others, the first and the last
+    # packet of each run are compared.
     found = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
     mixed = [run for run in runs.values() if len(run.table.configs) > 1]
     if len(found.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
         raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
+    # The runs are displayed one after the other, so a frame's index is its place in its run plus the frames of all runs before.
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
     return Clip(_mux(store, list(runs.values()), for_nvdec, timed), frames, sum(len(run.samples) for run in runs.values()))

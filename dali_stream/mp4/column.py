@@ -256,6 +256,7 @@ def packed(values: npt.NDArray[Any], step: int = 0) -> Column:
     if len(values) < 2:
         return Line(int(values.sum()), 0, len(values))
     steps = np.diff(values)
+    # The usual step is the median of at most 64 steps.
     usual = int(np.partition(sample := steps[:: len(steps) // 64 + 1], len(sample) // 2)[len(sample) // 2])
     breaks = np.flatnonzero(steps != usual) + 1
     if not len(breaks):

@@ -123,6 +123,7 @@ class VideoIndex:
         begin, end = self.shown_at.searchsorted(np.array(ticks)).tolist()
         begin, end = max(min(begin, end) - 2, 0), min(end + 2, len(self))
         shown = self.shown_at[begin:end] / self.timescale
+        # Each time is between the frames `left` and `right`, or beyond the first or the last frame.
         right = np.minimum(np.maximum(shown.searchsorted(seconds), min(1, len(shown) - 1)), len(shown) - 1)
         left = np.maximum(right - 1, 0)
         before, after = np.abs(shown[left] - seconds), np.abs(shown[right] - seconds)
@@ -161,6 +162,7 @@ def video_index(
     ends = offset + size
     mean = int(ends[-1] - offset[0]) // n
     contiguous = bool((offset[1:] == ends[:-1]).all())
+    # If the packets are stored end to end, their sizes are the differences of the offsets and are not stored.
     edges = packed(np.append(offset, ends[-1]), mean) if contiguous else packed(offset, mean)
     return VideoIndex(
         path, configs, track_header, timescale,
@@ -338,6 +340,7 @@ def _places(boxes: dict[bytes, bytes], size: Int64) -> tuple[tuple[bytes, ...], 
     if per_chunk.sum() != len(size):
         raise DecodeError(f"its stsc table places {per_chunk.sum()} samples, and there are {len(size)}")
     before = np.cumsum(size) - size  # total size of all packets before each packet
+    # The offset of a packet is the offset of its chunk, plus the sizes of the packets before it in the chunk.
     chunk_first = np.cumsum(per_chunk) - per_chunk
     chunk_before = before[np.minimum(chunk_first, len(size) - 1)]
     offset = before + np.repeat(chunk - chunk_before, per_chunk)

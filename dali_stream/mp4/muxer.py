@@ -64,6 +64,7 @@ def head(track: Track) -> bytes:
     if durations.max() > _U32 or np.abs(shifts).max() > _U32 // 2:
         raise DecodeError("its times cannot be written: two frames are more than 2^32 ticks apart; record or convert it again")
     begin = np.cumsum(track.size) - track.size
+    # A chunk starts about every `CHUNK` bytes, and at each change of the sample description, of which a chunk has only one.
     first = np.flatnonzero(np.append(True, (np.diff(begin // CHUNK) != 0) | (np.diff(track.config) != 0)))
     count, description = np.diff(np.append(first, len(begin))), track.config[first] + 1
     entry = np.flatnonzero(np.append(True, (np.diff(count) != 0) | (np.diff(description) != 0)))
@@ -119,6 +120,7 @@ def file_head(
         tables.append(_table(b"stss", "I", keyframes))
     ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in configs] else _FTYP
     before = len(ftyp) + _REST + sum(map(len, tables))
+    # The offsets depend on the size of their own table, so the choice between 32 and 64 bits uses an upper limit of the file.
     wide = before + 12 * len(offsets) + nbytes + 4096 > _U32
     mdat = struct.pack(">I4s", nbytes + 8, b"mdat") if nbytes + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", nbytes + 16)
     before += 16 + len(offsets) * (8 if wide else 4) + len(mdat)

@@ -34,7 +34,7 @@ class _Cloud(NamedTuple):
 
     Attributes:
         store: Class of obstore.
-        names: obstore's name of each option of s3fs, gcsfs, adlfs and botocore, or an empty string if the option requires more
+        names: Name in obstore of each option of s3fs, gcsfs, adlfs and botocore, or an empty string if the option requires more
             than another name. Names that are not listed are passed to obstore.
         hint: Instructions for the user on how to provide credentials.
     """
@@ -122,7 +122,7 @@ class Bucket:
         """Return obstore's store with credentials, which may be requested over the network.
 
         Raises:
-            StorageError: If no credentials are found.
+            StorageError: If no credentials are found, or the profile does not exist or requires botocore, which is missing.
         """
         return self.store(*_as_aws(self)) if CLOUDS[self.scheme] is _S3 else self.store(self.config)
 

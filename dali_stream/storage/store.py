@@ -53,7 +53,7 @@ class Store(abc.ABC):
     Attributes:
         address: Root without credentials, for messages.
         remote: Whether reads send requests over a network.
-        listings: Whether `files` sends one request. If not, it tries each possible name.
+        listings: Whether the storage can list folders. If not, `files` tries each possible name.
         revision: Commit that is read, or None if the source has no commits.
         traffic: Requests, bytes and time of all reads so far.
     """
