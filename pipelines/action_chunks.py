@@ -1,9 +1,9 @@
-"""What action chunking policies (ACT, diffusion, flow matching) train on: current frames, augmented, and the actions to come.
+"""Batches for action chunking policies (ACT, diffusion, flow matching): augmented current frames and chunks of future actions.
 
 python pipelines/action_chunks.py URI [--chunk 50] [--batch-size 32] [--batches 50] [--image-size 224 224] [--seed 0]
 
-Actions come out as (B, chunk, D) in [-1, 1], with `action_is_pad` where the episode has ended; the state has mean 0 and
-deviation 1. The same position of the order gets the same augmented pixels in every run (see `dali_stream.augment`).
+Actions have the shape (B, chunk, D) and values in [-1, 1]. `action_is_pad` is True after the end of the episode. The state has
+mean 0 and standard deviation 1. A position of the order has the same augmented pixels in every run (see `dali_stream.augment`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
-    """Return `augment_frames` with these arguments, which `Loader.describe` then records."""
+    """Return `augment_frames` with its arguments. `Loader.describe` records the arguments of such a partial function."""
     return functools.partial(augment_frames, cameras=list(cameras), size=size)
 
 
 def augment_frames(nodes: dict[str, Any], cameras: Sequence[str], size: Sequence[int]) -> dict[str, Any]:
-    """Crop, turn and colour the frames of each camera on its own. Tabular keys pass through."""
+    """Crop, rotate and colour-jitter the frames of each camera independently. Tabular keys are not changed."""
     draw = augment.Draw(nodes["sample"])
     for key in cameras:
         picture = augment.random_resized_crop(nodes[key], draw, size=size, scale=(0.8, 1.0))
@@ -38,7 +38,7 @@ def augment_frames(nodes: dict[str, Any], cameras: Sequence[str], size: Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Streams some batches and prints their shapes and the rate."""
+    """Stream some batches, and print their shapes and the rate."""
     parser = argparse.ArgumentParser(description="Current frames, augmented, and chunks of the actions to come")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")

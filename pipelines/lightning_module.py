@@ -22,17 +22,20 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 class Epochs(dali_stream.Loader):
-    """The Loader. With max_steps, a Trainer that resumes from the end of an epoch first asks for its rest, which is empty."""
+    """Loader for a Trainer with max_steps.
+
+    A Trainer that resumes from the end of an epoch first requests the rest of this epoch, which must be empty.
+    """
 
     trainer: Any
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self.batch_index or self.trainer.fit_loop.batch_idx < 0:  # in an epoch, or the Trainer begins one
+        if self.batch_index or self.trainer.fit_loop.batch_idx < 0:  # within an epoch, or at the start of one
             yield from super().__iter__()
 
 
 class Cloning(LightningModule):
-    """A policy that imitates recorded actions, and the loader that it learns from."""
+    """Policy that imitates recorded actions, with its loader."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
@@ -41,7 +44,10 @@ class Cloning(LightningModule):
         self.policy = ChunkPolicy(self.dataset.cameras, state, action, arguments.chunk, max(self.dataset.tasks, default=0) + 1)
 
     def train_dataloader(self) -> dali_stream.Loader:
-        """Made here, where torch.distributed tells its rank by now. Lightning leaves it as it is, being no torch DataLoader."""
+        """Create the loader. It is created here, because torch.distributed is initialized by now.
+
+        Lightning does not wrap it, because it is not a torch DataLoader.
+        """
         self.loader = Epochs(
             self.dataset,
             batch_size=self.arguments.batch_size // self.trainer.world_size,
@@ -62,7 +68,8 @@ class Cloning(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 3e-4)
 
-    # Lightning does both by itself, but a run without max_steps that continues from the end of an epoch loads nothing.
+    # Lightning saves and loads the state of a loader itself. However, it loads nothing in a run without max_steps that
+    # continues from the end of an epoch.
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["loader"] = self.loader.state_dict()
 
@@ -71,7 +78,7 @@ class Cloning(LightningModule):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains. Saves each 500 steps and at the end of each epoch, to which Lightning also counts the step --max-steps."""
+    """Train. Save every 500 steps and at the end of each epoch. For Lightning, the step --max-steps also ends an epoch."""
     parser = argparse.ArgumentParser(description="Behaviour cloning under PyTorch Lightning")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of last.ckpt and of logs")

@@ -1,11 +1,11 @@
-"""A plain PyTorch training loop over the Loader: behaviour cloning, without a framework around it. One file, to copy.
+"""Plain PyTorch training loop with the Loader, for behaviour cloning without a framework, in a single file to copy.
 
 python pipelines/plain_loop.py URI --out DIR [--resume] [--max-steps 1000] [--batch-size 32] [--chunk 50] [--image-size 224 224]
 torchrun --nproc_per_node 8 pipelines/plain_loop.py URI --out DIR ...
 
-From a loop over a `torch.utils.data.DataLoader` it differs in the loader alone, and there is no DistributedSampler (each
-process gets its own share), no set_epoch (each `for` is the next epoch), no worker_init_fn (augmentation is a function of
-seed and position), no pin_memory and no `.to(device)` (batches come on the device).
+It differs from a loop with a `torch.utils.data.DataLoader` only in the loader. It has no DistributedSampler (each process gets
+its own share), no set_epoch (each `for` is the next epoch), no worker_init_fn (augmentation is a function of seed and
+position), no pin_memory and no `.to(device)` (batches are already on the device).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 
 def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
-    """A graph function that crops and colours the frames of each camera on its own. Tabular keys pass through."""
+    """Return a graph function that augments the frames of each camera independently. Tabular keys are not changed."""
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:
         draw = augment.Draw(nodes["sample"])
@@ -46,13 +46,15 @@ def augmented(cameras: Sequence[str], size: tuple[int, int]) -> Any:
 
 
 class Policy(nn.Module):
-    """A small convolutional network: the frames of all cameras, state and task in, a chunk of actions out. Put yours here.
+    """Small convolutional network that predicts a chunk of actions from frames, state and task. Replace it with your policy.
 
     Args:
-        cameras: keys of frames (B, 3, H, W) in [0, 1]; one backbone sees them all.
-        state, action: widths of both; a state of 0 is left out.
-        chunk: actions per prediction.
-        tasks: number of tasks; `task_index` (B,) tells them apart.
+        cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All share one backbone.
+        state: Width of the state, or 0 without a state.
+        action: Width of an action.
+        chunk: Number of actions per prediction.
+        tasks: Number of tasks. Batches have `task_index` of shape (B,).
+        width: Number of channels of the last layers. Default: 128.
     """
 
     def __init__(self, cameras: Sequence[str], state: int, action: int, chunk: int, tasks: int, width: int = 128) -> None:
@@ -67,7 +69,7 @@ class Policy(nn.Module):
         self.head = nn.Sequential(nn.Linear(features, 4 * width), nn.ReLU(), nn.Linear(4 * width, chunk * action))
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The loss: mean absolute error. Actions behind the end of the episode count as no error."""
+        """Return the loss, which is the mean absolute error. The error of actions after the end of the episode is 0."""
         seen = [self.backbone(batch[key]) for key in self.cameras] + [self.task(batch["task_index"])]
         seen += [batch[STATE].reshape(len(seen[0]), -1)] if self.state else []
         found = self.head(torch.cat(seen, dim=1)).unflatten(1, self.shape)
@@ -76,7 +78,7 @@ class Policy(nn.Module):
 
 
 def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: int) -> None:
-    """Steps up to `max_steps`, from the checkpoint `file` on if it is there."""
+    """Train up to `max_steps` steps. Continue from the checkpoint `file` if it exists."""
     model = nn.parallel.DistributedDataParallel(policy) if RANKS > 1 else policy
     optimizer, step = torch.optim.AdamW(policy.parameters(), 3e-4), 0
     parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "loader": loader}
@@ -86,7 +88,7 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     while step < max_steps:
-        for batch in islice(loader, max_steps - step):  # an epoch, or what is left of the one in the checkpoint
+        for batch in islice(loader, max_steps - step):  # an epoch, or the rest of the epoch in the checkpoint
             loss = model(batch)
             optimizer.zero_grad()
             loss.backward()
@@ -100,11 +102,11 @@ def train(loader: dali_stream.Loader, policy: nn.Module, file: Path, max_steps: 
             if RANK == 0 and (step % SAVE_EVERY == 0 or step == max_steps):  # the loader's state is the same on each rank
                 saved = {name: part.state_dict() for name, part in parts.items()} | {"step": step}
                 torch.save(saved, file.with_suffix(".partial"))
-                file.with_suffix(".partial").replace(file)  # at once: who is killed on the way leaves the checkpoint before
+                file.with_suffix(".partial").replace(file)  # atomic: if killed, the previous checkpoint remains
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Makes the loader and a policy, and trains."""
+    """Create the loader and a policy, and train."""
     parser = argparse.ArgumentParser(description="Behaviour cloning in a plain PyTorch loop")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint.pt, the same for all processes")
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
     policy = Policy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks, default=0) + 1).to(device)
-    with dali_stream.Loader(  # its rank is torch.distributed's
+    with dali_stream.Loader(  # gets its rank from torch.distributed
         dataset,
         batch_size=arguments.batch_size // RANKS,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},

@@ -37,7 +37,7 @@ def train(arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
     policy = ChunkPolicy(dataset.cameras, state, action, arguments["chunk"], max(dataset.tasks, default=0) + 1).to(device)
     model, optimizer, step = prepare_model(policy), torch.optim.AdamW(policy.parameters(), 3e-4), 0
-    with dali_stream.Loader(  # its rank is torch.distributed's
+    with dali_stream.Loader(  # gets its rank from torch.distributed
         dataset,
         batch_size=arguments["batch_size"] // ranks,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments["chunk"])]},
@@ -64,7 +64,7 @@ def train(arguments: dict[str, Any]) -> None:
 
 
 def save(step: int, loss: float, parts: dict[str, Any] | None) -> None:
-    """Report the step, with a checkpoint of the parts on rank 0. Ray waits for all workers in it."""
+    """Report the step, on rank 0 with a checkpoint of the parts. Ray waits until all workers have reported."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if parts is not None:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ray.init()
     gpu = arguments.device == "cuda" or (arguments.device == "auto" and "GPU" in ray.cluster_resources())
     if Path(arguments.uri).exists():
-        arguments.uri = str(Path(arguments.uri).resolve())  # workers have a working directory of their own
+        arguments.uri = str(Path(arguments.uri).resolve())  # workers have their own working directory
     names = ("uri", "max_steps", "save_every", "batch_size", "chunk", "image_size")
     TorchTrainer(
         train,

@@ -1,9 +1,9 @@
-"""Windows of the past, as a stage-aware reward model (SARM) sees a task: 8 steps, a second apart, of all cameras.
+"""Windows of past frames for a stage-aware reward model (SARM): 8 steps of all cameras, one second apart.
 
 python pipelines/sarm_windows.py URI [--steps 8] [--spacing 1.0] [--batch-size 8] [--batches 20] [--image-size 224 224]
 
-Frames come out as float16, (B, steps, 3, H, W), in the mean and deviation that CLIP's image encoders were trained with.
-Steps before the episode's beginning show its first frame; `<camera>_is_pad` says which those are.
+Frames have the type float16 and the shape (B, steps, 3, H, W). They are normalized with the mean and the standard deviation of
+CLIP's image encoders. Steps before the start of the episode show its first frame, and `<camera>_is_pad` is True for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 def for_clip(cameras: Sequence[str]) -> Any:
-    """A graph function that brings the windows of these cameras to what CLIP takes. Tabular keys pass through."""
+    """Return a graph function that normalizes the windows of cameras for CLIP. Tabular keys are not changed."""
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:
         normal = {"mean": CLIP_MEAN, "std": CLIP_STD, "dtype": types.FLOAT16, "output_layout": "FCHW"}
@@ -32,13 +32,19 @@ def for_clip(cameras: Sequence[str]) -> Any:
 
 
 def past(steps: int, spacing: float, fps: float) -> list[float]:
-    """Seconds of each step before the current frame, the oldest first; `spacing` is rounded to whole frames."""
+    """Return the time of each step relative to the current frame in seconds, from the oldest to 0.
+
+    Args:
+        steps: Number of steps.
+        spacing: Distance between steps in seconds, which is rounded to whole frames.
+        fps: Frames per second.
+    """
     frames = max(round(spacing * fps), 1)
     return [-frames * step / fps for step in reversed(range(steps))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Streams some batches and prints their shapes and the rate."""
+    """Stream some batches, and print their shapes and the rate."""
     parser = argparse.ArgumentParser(description="Windows of the past, of all cameras")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--steps", type=int, default=8)

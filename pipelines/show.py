@@ -1,4 +1,4 @@
-"""What the pipelines' programs print: the first batch's keys and shapes, the routes, and the rate."""
+"""Output of the example pipelines: the routes, the keys and shapes of the first batch, and the rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import dali_stream
 
 
 def show(loader: dali_stream.Loader, batches: int) -> None:
-    """Streams some batches of one epoch, and prints what came."""
+    """Stream some batches of one epoch, and print the routes, the keys and shapes of the first batch, and the rate."""
     with loader:
         for camera, route in loader.routes.items():
             print(f"{camera} by {route.decoder}: {route.reason}")

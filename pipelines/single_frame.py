@@ -1,4 +1,4 @@
-"""Single frames of every camera, cropped to their centre on the pipeline's device: the smallest pipeline worth copying.
+"""Single frames of all cameras, cropped to their centre on the device of the pipeline. This is the smallest example.
 
 python pipelines/single_frame.py URI [--batch-size 32] [--batches 50] [--image-size 224 224]
 """
@@ -17,7 +17,7 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
-    """A graph function that keeps the middle `share` of the frames' height and width. Tabular keys pass through."""
+    """Return a graph function that crops frames to the central `share` of height and width. Tabular keys are not changed."""
     start, size = [(1 - share) / 2] * 2, [share] * 2
 
     def graph(nodes: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def center_crop(cameras: Sequence[str], share: float = 0.9) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Streams some batches and prints their shapes and the rate."""
+    """Stream some batches, and print their shapes and the rate."""
     parser = argparse.ArgumentParser(description="Single frames of every camera, cropped to their centre")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--batch-size", type=int, default=32)

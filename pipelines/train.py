@@ -1,22 +1,25 @@
-"""Behaviour cloning with action chunks on one or many GPUs: frames, state and task in, the actions to come out.
+"""Behaviour cloning with action chunks, predicted from frames, state and task, on one or many GPUs.
 
 python pipelines/train.py URI --out DIR [--resume] [--max-steps N] [--val-episodes N] ...
 accelerate launch --multi_gpu --num_processes 8 pipelines/train.py URI --out DIR ...                 one process per GPU
 accelerate launch --multi_gpu --num_processes 2 pipelines/train.py URI --out DIR --device cpu ...    on a CPU
 
---multi_gpu is what Accelerate calls several processes, on a CPU too; with `accelerate launch --cpu` there is only one, whatever
---num_processes is. `torchrun --nproc-per-node N` does the same. The first line of the output has their number.
+With --multi_gpu, Accelerate starts several processes, on a CPU as well. With `accelerate launch --cpu`, it starts only one,
+whatever --num_processes is. `torchrun --nproc-per-node N` also starts N processes. The first line of the output has their
+number.
 
-Instead of a dataset's URI, a mixture file (.yaml, .yml, .json) names several, see docs/mixtures.md.
+URI may also be a mixture file (.yaml, .yml or .json) of several datasets, see docs/mixtures.md.
 
-DIR gets checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files, run.json, from which `dali-stream
-preview` shows the batch of any step (docs/replay.md), and at the end loss.png and chunks.png. A run that was killed continues
-with --resume at the very next sample, on any number of processes that divides --consumers: --batch-size counts the samples of
-all processes, so it stays the same run. On SIGTERM or Ctrl-C the current batch is finished, the run saved, and each process
-exits with 143 or 130; torchrun and accelerate launch, which make 1 of that, kill after 30 s unless
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
+The program writes checkpoint.pt (model, optimizer and loader), metrics.jsonl, TensorBoard's files and run.json to DIR, and at
+the end loss.png and chunks.png. With run.json, `dali-stream preview` shows the batch of any step (docs/replay.md).
 
-Needs tensorboard and matplotlib: pip install -c constraints.txt '.[train]' in the checkout.
+With --resume, a run that was killed continues from its last checkpoint at the next sample. The number of processes may change,
+if it divides --consumers. --batch-size is the number of samples of all processes together, so the batches stay the same.
+
+On SIGTERM or Ctrl-C, the program finishes the current batch and saves the run, and each process exits with 143 or 130. torchrun
+and accelerate launch exit with 1 instead. They kill the processes after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds.
+
+The program requires tensorboard and matplotlib: pip install -c constraints.txt '.[train]' in the checkout.
 """
 
 from __future__ import annotations
@@ -47,18 +50,18 @@ from training.preemption import Preemption
 import dali_stream
 
 WARM_UP = 100  # steps
-MODEL = ("policy", "chunk", "image_size")  # the arguments that make a model; a checkpoint fits the same ones
-COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  # those that may change, but change the run
+MODEL = ("policy", "chunk", "image_size")  # arguments that determine the model and must equal those of the checkpoint
+COURSE = ("batch_size", "max_steps", "learning_rate", "weight_decay", "clip")  # arguments that may change, and affect the run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains; exits with 143 or 130 where SIGTERM or Ctrl-C cut it short."""
+    """Train. Exit with 143 or 130 if SIGTERM or Ctrl-C ends the run early."""
     preemption = Preemption()
     arguments = parse(argv, __doc__)
     cpu = arguments.device == "cpu" or not torch.cuda.is_available()
     bf16 = not cpu and torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
-    accelerator.gradient_accumulation_steps = 1  # its configuration may say otherwise, which would divide the gradient
+    accelerator.gradient_accumulation_steps = 1  # overrides its configuration, which could divide the gradient
     try:
         run = Run(arguments, accelerator)
     except (ValueError, OSError, dali_stream.DaliStreamError) as error:
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
-    """The policy that was asked for, with weights of the seed."""
+    """Create the policy of the arguments. Random weights depend on the seed."""
     torch.manual_seed(arguments.seed)
     if arguments.policy == "compact":
         return ChunkPolicy(data.cameras, data.state, len(data.action_names), arguments.chunk, data.tasks, data.datasets)
@@ -83,16 +86,16 @@ def make_policy(arguments: argparse.Namespace, data: Data) -> nn.Module:
 
 
 class Run:
-    """A run from its start or its checkpoint on.
+    """Run from its start or from its checkpoint.
 
     Raises:
-        ValueError: arguments, dataset and checkpoint do not go together.
-        DaliStreamError: the dataset cannot be read, or the checkpoint is of another one.
+        ValueError: If arguments, dataset and checkpoint do not fit together.
+        DaliStreamError: If the dataset cannot be read, or the checkpoint is of another dataset.
     """
 
     def __init__(self, arguments: argparse.Namespace, accelerator: Accelerator) -> None:
         self.arguments, self.accelerator, self.step = arguments, accelerator, 0
-        self.unvalidated = False  # whether this step's validation is due, and not done
+        self.unvalidated = False  # whether the validation of this step is due and not yet done
         self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.file = arguments.out / "checkpoint.pt"
         if self.file.exists() and (arguments.dummy or not arguments.resume):
@@ -118,9 +121,9 @@ class Run:
         self._mark()
 
     def train(self, preemption: Preemption) -> bool:
-        """Steps up to --max-steps; returns whether it got there, or a signal came before."""
+        """Train up to --max-steps steps. Return False if a signal ends the run earlier."""
         arguments = self.arguments
-        if self.unvalidated:  # a signal came before it was done
+        if self.unvalidated:  # a signal has interrupted the validation
             if not self._validate(preemption):
                 return self._cut_short(preemption)
             self._save()
@@ -150,7 +153,7 @@ class Run:
         return False
 
     def close(self) -> None:
-        """Stops the loaders, writes the journal out, and lets another run into the folder."""
+        """Close the loaders and the journal, and unlock the folder for other runs."""
         self.data.close()
         self.lock.release()
         if self.journal is not None:
@@ -164,17 +167,17 @@ class Run:
                     return
 
     def _descend(self, batch: dict[str, Any]) -> Tensor | None:
-        """One step of the optimizer; the loss of this process's part of the batch."""
+        """Make one step of the optimizer. Return the loss of this process's part of the batch, or None without a model."""
         if self.arguments.dummy:
             return None
-        # What a policy draws is a function of the step, so that a resumed run draws what an uninterrupted one does.
+        # The random numbers of a policy are a function of the step, so that a resumed run has the same as an uninterrupted run.
         torch.manual_seed(hash((self.arguments.seed, self.step, self.accelerator.process_index)))
-        for group in self.optimizer.param_groups:  # a checkpoint brings its own
+        for group in self.optimizer.param_groups:  # a checkpoint may have loaded other values
             group["lr"], group["weight_decay"] = self._rate(), self.arguments.weight_decay
         loss = self.model(batch)
         self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.clip)
-        self.sound &= torch.isfinite(norm)  # looked at when it is saved or logged: that waits for the GPU
+        self.sound &= torch.isfinite(norm)  # read only before saving and logging, because reading waits for the GPU
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -184,7 +187,7 @@ class Run:
         return self.arguments.learning_rate * min(self.step / WARM_UP, cosine)
 
     def _log(self, loss: Tensor | None) -> None:
-        """Notes this step's loss over all processes, and the speed since the last note."""
+        """Log the mean loss of this step over all processes, and the speed since the last entry."""
         values: dict[str, Any] = {}
         if loss is not None:
             self._check_sound()
@@ -205,11 +208,15 @@ class Run:
         self._mark()
 
     def _mark(self) -> None:
-        """From here on the speed is measured."""
+        """Start measuring the speed."""
         self.marked = (self.step, time.perf_counter(), self.data.train.stats()["wait_s"])
 
     def _check_sound(self) -> None:
-        """All processes have the same gradient, so that all of them end here or none."""
+        """Check that all gradients so far were finite. All processes have the same gradient, so all of them raise or none.
+
+        Raises:
+            FloatingPointError: If a gradient was not finite.
+        """
         if not self.sound:
             raise FloatingPointError(
                 f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved from there on; resume "
@@ -218,10 +225,10 @@ class Run:
 
     @torch.no_grad()
     def _validate(self, preemption: Preemption) -> bool:
-        """Notes the mean absolute error on the episodes held out, and that of predicting the mean, in standard deviations.
+        """Log the mean absolute error on the validation episodes, and the error of predicting the mean, in standard deviations.
 
         Returns:
-            Whether it got to the end: it gives up where a signal asks for that, and the resumed run does it again.
+            Whether the validation was completed. A signal interrupts it, and the resumed run repeats it.
         """
         if self.data.val is None or self.arguments.dummy:
             self.unvalidated = False
@@ -234,7 +241,7 @@ class Run:
             with self.accelerator.autocast():
                 wrong = policy.predict(batch) - right
             totals += torch.stack([wrong[real].abs().sum(), right[real].abs().sum(), real.sum()])
-            if asked := preemption.agreed():  # each process has as many batches, so that all of them end here or none
+            if asked := preemption.agreed():  # each process has the same number of batches, so all of them end here or none
                 break
         policy.train()
         own, mean, count = self.accelerator.reduce(totals, "sum").tolist()
@@ -252,7 +259,7 @@ class Run:
             self.console.print(f"step {self.step}: {text}", soft_wrap=True)
 
     def _save(self) -> None:
-        """Saves the run. All processes are at the same step, and the loader's state is the same on each."""
+        """Save the run. All processes are at the same step, and their loaders have the same state."""
         if not self.arguments.dummy:
             self._check_sound()
         if self.accelerator.is_main_process and not self.arguments.dummy:
@@ -266,7 +273,7 @@ class Run:
             }
             checkpoint.save(self.file, state)
             self.data.train.save(self.arguments.out / "run.json")
-        self.accelerator.wait_for_everyone()  # a process that ended earlier would have the others killed
+        self.accelerator.wait_for_everyone()  # a process that ends earlier would cause the launcher to kill the others
         self._mark()
 
     def _describe(self) -> None:
@@ -280,7 +287,7 @@ class Run:
 
     def _load(self) -> None:
         state = checkpoint.load(self.file, {name: getattr(self.arguments, name) for name in MODEL})
-        self.data.train.load_state_dict(state["loader"])  # first: it knows best what another dataset is
+        self.data.train.load_state_dict(state["loader"])  # first, because it detects a different dataset
         self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.unvalidated = state["step"], state.get("unvalidated", False)
@@ -290,7 +297,7 @@ class Run:
                 self.console.print(f"--{name.replace('_', '-')} was {before} and is {now} from here on: it is not the same run")
 
     def _introduce(self) -> None:
-        """Says what will be done, and by how many: a launcher may have started fewer processes than one thinks."""
+        """Print the planned steps, and the number of processes, since a launcher may start fewer than expected."""
         data, arguments = self.data, self.arguments
         held_out = data.val.dataset.num_episodes if data.val else 0
         episodes = f"{data.train.dataset.num_episodes} episodes to train on, {held_out} to validate on"

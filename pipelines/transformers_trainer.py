@@ -21,11 +21,11 @@ from transformers.trainer_utils import get_last_checkpoint
 import dali_stream
 from dali_stream.frame_size import frame_size, join_sizes
 
-LOADER = "loader.json"  # in each checkpoint
+LOADER = "loader.json"  # file in each checkpoint
 
 
 class Cloning(Trainer):
-    """A Trainer that takes its batches from a Loader."""
+    """Trainer that gets its batches from a Loader."""
 
     loader: dali_stream.Loader
 
@@ -33,7 +33,7 @@ class Cloning(Trainer):
         return self.loader
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
-        return model(inputs)  # a whole batch, as its keys are no names of arguments
+        return model(inputs)  # the batch is one argument, because its keys are not valid names of arguments
 
 
 class SaveLoader(TrainerCallback):
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         learning_rate=3e-4,
         lr_scheduler_type="constant",
         use_cpu=arguments.device == "cpu",
-        ignore_data_skip=True,  # the Loader continues by itself
+        ignore_data_skip=True,  # the Loader itself continues at its position
         ddp_find_unused_parameters=False,
         report_to="none",
     )
@@ -77,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     state, action = (math.prod(dataset.features.get(key, {"shape": [0]})["shape"]) for key in (STATE, ACTION))
     torch.manual_seed(0)
     policy = ChunkPolicy(dataset.cameras, state, action, arguments.chunk, max(dataset.tasks, default=0) + 1)
-    policy.to(memory_format=torch.contiguous_format)  # all that safetensors can save
-    with dali_stream.Loader(  # its rank is torch.distributed's, which TrainingArguments has initialized
+    policy.to(memory_format=torch.contiguous_format)  # safetensors cannot save other formats
+    with dali_stream.Loader(  # gets its rank from torch.distributed, which TrainingArguments has initialized
         dataset,
         batch_size=settings.per_device_train_batch_size,
         delta_timestamps={ACTION: [step / dataset.fps for step in range(arguments.chunk)]},

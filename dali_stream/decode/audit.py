@@ -1,6 +1,7 @@
-"""Audits: samples that DALI has decoded are decoded by torchcodec, too, and compared.
+"""Audits of DALI's frames, which compare samples that DALI has decoded with the frames of torchcodec.
 
-DALI's timestamps come from its own index, so a decoder that delivers a frame of an earlier clip cannot be recognised by them.
+An audit compares pixels and not timestamps. DALI's timestamps originate from its index of the clip and not from the decoded
+frames, so they do not reveal a frame of another clip.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ Frames = npt.NDArray[np.uint8]
 
 
 class Audit(NamedTuple):
-    """The frames that a sample must show, as FFmpeg decodes them.
+    """Frames of one sample as FFmpeg decodes them.
 
     Attributes:
-        expected: Frames of the sample's window, resized, shape (T, H, W, 3), or why FFmpeg cannot decode them.
-        frames: Frames of the window within their episode, shape (T,).
-        where: File and episode, for messages.
+        expected: Resized frames of the sample's window, shape (T, H, W, 3), or FFmpeg's error if it cannot decode them.
+        frames: Frame indices of the window within the episode, shape (T,).
+        where: Name of the file and the episode, for messages.
     """
 
     expected: Frames | DecodeError
@@ -29,11 +30,11 @@ class Audit(NamedTuple):
     where: str
 
     def mismatch(self, delivered: npt.NDArray[np.float32], tolerance: float) -> str:
-        """Return how delivered frames differ from the expected ones. Empty if they are the same within the tolerance.
+        """Return how delivered frames differ from the expected frames. Empty if they agree within the tolerance.
 
         Args:
-            delivered: Frames in [0, 255], shape (T, H, W, 3).
-            tolerance: Mean absolute difference that is allowed per frame.
+            delivered: Frames that DALI has decoded, with values in [0, 255], shape (T, H, W, 3).
+            tolerance: Maximum mean absolute difference of a frame.
         """
         if isinstance(self.expected, DecodeError):
             return f"{self.where}: FFmpeg cannot decode what NVDEC has decoded: {self.expected}"

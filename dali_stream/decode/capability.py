@@ -1,7 +1,8 @@
-"""What NVDEC decodes, asked of the driver (`cuvidGetDecoderCaps` in libnvcuvid) and never guessed from a GPU's name.
+"""Capabilities of NVDEC, according to the driver (`cuvidGetDecoderCaps` in libnvcuvid) and not to the GPU's name.
 
-Structure and constants: NVIDIA Video Codec SDK, cuviddec.h (CUVIDDECODECAPS, cudaVideoCodec, cudaVideoChromaFormat,
-cudaVideoSurfaceFormat); CUDA driver API, cuda.h. GPUs are numbered as torch numbers them: both see CUDA_VISIBLE_DEVICES.
+Sources of structures and constants: NVIDIA Video Codec SDK, cuviddec.h (CUVIDDECODECAPS, cudaVideoCodec, cudaVideoChromaFormat,
+cudaVideoSurfaceFormat), and CUDA driver API, cuda.h. GPUs have the same numbers as in torch, because both apply
+CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dali_stream.errors import DaliStreamError
 _CODECS = {"mpeg4": 2, "h264": 4, "mjpeg": 5, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
 _CHROMA = {"gray": 0, "420": 1, "422": 2, "444": 3}
 CODECS, CHROMA, DEPTHS = tuple(_CODECS), tuple(_CHROMA), (8, 10, 12)
-_NV12, _P016 = 1 << 0, 1 << 1  # bits of the output mask: 4:2:0 of 8 bit, and of more; DALI asks for these and no others
-_REMEDIES = {  # by CUDA error: what its own words do not say
+_NV12, _P016 = 1 << 0, 1 << 1  # bits of the output mask for the formats that DALI requests: 4:2:0 of 8 bits, and of more
+_REMEDIES = {  # advice by CUDA error
     2: "free memory on this GPU",
     34: "what was loaded is the CUDA toolkit's stub and not the driver; take its folder out of LD_LIBRARY_PATH",
     46: "another process holds this GPU for itself; end it, or set the GPU's compute mode back to Default",
@@ -41,9 +42,12 @@ _NO_NVDEC = (
 
 
 class DriverError(DaliStreamError):
-    """The driver, or the part of it that decodes video, is not there or failed.
+    """The driver, or its library for video decoding, is missing or failed.
 
-    Attributes: `remedy`, what to do; `code`, the driver's error, 0 where it could not be loaded.
+    Args:
+        said: Message of the error.
+        remedy: Advice for the user.
+        code: Error code of the driver. Default: 0, if the driver could not be loaded.
     """
 
     def __init__(self, said: str, remedy: str, code: int = 0) -> None:
@@ -53,7 +57,14 @@ class DriverError(DaliStreamError):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver has it. `memory` in bytes, `compute` its compute capability."""
+    """Properties of a GPU.
+
+    Attributes:
+        index: Number of the CUDA device.
+        name: Name of the GPU.
+        memory: Size of its memory in bytes.
+        compute: Compute capability (major, minor).
+    """
 
     index: int
     name: str
@@ -63,7 +74,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Capability:
-    """The driver's answer for one codec and format on one GPU. Sizes in pixels; `reason` is empty where supported."""
+    """Support of NVDEC for one codec and format on one GPU.
+
+    Attributes:
+        supported: Whether NVDEC decodes it.
+        reason: Reason why NVDEC does not decode it. Empty if it does.
+        engines: Number of NVDEC engines that decode it.
+        min_size, max_size: Smallest and largest size (height, width) of the frames in pixels.
+        max_macroblocks: Maximum number of macroblocks of 16×16 pixels per frame.
+    """
 
     supported: bool
     reason: str
@@ -73,7 +92,7 @@ class Capability:
     max_macroblocks: int = 0
 
     def refusal(self, height: int, width: int) -> str:
-        """Why frames of this size are not decoded; empty where they are."""
+        """Return why NVDEC does not decode frames of this size in pixels. Empty if it does."""
         if not self.supported:
             return self.reason
         small, large = self.min_size, self.max_size
@@ -86,10 +105,10 @@ class Capability:
 
 
 def cuda_version() -> tuple[int, int]:
-    """The newest CUDA that the driver serves, (major, minor).
+    """Return the latest CUDA version (major, minor) that the driver supports.
 
     Raises:
-        DriverError: there is no driver, or it does not work.
+        DriverError: If the driver is missing or fails.
     """
     version = ctypes.c_int()
     _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was asked for")
@@ -97,7 +116,10 @@ def cuda_version() -> tuple[int, int]:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return the version of the driver, such as "580.95.05", or of its CUDA if the file does not exist.
+    """Return the version of the driver, such as "580.95.05", or "with CUDA 13.0" if the file does not contain it.
+
+    Args:
+        file: File of the kernel module with its version.
 
     Raises:
         DriverError: If the driver is missing or fails.
@@ -109,10 +131,10 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this process sees.
+    """Return the GPUs that are visible to this process.
 
     Raises:
-        DriverError: there is no driver, or it does not work.
+        DriverError: If the driver is missing or fails.
     """
     count = ctypes.c_int()
     _check(_cuda().cuDeviceGetCount(ctypes.byref(count)), "GPUs were counted")
@@ -120,7 +142,14 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def capability(gpu: int, codec: str, chroma: str, depth: int) -> Capability:
-    """Asks the driver whether a GPU decodes this codec with this chroma (gray, 420, 422, 444) and bit depth."""
+    """Return whether NVDEC decodes a format. If the driver fails, the format is not supported.
+
+    Args:
+        gpu: Number of the CUDA device.
+        codec: Codec as in `VideoFormat`.
+        chroma: "gray", "420", "422" or "444".
+        depth: Number of bits per value.
+    """
     try:
         found = capabilities(gpu).get((codec, chroma, depth))
     except DriverError as error:
@@ -130,10 +159,15 @@ def capability(gpu: int, codec: str, chroma: str, depth: int) -> Capability:
 
 @functools.cache
 def capabilities(gpu: int) -> Mapping[tuple[str, str, int], Capability]:
-    """The driver's answers for all of CODECS × CHROMA × DEPTHS on one GPU. Asked once: it takes a context on the GPU.
+    """Return the capabilities of a GPU for all of CODECS × CHROMA × DEPTHS.
+
+    The result is cached, because the query requires a context on the GPU.
+
+    Args:
+        gpu: Number of the CUDA device.
 
     Raises:
-        DriverError: there is no driver, it has no part for video, or it does not work.
+        DriverError: If the driver or its library for video decoding is missing or fails.
     """
     cuda = _cuda()
     nvcuvid = _load("libnvcuvid.so.1", "in a container, set NVIDIA_DRIVER_CAPABILITIES=video,compute,utility")
@@ -147,7 +181,7 @@ def capabilities(gpu: int) -> Mapping[tuple[str, str, int], Capability]:
 
 
 def engines(gpu: int) -> int:
-    """Return the number of NVDEC engines of a GPU, or 1 if the driver does not tell."""
+    """Return the number of NVDEC engines of a GPU, or 1 if the driver does not report it."""
     try:
         return max((each.engines for each in capabilities(gpu).values() if each.supported), default=1)
     except DriverError:
@@ -167,7 +201,7 @@ class _Caps(ctypes.Structure):
 def _ask(nvcuvid: ctypes.CDLL, codec: str, chroma: str, depth: int) -> Capability:
     caps, what = _Caps(codec=_CODECS[codec], chroma=_CHROMA[chroma], depth_minus_8=depth - 8), f"{codec} {chroma} {depth} bit"
     failed = nvcuvid.cuvidGetDecoderCaps(ctypes.byref(caps))
-    if failed == _NO_DEVICE:  # not an answer about this codec, but NVDEC is out of reach
+    if failed == _NO_DEVICE:  # NVDEC is not accessible at all, whatever the codec
         said = f"the driver answers {_error_name(failed)} when asked what NVDEC decodes"
         raise DriverError(said, _NO_NVDEC, failed)
     if failed:
@@ -198,7 +232,10 @@ def _gpu(index: int) -> Gpu:
 
 @contextlib.contextmanager
 def _context(cuda: ctypes.CDLL, gpu: int) -> Iterator[None]:
-    """cuvidGetDecoderCaps answers for the GPU of the calling thread's context. That which torch uses is shared."""
+    """Make a context on a GPU current in this thread, since `cuvidGetDecoderCaps` queries the GPU of the current context.
+
+    It is the primary context, which torch uses as well.
+    """
     handle, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(cuda.cuDeviceGet(ctypes.byref(handle), gpu), f"GPU {gpu} was opened")
     _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"a context on GPU {gpu} was asked for")

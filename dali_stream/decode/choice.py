@@ -1,4 +1,7 @@
-"""The decoder of each camera when a loader starts: what its index tells, and for DALI a trial of its frames and its speed."""
+"""Choice of the decoder of each camera when a loader starts.
+
+The choice depends on the index of the camera's first video file, and for DALI also on a trial of its frames and on its speed.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,22 @@ _log = logging.getLogger("dali_stream")
 
 
 def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | None, num_threads: int) -> dict[str, Route]:
-    """Return the route of each camera, by each dataset's first video file. Log them.
+    """Return the route of each camera, according to the first video file of each dataset. The routes are logged.
 
     Args:
         source: Episodes of the Loader.
         indices: Indices of the video files.
-        decode, gpu: See `route.choose`.
+        decode: Choice of the decoder, see `route.choose`.
+        gpu: CUDA device, or None if batches are made on the CPU.
         num_threads: Number of decode threads of the Loader.
 
     Raises:
-        ValueError: `decode` names a decoder on NVDEC that cannot decode a camera here.
-        DecodeError: `decode` names such a decoder, and a file cannot be read.
-        StorageError: a file cannot be fetched.
+        ValueError: If `decode` is "dali" or "torchcodec-cuda", and this decoder cannot decode a camera.
+        DecodeError: If `decode` is "dali" or "torchcodec-cuda", and a file is damaged.
+        StorageError: If a file cannot be fetched.
     """
     if decode == TORCHCODEC_CUDA:
-        from dali_stream.decode.torchcodec_cuda import unavailable  # with DALI, which the CPU route does without
+        from dali_stream.decode.torchcodec_cuda import unavailable  # on use, because it imports DALI
 
         if why := unavailable(gpu):
             raise ValueError(f'decode="{TORCHCODEC_CUDA}": {why}')
@@ -55,7 +59,7 @@ def choose_routes(source: Source, indices: IndexCache, decode: str, gpu: int | N
 
 @functools.cache
 def _warn_without_nvdec(gpu: int) -> None:
-    """Warn once per process and GPU if the driver does not answer what NVDEC decodes."""
+    """Warn once per process and GPU if the driver does not report what NVDEC decodes."""
     try:
         capabilities(gpu)
     except DriverError as error:
@@ -63,14 +67,17 @@ def _warn_without_nvdec(gpu: int) -> None:
 
 
 class _Chooser:
-    """Routes of the cameras of a Loader. Arguments as for `choose_routes`."""
+    """Chooser of the routes of a Loader's cameras. See `choose_routes` for the arguments."""
 
     def __init__(self, source: Source, indices: IndexCache, decode: str, gpu: int | None, num_threads: int) -> None:
         self._source, self._indices, self._decode, self._gpu = source, indices, decode, gpu
         self._speeds = Speeds(num_threads, len(source.videos), gpu)
 
     def choose(self, key: str) -> Route:
-        """Return the route of a camera: DALI's, if that is the route of each dataset's first file."""
+        """Return the route of a camera.
+
+        The first file of each dataset is tested, and torchcodec decodes the camera if it is the route of one of them.
+        """
         source, decode = self._source, self._decode
         present = source.files(key) != ABSENT
         if not present.all() and decode != "torchcodec":
@@ -111,13 +118,13 @@ class _Chooser:
         except DaliStreamError as error:
             if decode in ("dali", TORCHCODEC_CUDA):
                 raise
-            # The first batch that needs the file says what is wrong, and with which frame; other files may be whole.
+            # Other files may be intact, so this is not an error. The first batch that requires the damaged file reports it.
             return Route("torchcodec", f"the file of its first episode cannot be read: {error}")
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
 
     def _by_speed(self, route: Route, index: VideoIndex, video: VideoFormat) -> Route:
-        """Return the route of a camera that NVDEC decodes correctly."""
+        """Return the route of a camera that NVDEC decodes correctly, after measuring both decoders."""
         store, gpu = self._source.data_store, self._gpu
         try:
             rates = self._speeds.of(video, median_gop(index), lambda: request_clips(store, index, gpu))

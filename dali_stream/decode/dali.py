@@ -1,7 +1,7 @@
-"""Decoding with DALI: frames from packed clips, on NVDEC with a GPU, and VP8, VP9 and MJPEG on the CPU.
+"""Decoding of packed clips with DALI, on NVDEC with a GPU, and for VP8, VP9 and MJPEG also on the CPU.
 
-The loader has the operator in its graph, and `DaliDecoder` packs the clips for it; `decode` runs it by itself. `gpu` is a CUDA
-device everywhere, and None for the CPU.
+The loader adds the operator to its graph, and `DaliDecoder` packs the clips for it. `decode` runs the operator in a pipeline of
+its own. In this module, `gpu` is the number of a CUDA device, or None for the CPU.
 """
 
 from __future__ import annotations
@@ -48,30 +48,34 @@ Frames = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 Audited = Callable[[Samples], npt.NDArray[np.bool_]]
-Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # a clip's bytes, and which frames of it, rising and each once
+Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]  # bytes of a clip, and indices of its frames, increasing
 
 COLOUR_TOLERANCE = 4.0
-"""How far DALI's frames may be from FFmpeg's: mean absolute difference of 8 bit RGB values. DALI upsamples chroma and
-converts to RGB in its own way, so the two are never equal; 1.6 was measured with VP9 on a CPU. It does not tell BT.709 from
-BT.601, which are 2.6 apart on a demo frame: that is told by what a file says of its colours."""
+"""Maximum mean absolute difference between 8-bit RGB values of DALI and of FFmpeg, per frame.
+
+DALI upsamples chroma and converts to RGB in another way than FFmpeg, so their frames are never equal. The difference was 1.6
+for VP9 on a CPU. This tolerance does not distinguish BT.709 from BT.601, which differ by 2.6 on a demo frame. They are
+distinguished by the colour matrix that a file specifies (`route.refusal` and `trial`)."""
 
 SESSIONS_PER_ENGINE = 3
-"""Decoding sessions per NVDEC engine (a choice, not measured on a GPU)."""
+"""Number of decoding sessions per NVDEC engine. The number is an assumption and was not measured on a GPU."""
 
 STREAMS, CONCURRENCY = StreamPolicy.SINGLE, OperatorConcurrency.BACKEND
-"""Settings of every pipeline, read when one is made. With a stream per backend, DALI's default, a decoder's buffers may go to
-another operator while they are still copied from (read in DALI 2.4's sources; not run on a GPU). `benchmarks/gpu_settings.py`
-tries the alternatives."""
+"""Settings of all pipelines, which `empty_pipeline` reads when it is called.
+
+With one stream per backend, DALI's default, the buffers of a decoder may be reused by another operator while they are still
+being copied. This follows from the sources of DALI 2.4 and was not observed on a GPU. `benchmarks/gpu_settings.py` tries the
+alternatives."""
 
 
 class Packed(NamedTuple):
-    """One sample for DALI.
+    """Encoded sample for DALI.
 
     Attributes:
         clip: Bytes of the clip.
         frames: Indices of frames in the clip, increasing.
-        order: Which of `frames` each step of the window shows, shape (T,).
-        audit: Frames to compare with. None if the sample is not audited.
+        order: Index in `frames` of each step of the window, shape (T,).
+        audit: Frames to compare with, or None if the sample is not audited.
     """
 
     clip: Array
@@ -81,10 +85,10 @@ class Packed(NamedTuple):
 
 
 class Clips:
-    """The clips of one batch of a camera, in progress, as `Work`.
+    """`Work` of `DaliDecoder`: the clips of one batch of a camera.
 
     Args:
-        audited: Which samples are audited, shape (B,).
+        audited: Mask of the samples that are audited, shape (B,).
     """
 
     def __init__(self, audited: npt.NDArray[np.bool_]) -> None:
@@ -101,16 +105,16 @@ class Clips:
 
 
 class DaliDecoder(SampleDecoder):
-    """A `Decoder` of a camera's video that packs a clip per sample; DALI's graph decodes them.
+    """`Decoder` of a camera's video that packs one clip per sample. DALI's graph decodes the clips.
 
     Args:
-        source: Episodes.
-        key: Camera.
-        counters: Counters to add to.
+        source: Episodes of the Loader.
+        key: Name of the camera.
+        counters: Counters of the Loader.
         gpu: CUDA device, or None for the CPU.
         size: Size (height, width) of the frames in batches, for audits.
-        audited: Function from the samples of a batch to a mask of those that are audited, shape (B,), or None for no audits.
-            With a function, the first sample of each file is audited, too.
+        audited: Function that returns a mask of the samples of a batch to audit, shape (B,), or None for no audits. If it is
+            not None, the first sample of each file is audited as well.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class DaliDecoder(SampleDecoder):
     ) -> None:
         super().__init__(source, key, counters)
         self._gpu, self._size, self._audited = gpu, size, audited
-        self._first: dict[str, object] = {}  # by file: a mark of the task that audits its first sample
+        self._first: dict[str, object] = {}  # for each file, an object of the task that audits its first sample
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Clips:
         """See `Decoder.start`."""
@@ -127,12 +131,22 @@ class DaliDecoder(SampleDecoder):
         return clips
 
     def check(self, index: VideoIndex, packet: int) -> None:
-        """Raise RouteChange if DALI must not decode the file."""
+        """Check whether DALI may decode a file.
+
+        Raises:
+            RouteChange: If DALI must not decode the file.
+        """
         if reason := refusal(self._gpu, self.format(index, packet), index):
             raise RouteChange([self.key], f"{self._source.data_store.where(index.path)}: {reason}")
 
     def make(self, store: Store, request: Request, work: Clips) -> None:
-        """Pack the clip of a sample. Each frame of the window is decoded once, in rising order, and then put into place."""
+        """Pack the clip of a sample.
+
+        DALI decodes each frame of the window once, in increasing order. `Packed.order` then restores the order of the window.
+
+        Raises:
+            RouteChange: If DALI would decode the clip wrongly on a GPU.
+        """
         unique, steps = np.unique(request.packets, return_inverse=True)
         try:
             with self._counters.timed("pack_s"):
@@ -146,15 +160,16 @@ class DaliDecoder(SampleDecoder):
             return
         self._counters.add(clips=1, decoded_frames=clip.coded_frames)
         places = np.array(clip.frames, np.int32)
+        # argsort(argsort(places)) is the rank of each place, which is its index in the sorted places.
         order = np.argsort(np.argsort(places))[steps.reshape(-1)].astype(np.int32)
-        mark = object()
+        mark = object()  # `setdefault` is atomic, so only one task finds its own object in the dict
         is_first = self._audited is not None and self._first.setdefault(request.file.path, mark) is mark
         audit = self._audit(store, request) if is_first or work.audited[request.row] else None
         work.packed[request.row] = Packed(np.frombuffer(clip.data, np.uint8), np.sort(places), order, audit)
 
     def _audit(self, store: Store, request: Request) -> Audit:
-        """Decode the frames of a sample on the CPU."""
-        from dali_stream.decode.torchcodec import decode as decode_on_cpu  # imported by the trial
+        """Decode the frames of a sample on the CPU for an audit."""
+        from dali_stream.decode.torchcodec import decode as decode_on_cpu  # already imported by the trial
 
         self._counters.add(audited=1)
         unique, steps = np.unique(request.packets, return_inverse=True)
@@ -170,11 +185,11 @@ class DaliDecoder(SampleDecoder):
 def decode_threads(num_threads: int, engines: int, cameras: int) -> int:
     """Return the number of threads of a DALI pipeline that decodes on NVDEC.
 
-    DALI opens a decoding session per thread and camera and keeps 100 of them (2.4.0, `NVDECCache`). More than a few sessions
-    per engine only wait for each other (not measured on a GPU).
+    DALI opens one decoding session per thread and camera, and keeps up to 100 sessions (2.4.0, `NVDECCache`). More than a few
+    sessions per engine are expected to wait for each other, which was not measured on a GPU.
 
     Args:
-        num_threads: Number of threads that the Loader was given, the upper limit.
+        num_threads: Number of decode threads of the Loader, the upper limit.
         engines: Number of NVDEC engines of the GPU.
         cameras: Number of cameras that NVDEC decodes.
     """
@@ -182,38 +197,60 @@ def decode_threads(num_threads: int, engines: int, cameras: int) -> int:
 
 
 def empty_pipeline(batch_size: int, gpu: int | None, threads: int, prefetch: int) -> Pipeline:
-    """A pipeline without operators, with the executor's settings that all pipelines share, `prefetch` batches ahead."""
+    """Return a pipeline without operators, with the executor settings of all pipelines.
+
+    Args:
+        batch_size: Maximum number of samples of a batch.
+        gpu: CUDA device, or None for the CPU.
+        threads: Number of threads.
+        prefetch: Number of batches that the pipeline prefetches.
+    """
     return Pipeline(
         batch_size=batch_size,
         num_threads=threads,
         device_id=gpu,
         prefetch_queue_depth=prefetch,
-        exec_dynamic=True,  # its buffers are handed to torch without a copy
+        exec_dynamic=True,  # permits passing buffers to torch without a copy
         stream_policy=STREAMS,
         concurrency=CONCURRENCY,
     )
 
 
 def operator(clips: DataNode, frames: DataNode, gpu: int | None) -> DataNode:
-    """The decoder in a pipeline: (F, H, W, 3) uint8 RGB of each sample, which is an MP4 in memory.
+    """Add the video decoder to a pipeline.
 
-    `frames` of it are rising and each once: DALI would decode from the beginning again for one that is repeated.
+    Args:
+        clips: Bytes of an MP4 for each sample.
+        frames: Frame indices for each sample, increasing and without repetitions. For a repeated frame, DALI would decode the
+            clip from its beginning again.
+        gpu: CUDA device, or None for the CPU.
+
+    Returns:
+        RGB frames of each sample, uint8, shape (F, H, W, 3).
     """
-    # With pad_mode "none", a missing frame is an error. Other modes return padding silently. affine pins
-    # threads to cores, to the same ones in every process of a machine.
+    # With pad_mode "none", a missing frame is an error. Other modes silently return padding. affine=True would pin threads to
+    # cores, and in each process of a machine to the same cores.
     device = "cpu" if gpu is None else "mixed"
     return fn.decoders.video(clips, device=device, frames=frames, pad_mode="none", affine=False)
 
 
 def encoded(clip: Clip) -> Encoded:
-    """A clip as `pipeline` and `decode` take it, if its frames are rising and each once."""
+    """Return a clip in the form that `pipeline` and `decode` accept. Its frames must be increasing, without repetitions."""
     return np.frombuffer(clip.data, np.uint8), np.array(clip.frames, np.int32)
 
 
 def pipeline(
     source: Callable[[], Sequence[Encoded]], batch_size: int, gpu: int | None, threads: int, prefetch: int
 ) -> Pipeline:
-    """A pipeline that does nothing but decode: at each call, `source` gives a batch of up to `batch_size` clips."""
+    """Return a pipeline that only decodes.
+
+    Args:
+        source: Function that returns the next batch of up to `batch_size` clips.
+        batch_size: Maximum number of clips of a batch.
+        gpu: CUDA device, or None for the CPU.
+        threads: Number of threads.
+        prefetch: Number of batches that the pipeline prefetches.
+    """
     made = empty_pipeline(batch_size, gpu, threads, prefetch)
     with made:
         clips, frames = fn.external_source(
@@ -225,10 +262,18 @@ def pipeline(
 
 
 def decode(clips: Sequence[Encoded], gpu: int | None, threads: int) -> list[Frames]:
-    """Decodes clips in one batch: of each, (F, H, W, 3) uint8 RGB in the CPU's memory.
+    """Decode clips in one batch.
+
+    Args:
+        clips: Clips, as `encoded` returns them.
+        gpu: CUDA device, or None for the CPU.
+        threads: Number of threads.
+
+    Returns:
+        RGB frames of each clip in the CPU's memory, uint8, shape (F, H, W, 3).
 
     Raises:
-        DecodeError: DALI cannot decode one of them.
+        DecodeError: If DALI cannot decode one of the clips.
     """
     decoder = pipeline(lambda: clips, len(clips), gpu, threads, prefetch=1)
     try:
@@ -242,6 +287,6 @@ def decode(clips: Sequence[Encoded], gpu: int | None, threads: int) -> list[Fram
 
 
 def explanation(error: RuntimeError) -> str:
-    """What an operator of a pipeline says, without the traceback around it."""
+    """Return the message of a failed operator without its traceback, at most 300 characters."""
     text = str(error).partition("encountered:")[2] or str(error)
     return " ".join(text.partition("C++ context")[0].split())[:300]

@@ -1,4 +1,4 @@
-"""What a decoder does for the batches of a camera. Implementations: `torchcodec`, `dali` and `images`."""
+"""Interface of the decoders. Implementations are in `torchcodec`, `torchcodec_cuda`, `dali` and `images`."""
 
 from __future__ import annotations
 
@@ -22,67 +22,71 @@ from dali_stream.workers import Workers
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
-# A decode task has 32 frames of 640×480 and up to 64 smaller ones, unless a single GOP has more. To open a decoder takes about
-# 1.2 ms, as long as decoding 1 frame of 640×480 or 8 of 224×224.
+# A decode task has about 32 frames of 640×480, or up to 64 smaller frames, see `even_tasks`. Opening a decoder takes about
+# 1.2 ms, as long as decoding 1 frame of 640×480 or 8 frames of 224×224.
 TASK_FRAMES, _SMALL_TASK_FRAMES, _TASK_PIXELS = 32, 64, 32 * 640 * 480
 
 
 class Pool(Protocol):
-    """Runs tasks: `Workers`, or an executor of the standard library."""
+    """Pool of threads that run tasks: `Workers`, or an executor of the standard library."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Schedules a call."""
+        """Schedule a call."""
         ...
 
 
 class Work(Protocol):
-    """The frames of one camera for one batch, in progress.
+    """Frames of one camera for one batch, in progress.
 
     Attributes:
-        tasks: that have to end before `collect`.
-        failed: samples without frames, with their errors.
+        tasks: Tasks that must end before `collect` is called.
+        failed: Error of each sample without frames, by its row in the batch.
     """
 
     tasks: list[Future[None]]
     failed: dict[int, DecodeError]
 
     def ready(self) -> bool:
-        """Whether `collect` would return at once, and without an error."""
+        """Return whether `collect` would return without waiting and without errors."""
         ...
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> Any:
-        """The frames, (B, T, H, W, C) of `dtype`, or per sample a `Packed` clip for DALI. Adds to `failed`.
+        """Return the frames, and add samples without frames to `failed`.
 
         Args:
-            buffers: where memory for the batch is from.
-            dtype: uint8, or float32 for levels divided by 255.
-            copiers: threads that help to copy.
+            buffers: Pool of memory for batches.
+            dtype: Type of the frames, uint8 or float32. float32 values are divided by 255.
+            copiers: Threads that help to copy.
+
+        Returns:
+            Frames of shape (B, T, H, W, C) and type `dtype`. The decoders of `dali` and `torchcodec_cuda` return a list with
+            one item per sample instead.
         """
         ...
 
 
 class Decoder(Protocol):
-    """Decodes one camera of a dataset."""
+    """Decoder of one camera of a dataset."""
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Work:
-        """Starts the tasks of a batch.
+        """Start the tasks of a batch.
 
         Args:
-            pool: the decode threads.
+            pool: Decode threads.
             plan: Plan of the batch.
-            frames: (B, T) frames of their episodes that the batch shows.
+            frames: Frame indices within the episodes, shape (B, T).
             episodes: Open episodes, with their rows and indices.
-            store: where encoded video is read.
+            store: Store of the encoded video.
         """
         ...
 
     def close(self) -> None:
-        """Frees the memory of decoded frames."""
+        """Free the memory of decoded frames."""
         ...
 
 
 class Decoded:
-    """Frames on their way into slots, as `Work`."""
+    """`Work` of a decoder that puts frames into slots."""
 
     def __init__(self, slots: Slots, plan: FramePlan, tasks: list[Future[None]], failed: dict[int, DecodeError]) -> None:
         self._slots, self._plan, self.tasks, self.failed = slots, plan, tasks, failed
@@ -97,13 +101,14 @@ class Decoded:
 
 
 class VideoAndImages:
-    """A `Decoder` of a camera that has MP4 files in some datasets, and images in others.
+    """`Decoder` of a camera that is stored as video in some datasets and as images in others.
 
     Args:
-        source: the episodes.
-        key: the camera.
-        slots: where both put frames.
-        video, images: the decoders of either.
+        source: Episodes of the Loader.
+        key: Name of the camera.
+        slots: Slots into which both decoders put frames.
+        video: Decoder of video.
+        images: Decoder of images.
     """
 
     def __init__(self, source: Source, key: str, slots: Slots, video: Decoder, images: Decoder) -> None:
@@ -111,7 +116,7 @@ class VideoAndImages:
         self._has_file = source.files(key) != ABSENT
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
-        """See `Decoder`."""
+        """See `Decoder.start`."""
         planned, work = plan.frames[self._key], []
         for kind, decoder in self._of.items():
             mine = self._has_file[planned.episode] == kind
@@ -122,12 +127,17 @@ class VideoAndImages:
         return Decoded(self._slots, planned, video.tasks + images.tasks, video.failed | images.failed)
 
     def close(self) -> None:
-        """Frees the slots."""
+        """Free the slots."""
         self._slots.free()
 
 
 class RouteChange(DaliStreamError):
-    """Cameras that DALI cannot continue to decode: a file is unsafe for it, or it failed. The loader rebuilds its pipeline."""
+    """DALI cannot continue to decode cameras, because a file is unsafe for it or it failed. The loader rebuilds its pipeline.
+
+    Args:
+        cameras: Names of the cameras.
+        reason: Reason, for messages.
+    """
 
     def __init__(self, cameras: Sequence[str], reason: str) -> None:
         super().__init__(f"{', '.join(cameras)}: {reason}")
@@ -135,12 +145,12 @@ class RouteChange(DaliStreamError):
 
 
 def succeeded(task: Future[None]) -> bool:
-    """Whether a task has ended without an error."""
+    """Return whether a task has ended without an error."""
     return task.done() and not task.cancelled() and not task.exception()
 
 
 def task_frames(size: tuple[int, int]) -> int:
-    """Return the maximum number of frames of a decode task, from their recorded size (height, width)."""
+    """Return the number of frames that a decode task should have, from their original size (height, width) in pixels."""
     return int(np.clip(_TASK_PIXELS // (size[0] * size[1]), TASK_FRAMES, _SMALL_TASK_FRAMES))
 
 
@@ -148,8 +158,8 @@ def even_tasks(ends: Int64, most: int) -> Int64:
     """Divide items into as few tasks as possible, of about equal size.
 
     Args:
-        ends: Number of frames of each item and of those before it, shape (n,).
-        most: Maximum number of frames of a task.
+        ends: Cumulative number of frames, up to and including each item, shape (n,).
+        most: Maximum mean number of frames of the tasks. A task may have more, because items are not split.
 
     Returns:
         Number of each item's task, shape (n,).
@@ -159,7 +169,7 @@ def even_tasks(ends: Int64, most: int) -> Int64:
 
 
 def named(source: Source, camera: str, episode: int, frames: Array, error: DecodeError) -> DecodeError:
-    """The error with camera, episode and frames in front, and of a mixture the dataset."""
+    """Return an error whose message starts with the camera, the episode and the frames, and for a mixture also the dataset."""
     which = ", ".join(str(frame) for frame in np.unique(frames).tolist()[:8])
     names = source.dataset_names
     whose = f"dataset {names[source.dataset_of[episode]]!r}, " if names else ""

@@ -1,6 +1,6 @@
-"""Frames that are stored as images (PNG, JPEG) in Parquet rows, decoded with Pillow as LeRobot does.
+"""Decoding of frames that are stored as images (PNG, JPEG) in Parquet rows, with Pillow, as in LeRobot.
 
-LeRobot delivers every image with the channels that its file has; here, a batch has those that the metadata promise.
+LeRobot returns each image with the channels of its file. Here, all images have the channels that the metadata specify.
 """
 
 from __future__ import annotations
@@ -29,13 +29,21 @@ Int64 = npt.NDArray[np.int64]
 
 
 class ImageDecoder:
-    """A `Decoder` of a camera whose frames are images in Parquet rows, into slots, resized to `size` (height, width)."""
+    """`Decoder` of a camera whose frames are images in Parquet rows.
+
+    Args:
+        source: Episodes of the Loader.
+        key: Name of the camera.
+        counters: Counters of the Loader.
+        slots: Slots into which the decoder puts frames.
+        size: Size (height, width) of the frames in batches, in pixels.
+    """
 
     def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         self.key, self._source, self._counters, self._slots, self._size = key, source, counters, slots, size
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
-        """See `Decoder`."""
+        """See `Decoder.start`."""
         planned, tasks = plan.frames[self.key], []
         if len(planned.slot):
             encoded = episodes.table.gather(self.key, planned.episode, planned.frame)
@@ -46,7 +54,7 @@ class ImageDecoder:
         return Decoded(self._slots, planned, tasks, {})
 
     def close(self) -> None:
-        """Frees the slots."""
+        """Free the slots."""
         self._slots.free()
 
     def _decode(self, encoded: Array, episode: Int64, frame: Int64, slots: list[int]) -> None:
@@ -66,13 +74,21 @@ class ImageDecoder:
 
 
 def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:
-    """Decodes one image to (H, W, C) uint8, with C channels as `feature` has: grey, RGB or RGBA.
+    """Decode one image, and rotate it according to its EXIF orientation.
 
-    It is turned as its EXIF orientation says. Grey, palette and RGBA images become RGB where `feature` has 3 channels and
-    nothing is lost by that.
+    The number of channels is that of `feature`: 1 (grey), 3 (RGB) or 4 (RGBA). An image with other channels is converted if
+    this is lossless, for instance from grey, palette or opaque RGBA to RGB.
+
+    Args:
+        data: Bytes of the PNG or JPEG file.
+        feature: Feature of the camera.
+
+    Returns:
+        Image of shape (H, W, C), uint8.
 
     Raises:
-        DecodeError: it is damaged, has another size or other channels than promised, or more than 8 bits a channel.
+        DecodeError: If the image is damaged, has more than 8 bits per channel, or has another size or other channels than
+            `feature`.
     """
     (height, width), mode = feature.frame_size, CHANNELS[feature.channels]
     try:
@@ -85,7 +101,7 @@ def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:
                     f"{image.mode}), and {promised}. Leave the camera out with cameras=..., or convert its images to 8 bits"
                 )
             found = f"the image is {image.mode} of {image.height}×{image.width}"
-            if sorted(image.size) != sorted((height, width)):  # before memory is taken for it
+            if sorted(image.size) != sorted((height, width)):  # before Pillow allocates memory for the pixels
                 raise DecodeError(f"{found}, and {promised}")
             if ExifTags.Base.Orientation in image.getexif():
                 image = ImageOps.exif_transpose(image)
@@ -97,12 +113,12 @@ def decode(data: bytes, feature: Feature) -> npt.NDArray[np.uint8]:
         raise DecodeError(f"the image is damaged: {error}") from error
 
 
-_PNG = b"\x89PNG\r\n\x1a\n"  # the depth of its channels is byte 24: https://www.w3.org/TR/png-3/#11IHDR
+_PNG = b"\x89PNG\r\n\x1a\n"  # byte 24 of a PNG is the bit depth: https://www.w3.org/TR/png-3/#11IHDR
 _MODES = ("1", "L", "P", "LA", "RGB", "RGBA")
 
 
 def _converted(image: Image.Image, mode: str) -> Image.Image | None:
-    """The image in another of Pillow's modes; None where that would lose something."""
+    """Return the image in another mode of Pillow, or None if the conversion would lose information."""
     if image.mode == mode:
         return image
     if mode == "L":

@@ -1,4 +1,4 @@
-"""Resizing of frames that the CPU has decoded, in the thread that decoded them."""
+"""Resizing of frames on the CPU, in the thread that decoded them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ Frames = npt.NDArray[np.uint8]
 
 
 def resize(frames: Frames, size: tuple[int, int]) -> Frames:
-    """Resizes frames with a triangle filter that is widened when shrinking (antialiasing), as Pillow and torchvision do.
+    """Resize frames with an antialiased triangle filter, as in Pillow and torchvision.
 
-    The kernel is `torch.nn.functional.interpolate(mode="bilinear", antialias=True)` on uint8, which rounds to whole levels.
-    It works on one frame after the other in this thread, so a frame comes out the same whatever is resized with it.
+    The kernel is `torch.nn.functional.interpolate(mode="bilinear", antialias=True)` on uint8, which rounds to integers. It
+    processes one frame at a time in this thread, so the result for a frame does not depend on the other frames.
 
     Args:
-        frames: (n, H, W, C) uint8.
-        size: (height, width) to resize to.
+        frames: Frames of shape (n, H, W, C), uint8.
+        size: New size (height, width) in pixels.
 
     Returns:
-        (n, height, width, C) uint8; `frames` itself where the size is theirs.
+        Frames of shape (n, height, width, C), uint8. If they already have this size, `frames` itself.
     """
     if frames.shape[1:3] == size:
         return frames
-    import torch  # on use: `dali-stream doctor` imports this module on machines where torch does not load
+    import torch  # on use, because `dali-stream doctor` imports this module on machines where torch does not load
 
     channels_last = torch.from_numpy(frames).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(channels_last, size=size, mode="bilinear", antialias=True)

@@ -1,4 +1,4 @@
-"""The decoder that a camera's frames go through, and the reason."""
+"""Routes: the decoder of each camera, and the reason for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dali_stream.storage import Store
 TORCHCODEC_CUDA = "torchcodec-cuda"
 DECODE = ("auto", "fastest", "dali", "torchcodec", TORCHCODEC_CUDA)
 SLOW = 0.7
-"""Share of the CPU's speed below which NVDEC is reported as slow."""
+"""Fraction of the CPU's speed below which NVDEC is reported as slow."""
 DALI_ON_CPU = ("vp8", "vp9", "mjpeg")
 _BLOCKS = {"h264": 16, "mpeg4": 16, "hevc": 8}
-"""Coded sizes are multiples of this many pixels. Those of HEVC may be multiples of 16, 32 or 64: the encoder chooses."""
+"""Smallest block of each codec in pixels, of which coded sizes are multiples. HEVC encoders may use 16, 32 or 64 instead."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Route:
-    """Decoder of a camera, and why it was chosen.
+    """Decoder of a camera, with the reason for it.
 
     Attributes:
         decoder: "dali" (NVDEC on a GPU), "torchcodec" (FFmpeg on the CPU), or "torchcodec-cuda" (NVDEC without DALI).
@@ -53,22 +53,24 @@ class Route:
 
     @property
     def advice(self) -> str:
-        """Advice for a decoder that is much slower than the other one; empty if it is not."""
+        """Advice for the user if the decoder is DALI and much slower than the CPU. Otherwise empty."""
         if self.rates is None or self.decoder != "dali" or self.rates.nvdec >= SLOW * self.rates.cpu:
             return ""
         return f'NVDEC reaches {self.rates.nvdec / self.rates.cpu:.2f} of the CPU\'s speed. Use decode="fastest"'
 
 
 def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, store: Store) -> Route:
-    """Return the route of a camera by what its decoders support.
+    """Return the route of a camera, according to what the decoders support.
 
     Args:
-        decode: One of `DECODE`. "fastest" is "auto" until the speeds are known, see `by_speed`.
-        gpu: index of the CUDA device; None where batches are made on the CPU.
-        video, index, store: what the camera's first file says of its video, the file's index, and where it is.
+        decode: One of `DECODE`. "fastest" is treated as "auto", see `by_speed`.
+        gpu: Number of the CUDA device, or None if batches are made on the CPU.
+        video: Format of the camera's first file.
+        index: Index of this file.
+        store: Store of this file.
 
     Raises:
-        ValueError: `decode` names a decoder on NVDEC that cannot decode this video here.
+        ValueError: If `decode` is "dali" or "torchcodec-cuda", and this decoder cannot decode the video.
     """
     if decode == "torchcodec":
         return Route("torchcodec", 'decode="torchcodec" asks for it')
@@ -88,12 +90,12 @@ def choose(decode: str, gpu: int | None, video: VideoFormat, index: VideoIndex, 
 
 
 def by_speed(decode: str, route: Route, rates: Rates) -> Route:
-    """Return the route of a camera that NVDEC can decode, once the speeds are known.
+    """Return the route of a camera that NVDEC can decode, according to the measured speeds.
 
     Args:
-        decode: "auto" keeps NVDEC, and "fastest" takes the faster decoder.
-        route: Route to NVDEC.
-        rates: Speed of both decoders.
+        decode: Choice of the decoder. "fastest" selects the faster one, and all other values keep NVDEC.
+        route: Route with NVDEC.
+        rates: Measured speed of both decoders.
     """
     if decode == "fastest" and rates.cpu > rates.nvdec:
         return Route("torchcodec", f"the CPU decodes it faster ({rates})", rates)
@@ -131,7 +133,10 @@ def _capability_refusal(gpu: int, video: VideoFormat) -> str:
 
 
 def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
-    """Return what DALI decodes wrongly on a GPU according to its sources, or what was never verified on one."""
+    """Return why DALI must not decode a video on a GPU. Empty if it may.
+
+    The reasons are formats that DALI decodes wrongly according to its sources, and formats that were never tested on a GPU.
+    """
     if video.chroma != "420" or video.depth != 8:
         return f"DALI was not seen to deliver {_name(video)} right from NVDEC"
     if video.profile not in PROFILES.get(video.codec, (video.profile,)):
@@ -146,7 +151,7 @@ def _unsafe_on_nvdec(video: VideoFormat, index: VideoIndex) -> str:
 
 
 def smallest_coded_size(codec: str, height: int, width: int) -> tuple[int, int]:
-    """Return the smallest (height, width) that a codec can code progressive frames of this size in."""
+    """Return the smallest coded size (height, width) of progressive frames of a size, in pixels."""
     block = _BLOCKS.get(codec, 1)
     return -(-height // block) * block, -(-width // block) * block
 
@@ -154,8 +159,8 @@ def smallest_coded_size(codec: str, height: int, width: int) -> tuple[int, int]:
 def _padding_refusal(video: VideoFormat) -> str:
     """Return why DALI must not decode frames that are coded larger than they are displayed. Empty if they are not.
 
-    DALI keeps NVDEC decoders by displayed size and looks them up by coded size (2.4.0, `NVDECCache` in
-    frames_decoder_gpu.cc). If the two differ, each clip gets a new decoder, or one for frames of another size.
+    DALI caches NVDEC decoders by displayed size and looks them up by coded size (2.4.0, `NVDECCache` in
+    frames_decoder_gpu.cc). If the two sizes differ, each clip gets a new decoder, or a decoder for frames of another size.
     """
     size = video.height, video.width
     coded = video.coded or smallest_coded_size(video.codec, *size)

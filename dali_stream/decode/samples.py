@@ -1,4 +1,4 @@
-"""Base of the decoders that make the frames of each sample from a clip of its own, and keep no decoded frames."""
+"""Base class of the decoders that pack a separate clip for each sample and keep no decoded frames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Request(NamedTuple):
-    """The frames of one sample: a window of one episode, and their packets."""
+    """Frames and packets of one sample, which is a window of one episode.
+
+    Attributes:
+        row: Row of the sample in the batch.
+        episode: Episode of the sample.
+        frames: Frame indices of the window within the episode, shape (T,).
+        packets: Packets of these frames in the file, shape (T,).
+        file: Index of the file.
+    """
 
     row: int
     episode: int
@@ -40,19 +48,30 @@ class SampleWork(Protocol):
 
 
 class SampleDecoder(VideoFiles):
-    """Finds the packets of each sample. Subclasses add `start`, which calls `start_samples`, and what a task does."""
+    """Decoder that locates the packets of each sample.
+
+    Subclasses implement `start`, which calls `start_samples`, and `make`, which each task calls.
+
+    Args:
+        source: Episodes of the Loader.
+        key: Name of the camera.
+        counters: Counters of the Loader.
+    """
 
     def __init__(self, source: Source, key: str, counters: Counters) -> None:
         super().__init__(source, key)
         self._counters = counters
 
     def close(self) -> None:
-        """Do nothing, since no decoded frames are kept."""
+        """Do nothing, because no decoded frames are kept."""
 
     def start_samples(
         self, work: SampleWork, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store
     ) -> None:
-        """Start a task per sample, which calls `make(store, request, work)`. See `Decoder.start`."""
+        """Start a task for each sample, which calls `make(store, request, work)`.
+
+        `work` receives the tasks, and the errors of samples that fail a check. See `Decoder.start` for the other arguments.
+        """
         for row, episode in enumerate(plan.samples.episode.tolist()):
             packets = plan.packets[self.key][row]
             try:
@@ -63,14 +82,18 @@ class SampleDecoder(VideoFiles):
                 work.tasks.append(pool.submit(self.make, store, Request(row, episode, frames[row], packets, index), work))
 
     def make(self, store: Store, request: Request, work: Any) -> None:
-        """Make what `work` collects for one sample, in a decode thread."""
+        """Add one sample to `work`. A decode thread calls this method."""
         raise NotImplementedError
 
     def check(self, index: VideoIndex, packet: int) -> None:
-        """Check whether this decoder suits the file that holds a packet."""
+        """Check whether this decoder may decode the file of a packet. Subclasses raise an error if not."""
 
     def _locate(self, episodes: OpenEpisodes, episode: int, frames: Int64, packets: Int64) -> VideoIndex:
-        """Return the index of the episode's file, after all checks that need no decoding."""
+        """Return the index of the episode's file after all checks that do not require decoding.
+
+        Raises:
+            DecodeError: If a frame has no packet, or the file differs from the metadata.
+        """
         try:
             index = episodes.index(self.key, episode)
             absent = packets == LACKING

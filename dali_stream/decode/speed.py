@@ -1,6 +1,6 @@
 """Measured speed of NVDEC and of the CPU on the video of a camera, in frames per second.
 
-The figures are kept in a file of the user's cache folder. Otherwise each rank of each run would measure them again, and
+The speeds are saved in a file in the user's cache folder. Otherwise each rank of each run would measure them again, and
 `decode="fastest"` could choose another decoder when a run is resumed.
 """
 
@@ -30,20 +30,30 @@ from dali_stream.state_file import write_state
 from dali_stream.storage import Store
 
 LIMIT_S = 1.5
-"""Seconds that measuring may take when a Loader starts, for all of its cameras. A batch that is being decoded is finished."""
-_REQUESTS, _DECODED = 8, 64  # of a clip for the CPU: frames that are requested, and about as many that are decoded for them
-_CLIPS = 16  # of a batch for DALI, at least
+"""Time limit for measuring all cameras when a Loader starts, in seconds. A batch that is in progress is finished."""
+_REQUESTS, _DECODED = 8, 64  # limits of a clip for the CPU: requested frames, and approximately the frames to decode for them
+_CLIPS = 16  # minimum number of clips of a batch for DALI
 
 
 class RequestClips(NamedTuple):
-    """Single frames from the first GOPs of a file, as both routes ask for them: a clip each for DALI, one clip for the CPU."""
+    """Single frames from the first GOPs of a file, packed as both routes pack them.
+
+    Attributes:
+        singles: One clip per frame, for DALI.
+        packed: One clip of all frames, for the CPU.
+    """
 
     singles: list[Clip]
     packed: Clip
 
 
 def request_clips(store: Store, index: VideoIndex, gpu: int | None) -> RequestClips:
-    """Pack a frame from the middle of each of the first GOPs of a file.
+    """Pack one frame from the middle of each of the first GOPs of a file.
+
+    Args:
+        store: Store of the file.
+        index: Index of the file.
+        gpu: CUDA device, or None for DALI's decoder on the CPU.
 
     Raises:
         UnsafeForNvdec: If DALI would decode one of the clips wrongly on a GPU.
@@ -57,11 +67,11 @@ def request_clips(store: Store, index: VideoIndex, gpu: int | None) -> RequestCl
 
 
 class Speeds:
-    """Speeds on the cameras of a Loader.
+    """Speeds of the decoders on the cameras of a Loader.
 
     Args:
         num_threads: Number of decode threads of the Loader.
-        cameras: Number of cameras that are video.
+        cameras: Number of cameras that are stored as video. It is assumed that NVDEC decodes all of them.
         gpu: CUDA device, or None for DALI's decoder on the CPU.
     """
 
@@ -84,7 +94,7 @@ class Speeds:
         if kind not in self._known:
             rates = _read(kind)
             if rates is None:
-                seconds = self._left / 2  # the rest is for cameras of other codecs and sizes
+                seconds = self._left / 2  # the other half remains for cameras with other codecs and sizes
                 self._left -= seconds
                 rates = measure(clips(), video, self._gpu, self._num_threads, self._cameras, seconds)
                 _keep(kind, rates)
@@ -92,7 +102,7 @@ class Speeds:
         return self._known[kind]
 
     def _describe(self, video: VideoFormat, gop: int) -> str:
-        """Return what the speeds depend on: the machine, the libraries, the threads, and the kind of video."""
+        """Return a text with all that the speeds depend on: machine, libraries, number of threads and kind of video."""
         import nvidia.dali
         import torchcodec
 
@@ -107,10 +117,9 @@ class Speeds:
 
 
 def measure(clips: RequestClips, video: VideoFormat, gpu: int | None, num_threads: int, cameras: int, seconds: float) -> Rates:
-    """Decode the clips again and again, half of the time with DALI and half of it with torchcodec.
+    """Measure the speeds of DALI and of torchcodec, each for half of the time.
 
-    Both decode requests for single frames at full size, with the threads that they have in a Loader, while the GPU has no
-    other work.
+    Both decode requests for single frames at full size, with as many threads as in a Loader, while the GPU has no other work.
 
     Args:
         clips: Clips to decode.
@@ -118,7 +127,7 @@ def measure(clips: RequestClips, video: VideoFormat, gpu: int | None, num_thread
         gpu: CUDA device, or None for DALI's decoder on the CPU.
         num_threads: Number of decode threads of the Loader.
         cameras: Number of cameras that NVDEC decodes.
-        seconds: Time limit. One batch of each decoder is measured however long it takes.
+        seconds: Time limit in seconds. At least one batch of each decoder is measured, even if it takes longer.
 
     Raises:
         DecodeError: If a decoder fails.
@@ -135,7 +144,7 @@ def median_gop(index: VideoIndex) -> int:
 
 
 def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: int) -> Callable[[], int]:
-    """A function that decodes a batch with DALI, a frame per clip, and returns the number of frames."""
+    """Return a function that decodes a batch with DALI, one frame per clip, and returns the number of frames."""
     from dali_stream.decode import dali
 
     threads = num_threads if gpu is None else dali.decode_threads(num_threads, engines(gpu), cameras)
@@ -160,7 +169,7 @@ def _with_dali(clips: list[Clip], gpu: int | None, num_threads: int, cameras: in
 
 
 def _with_torchcodec(clip: Clip, video: VideoFormat, num_threads: int) -> Callable[[], int]:
-    """A function that decodes the clip twice in each of some threads, and returns the number of frames."""
+    """Return a function that decodes the clip `2 * num_threads` times in `num_threads` threads, and returns the frame count."""
     from dali_stream.decode.torchcodec import decode_clip
 
     def run() -> int:
@@ -171,9 +180,9 @@ def _with_torchcodec(clip: Clip, video: VideoFormat, num_threads: int) -> Callab
 
 
 def _rate(decode: Callable[[], int], seconds: float) -> float:
-    """Return frames per second of a function that decodes some frames and returns their number.
+    """Return the frames per second of a function that decodes frames and returns their number.
 
-    Its first call is not counted, since decoders are opened and memory is allocated in it.
+    The first call is not counted, because it opens decoders and allocates memory.
     """
     started, frames = time.perf_counter(), 0
     decode()
@@ -184,16 +193,16 @@ def _rate(decode: Callable[[], int], seconds: float) -> float:
 
 
 def _read(kind: str) -> Rates | None:
-    """Return the speeds that `_keep` has written; None without such a file or entry."""
+    """Return the speeds that `_keep` has saved, or None if they are missing."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
         return Rates(**json.loads(_file().read_bytes())[kind])
     return None
 
 
 def _keep(kind: str, rates: Rates) -> None:
-    """Write speeds for later Loaders, if the cache folder allows it.
+    """Save speeds for later Loaders, if the cache folder is writable.
 
-    If two processes write at the same time, one may lose its figures, and the next Loader measures them again.
+    If two processes write at the same time, the speeds of one may be lost. The next Loader then measures them again.
     """
     with contextlib.suppress(OSError, RuntimeError):
         file, kept = _file(), {}

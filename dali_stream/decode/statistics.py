@@ -1,4 +1,4 @@
-"""Statistics of the selected episodes of a dataset: rows exactly, cameras from some frames of each episode."""
+"""Statistics of the selected episodes of a dataset: of all rows, and for cameras of a sample of the frames."""
 
 from __future__ import annotations
 
@@ -24,17 +24,28 @@ from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
 
-_MAX_FRAMES = 10_000  # of all episodes together
-_FRAMES_AT_ONCE = 16  # decoded by one thread
-_INDICES = 32  # of video files, kept in memory
+_MAX_FRAMES = 10_000  # maximum number of frames of a camera, in all episodes together
+_FRAMES_AT_ONCE = 16  # number of frames that a thread decodes at a time
+_INDICES = 32  # number of indices of video files that are kept in memory
 _T = TypeVar("_T")
-Progress = Callable[[int, int], None]  # episodes done, episodes in all, each counted once for rows and for each camera
+# Arguments: number of finished steps and of all steps. A step reads the rows of an episode, or decodes its frames of a camera.
+Progress = Callable[[int, int], None]
 
 
 def compute_stats(
     dataset: DatasetFiles, keys: Iterable[str] | None = None, progress: Progress = lambda done, total: None
 ) -> Stats:
-    """What `Dataset.compute_stats` gives."""
+    """Return statistics of features. See `Dataset.compute_stats`.
+
+    Args:
+        dataset: Selected episodes of a dataset.
+        keys: Features with numbers, or None for all of them.
+        progress: Function that is called after each step. Default: none.
+
+    Raises:
+        ValueError: If `keys` is a string, or contains an unknown feature or one without numbers.
+        DecodeError: If a frame is missing or cannot be decoded.
+    """
     wanted = _keys(dataset, keys)
     tabular = [key for key in wanted if key not in dataset.cameras]
     cameras = [key for key in wanted if key in dataset.cameras]
@@ -66,7 +77,11 @@ def compute_stats(
 
 
 def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
-    """The keys that have statistics, or those of them that are asked for."""
+    """Return the requested keys in the order of the features, or all keys of features with numbers if `keys` is None.
+
+    Raises:
+        ValueError: If `keys` is a string, or contains an unknown feature or one without numbers.
+    """
     there = [key for key, feature in dataset.features.items() if not feature.is_text]
     if keys is None:
         return there
@@ -80,7 +95,10 @@ def _keys(dataset: DatasetFiles, keys: Iterable[str] | None) -> list[str]:
 
 
 def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
-    """{episode: frames} to look at, evenly spread: about 100 an episode, and at most 10 000 in all."""
+    """Return the frames of each episode from which cameras' statistics are computed.
+
+    They are evenly spaced: about 100 per episode, and at most 10 000 in total. Episodes without any are omitted.
+    """
     total = int(dataset.lengths.sum())
     count = min(total, MAX_IMAGES * dataset.num_episodes, _MAX_FRAMES)
     places = np.linspace(0, total - 1, count).round().astype(np.int64)
@@ -94,7 +112,7 @@ def _sample(dataset: DatasetFiles) -> dict[int, list[int]]:
 
 
 def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterator[_T]:
-    """What jobs return, in their order; threads do some ahead. The first error ends those that have not begun."""
+    """Yield the results of jobs in order. Threads run some jobs ahead. After the first error, no further jobs are started."""
     threads = process.reading_threads(dataset.data_store.remote)
     with ThreadPoolExecutor(threads, thread_name_prefix="dali_stream stats") as pool:
         ahead: deque[Future[_T]] = deque()
@@ -111,9 +129,9 @@ def _in_order(dataset: DatasetFiles, jobs: Iterable[Callable[[], _T]]) -> Iterat
 
 
 def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Sequence[str]) -> Iterator[tuple[int, Columns]]:
-    """Of each of these episodes, these features of its rows, and its timestamps."""
+    """Yield each episode with its rows, which have the features `keys`, the timestamps and the frame indices."""
     reader = RowReader(dataset, store, keys={*keys, "timestamp", "frame_index"})
-    # A row group of several episodes is read once, for as long as what was read is referenced.
+    # A row group of several episodes is read once, as long as the result is referenced.
     for episode, found in _in_order(dataset, (functools.partial(lambda e: (e, reader.read(e)), e) for e in episodes)):
         yield episode, found[episode]
 
@@ -121,8 +139,15 @@ def _rows(dataset: DatasetFiles, store: Store, episodes: Iterable[int], keys: Se
 def _of_video(
     dataset: DatasetFiles, store: Store, camera: str, seconds: Mapping[int, npt.NDArray[np.float64]]
 ) -> Callable[[int, list[int]], list[Histogram]]:
-    """A function that decodes frames of an episode, at `seconds`."""
-    from dali_stream.decode import torchcodec as decode  # rows and images do without torchcodec
+    """Return a function that decodes frames of an episode of a video camera, and returns their histograms.
+
+    Args:
+        dataset: Selected episodes of a dataset.
+        store: Store of the files.
+        camera: Name of the camera.
+        seconds: Times of the frames in each episode, in seconds.
+    """
+    from dali_stream.decode import torchcodec as decode  # on use, because rows and images do not require torchcodec
 
     files = dataset.table.video[camera]
 
@@ -152,7 +177,7 @@ def _of_video(
 
 
 def _of_images(dataset: DatasetFiles, store: Store, camera: str) -> Callable[[int, list[int]], list[Histogram]]:
-    """A function that decodes images of an episode's rows."""
+    """Return a function that decodes images of an episode's rows, and returns their histograms."""
     reader = RowReader(dataset, store, keys={camera})
 
     def of_episode(episode: int, frames: list[int]) -> list[Histogram]:

@@ -1,7 +1,7 @@
-"""Decoding with torchcodec, on the CPU: frames from packed clips, one thread per clip, no state between calls.
+"""Decoding of packed clips with torchcodec, on the CPU. One thread decodes a clip, and no state is kept between calls.
 
-A decoder that meets damage may skip a frame without an error, and the next frame takes its place. So the time of each
-delivered frame is compared with the requested time.
+A decoder may skip a damaged frame without an error and return the next frame instead. Therefore the time of each returned frame
+is compared with the requested time.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 Frames = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
-# Of RGB at full size that a decode thread holds at a time. Threads have heaps of 64 MiB, where glibc does not use an aligned
-# block again for another of its size while a small one beside it lives on (its bug 14581): with blocks of 30 MiB, two to a
-# heap, the process grew by gigabytes.
+# Maximum size of the RGB frames at full size that a decode thread keeps in memory, in bytes. Threads have heaps of 64 MiB, in
+# which glibc does not reuse an aligned block for another block of the same size if a small block next to it is still allocated
+# (glibc bug 14581). With blocks of 30 MiB, two per heap, the process grew by gigabytes.
 PART_BYTES = 15 << 20
 
 
@@ -55,11 +55,11 @@ class _Gop(NamedTuple):
     """Frames of one GOP that a task decodes.
 
     Attributes:
-        file: the index of their file.
-        episode: that they belong to.
-        frames: of the episode.
-        packets: that hold them.
-        slots: where they go.
+        file: Index of the file.
+        episode: Episode of the frames.
+        frames: Frame indices within the episode.
+        packets: Packet of each frame.
+        slots: Slot into which each frame is put.
     """
 
     file: VideoIndex
@@ -70,7 +70,15 @@ class _Gop(NamedTuple):
 
 
 class TorchcodecDecoder(VideoFiles):
-    """A `Decoder` of a camera's video, into slots, resized to `size` (height, width)."""
+    """`Decoder` of a camera's video that puts frames into slots.
+
+    Args:
+        source: Episodes of the Loader.
+        key: Name of the camera.
+        counters: Counters of the Loader.
+        slots: Slots into which the decoder puts frames.
+        size: Size (height, width) of the frames in batches, in pixels.
+    """
 
     def __init__(self, source: Source, key: str, counters: Counters, slots: Slots, size: tuple[int, int]) -> None:
         super().__init__(source, key)
@@ -78,7 +86,7 @@ class TorchcodecDecoder(VideoFiles):
         self._present = source.files(key) != ABSENT
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> Decoded:
-        """See `Decoder`."""
+        """See `Decoder.start`."""
         planned, episode = plan.frames[self.key], plan.samples.episode
         failed: dict[int, DecodeError] = {}
         present = self._present[episode]
@@ -90,11 +98,11 @@ class TorchcodecDecoder(VideoFiles):
         return Decoded(self._slots, planned, tasks, failed)
 
     def close(self) -> None:
-        """Frees the slots."""
+        """Free the slots."""
         self._slots.free()
 
     def _missing(self, episodes: OpenEpisodes, episode: int, frame: int) -> DecodeError:
-        """The error for a frame that has no packet."""
+        """Return the error for a frame that has no packet."""
         try:
             error = self.lacking(episodes, episodes.index(self.key, episode), episode, frame)
         except DecodeError as broken:
@@ -113,9 +121,9 @@ class TorchcodecDecoder(VideoFiles):
         ]
 
     def _usable(self, plan: FramePlan, episodes: OpenEpisodes) -> dict[int, VideoIndex]:
-        """The indices of the files to decode. Where a file is not what the metadata promise, its frames fail."""
+        """Return the index of each episode's file. If a file differs from the metadata, its slots receive the error instead."""
         indices = {}
-        starts = np.flatnonzero(np.diff(plan.episode, prepend=LACKING)).tolist()  # GOPs of one episode are neighbours
+        starts = np.flatnonzero(np.diff(plan.episode, prepend=LACKING)).tolist()  # GOPs of one episode are consecutive
         for start, stop in itertools.pairwise([*starts, len(plan.episode)]):
             own, episode = slice(start, stop), int(plan.episode[start])
             index = episodes.index(self.key, episode)
@@ -129,7 +137,11 @@ class TorchcodecDecoder(VideoFiles):
         return indices
 
     def _deal(self, gops: list[_Gop]) -> list[list[_Gop]]:
-        """Tasks: GOPs of one sample description, since a clip has one; neighbours in a file together."""
+        """Distribute GOPs to tasks.
+
+        The GOPs of a task share their sample description, because a clip has only one. GOPs that are next to each other in a
+        file are in the same task if possible.
+        """
         by_config: dict[bytes, list[_Gop]] = {}
         for gop in sorted(gops, key=lambda gop: (gop.file.path, gop.packets[0])):
             by_config.setdefault(config(gop.file, gop.packets[0]), []).append(gop)
@@ -142,7 +154,10 @@ class TorchcodecDecoder(VideoFiles):
         return tasks
 
     def _decode(self, store: Store, gops: list[_Gop]) -> None:
-        """Decode pool: fills the slots of these frames."""
+        """Decode GOPs in a decode thread, and put their frames into slots.
+
+        If decoding fails, each frame is decoded separately, so that only the frames that cannot be decoded receive the error.
+        """
         indices = [gop.file for gop in gops for _ in gop.packets]
         packets = [packet for gop in gops for packet in gop.packets]
         slots = [slot for gop in gops for slot in gop.slots]
@@ -173,20 +188,21 @@ def decode(
     timed: Timed = untimed,
     device: str = "cpu",
 ) -> tuple[Frames, int]:
-    """Decodes packets, in the order asked for.
+    """Decode packets, and return their frames in the order of the requests.
 
     Args:
-        store: of the files.
-        indices, packets: per request, the index of its file, and the packet there; all with the same sample description.
-        expected: what that says, in particular the size of the frames.
-        timed: counts the time of reading and packing.
-        device: Where to decode, "cpu" or a GPU such as "cuda:0".
+        store: Store of the files.
+        indices: Index of the file of each request.
+        packets: Packet of each request in its file. All packets must have frames of the same size.
+        expected: Format of the frames according to the sample description, in particular their size.
+        timed: Timer that measures reading and packing. Default: no measurement.
+        device: Device that decodes, "cpu" or a GPU such as "cuda:0". Default: "cpu".
 
     Returns:
-        (n, H, W, 3) uint8 RGB in the CPU's memory, and how many frames were decoded for it.
+        RGB frames in the CPU's memory, uint8, shape (n, H, W, 3), and the number of frames that were decoded for them.
 
     Raises:
-        DecodeError: the decoder failed, or delivered another frame than the one asked for.
+        DecodeError: If the decoder fails, or returns another frame than the requested one.
     """
     frames, decoded = np.empty((len(packets), expected.height, expected.width, 3), np.uint8), 0
     for requests, part, more in decode_in_parts(store, indices, packets, expected, len(packets), timed, device):
@@ -204,14 +220,14 @@ def decode_in_parts(
     timed: Timed = untimed,
     device: str = "cpu",
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
-    """Decode packets, a few at a time, so that little memory is taken at once. Arguments and errors as of `decode`.
+    """Decode packets in parts, which limits the memory for frames. See `decode` for the other arguments and the errors.
 
     Args:
-        part: Maximum number of requests at a time.
+        part: Maximum number of requests in a part.
 
     Yields:
-        The numbers of some requests, their frames as a tensor of shape (n, H, W, 3) on `device`, and how many frames were
-        decoded since the part before. Requests may come again, with frames that replace those of the first time.
+        Numbers of the requests in this part, their frames as a tensor of shape (n, H, W, 3) on `device`, and the number of
+        frames that were decoded since the previous part. A request may be yielded twice, and then the second frame is valid.
     """
     for group in _groups(indices, packets):
         mine, wanted = [indices[i] for i in group], [packets[i] for i in group]
@@ -224,6 +240,7 @@ def decode_in_parts(
         except DecodeError:
             if not _holds_back(store, mine):
                 raise
+        # The requests are decoded again from the start of the file, including those that were already yielded.
         with timed("pack_s"):
             clip = pack(store, mine, wanted, from_the_start=True, timed=timed)
         for requests, frames, decoded in _decode_clip(clip, expected, part, device):
@@ -231,16 +248,20 @@ def decode_in_parts(
 
 
 def _holds_back(store: Store, indices: Sequence[VideoIndex]) -> bool:
-    """Return whether FFmpeg may keep the last frames of a clip of these files: of H.264 with keyframes other than IDR frames.
+    """Return whether FFmpeg may drop the last frames of a clip of these files.
 
-    It shows all frames after the file's first one. That is slower, so it is tried only if the shorter clip fails.
+    This happens for H.264 if a clip starts with a keyframe that is not an IDR frame. If the clip starts at the first frame of
+    the file, FFmpeg returns all frames. Such clips take longer to decode, so they are used only if the shorter clip fails.
     """
     files = {id(index): index for index in indices}.values()
     return any(is_avc(index) and (index.open_gops or has_other_keyframes(store, index, "h264")) for index in files)
 
 
 def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[int]]:
-    """Requests, by number, that may share a clip: those of one description, and in open GOPs those of one run."""
+    """Divide requests into groups that can share a clip, and return the request numbers of each group.
+
+    The requests of a group have the same sample description. If the file has open GOPs, their runs start at the same keyframe.
+    """
     groups: dict[Hashable, list[int]] = {}
     for i, (index, packet) in enumerate(zip(indices, packets, strict=True)):
         key = (id(index), span(index, packet)[0]) if index.open_gops else config(index, packet)
@@ -249,7 +270,19 @@ def _groups(indices: Sequence[VideoIndex], packets: Sequence[int]) -> list[list[
 
 
 def decode_clip(clip: Clip, expected: VideoFormat, device: str = "cpu") -> Frames:
-    """Decodes one clip to (n, H, W, 3) uint8 RGB, in the CPU's memory. Errors as in `decode`."""
+    """Decode one clip.
+
+    Args:
+        clip: Clip to decode.
+        expected: Format of the frames.
+        device: Device that decodes, "cpu" or a GPU such as "cuda:0". Default: "cpu".
+
+    Returns:
+        RGB frames in the CPU's memory, uint8, shape (n, H, W, 3), in the order of the clip's requests.
+
+    Raises:
+        DecodeError: If the decoder fails, or returns another frame than the requested one.
+    """
     frames = np.empty((len(clip.frames), expected.height, expected.width, 3), np.uint8)
     for requests, part, _ in _decode_clip(clip, expected, len(clip.frames), device):
         frames[requests] = part.cpu().numpy()
@@ -259,12 +292,12 @@ def decode_clip(clip: Clip, expected: VideoFormat, device: str = "cpu") -> Frame
 def _decode_clip(
     clip: Clip, expected: VideoFormat, part: int, device: str = "cpu"
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
-    """The requests of a clip in the order in which they are shown, `part` at a time. As `decode_in_parts`."""
+    """Decode the requests of a clip in display order, in parts of `part` requests. It yields the same as `decode_in_parts`."""
     order, decoded = sorted(range(len(clip.frames)), key=clip.frames.__getitem__), clip.coded_frames
     try:
         decoder = _open(clip, device)
         size = decoder.metadata.height, decoder.metadata.width
-        if size != (expected.height, expected.width):  # before memory is taken for frames of that size
+        if size != (expected.height, expected.width):  # before torchcodec allocates memory for the frames
             raise DecodeError(
                 f"its encoded frames are {size[0]}×{size[1]}, and its sample description says "
                 f"{expected.height}×{expected.width}"
@@ -274,14 +307,14 @@ def _decode_clip(
             batch = decoder.get_frames_at([clip.frames[i] for i in requests])
             yield requests, _checked(batch, [clip.frames[i] for i in requests], expected), decoded
             decoded = 0
-    except torch.OutOfMemoryError:  # of a GPU, which is no fault of the file
+    except torch.OutOfMemoryError:  # raised for a GPU, and not caused by the file
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         raise DecodeError(f"the {expected.codec} decoder failed: {_first_line(error)}") from error
 
 
 def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> torch.Tensor:
-    """Return the frames of a batch if their size is the expected one and their times are those of `indices`.
+    """Return the frames of a batch after comparing their size with `expected` and their times with `indices`.
 
     Raises:
         DecodeError: If a frame has another size or time.
@@ -296,8 +329,8 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> to
             f"its decoded frames must be {expected.height}×{expected.width}, as its sample description says, got {size}"
         )
     displayed = zip(batch.pts_seconds.tolist(), indices, strict=True)
-    # One changed bit in a packet's header leads here in H.264, HEVC, AV1, VP9 and MPEG-4: the frame is hidden, or its packet is
-    # ignored, and the request for it and those after it receive later frames.
+    # In H.264, HEVC, AV1, VP9 and MPEG-4, a single changed bit in the header of a packet can have this effect. The decoder
+    # hides the frame or ignores the packet, so this request and the requests after it receive later frames.
     wrong = sum(abs(seconds * TIMESCALE / TICK - index) > 0.25 for seconds, index in displayed)
     if wrong:
         raise DecodeError(
@@ -308,9 +341,10 @@ def _checked(batch: FrameBatch, indices: list[int], expected: VideoFormat) -> to
 
 
 def _open(clip: Clip, device: str = "cpu") -> VideoDecoder:
-    # A tensor: given bytes, torchcodec changes the warning filters of the whole process, which no two threads may do.
+    # The data is a tensor and not bytes. For bytes, torchcodec changes the warning filters of the process, which several
+    # threads must not do at the same time.
     data = torch.frombuffer(clip.data, dtype=torch.uint8)
-    # "approximate" spares a scan; a clip's frames are one tick apart, so an index is a time exactly.
+    # "approximate" avoids a scan of the clip. It is exact here, because the frames of a clip are one tick apart.
     decoder = VideoDecoder(data, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate", device=device)
     if device != "cpu" and decoder.cpu_fallback:
         raise DecodeError(f"NVDEC does not decode it. torchcodec says: {decoder.cpu_fallback}")
@@ -318,17 +352,17 @@ def _open(clip: Clip, device: str = "cpu") -> VideoDecoder:
 
 
 def colour_space(clip: Clip) -> str | None:
-    """FFmpeg's name of the matrix of a clip's colours, out of its frames or its index; None where neither names one."""
+    """Return FFmpeg's name of the colour matrix that the frames or the index of a clip specify, or None."""
     named = getattr(_open(clip).metadata, "color_space", None)  # torchcodec has it since 0.10
     return None if named is None else str(named)
 
 
 def _first_line(error: Exception) -> str:
-    """What torchcodec says, without the place in its source that it begins with."""
+    """Return the first line of torchcodec's message, without the source position at its beginning."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(r"^\w+, \S+\.(cpp|h):\d+, ", "", line)
 
 
 def frames_at_once(size: tuple[int, int]) -> int:
-    """How many frames of this (height, width) are in memory at full size at a time, per decode thread."""
+    """Return the number of frames of a size (height, width) that a decode thread keeps in memory at full size."""
     return int(np.clip(PART_BYTES // (size[0] * size[1] * 3), 1, task_frames(size)))

@@ -1,7 +1,7 @@
-"""Decoding with torchcodec on NVDEC: the frames of each sample from a clip of its own, on the GPU. Not run on a GPU yet.
+"""Decoding with torchcodec on NVDEC, from a separate clip for each sample. This module was not run on a GPU yet.
 
-The times that torchcodec returns with the frames are those of the bitstream, so each frame is compared with its request as on
-the CPU (`torchcodec.decode_in_parts`). With the device "cpu", all of it but the CUDA stream runs without a GPU.
+The times that torchcodec returns originate from the decoded frames, so each frame is compared with its request, as on the CPU
+(`torchcodec.decode_in_parts`). With the device "cpu", everything except the CUDA stream runs without a GPU.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dali_stream.schedule.plan import BatchPlan
 from dali_stream.storage import Store
 from dali_stream.workers import Workers
 
-_LEAST = (0, 14)  # torchcodec's version
-_LEAST_CUDA = 13
-_CACHED = 100  # NVDEC decoders that torchcodec keeps per GPU, as many as DALI. One is in use per session.
+_LEAST = (0, 14)  # minimum version of torchcodec
+_LEAST_CUDA = 13  # minimum major version of CUDA
+_CACHED = 100  # number of NVDEC decoders that torchcodec caches per GPU, the same as in DALI; each session uses one
 _of_thread = threading.local()
 
 
 def unavailable(gpu: int | None) -> str:
-    """Return why torchcodec cannot decode on the GPU here, and what to install. Empty if it can."""
+    """Return why torchcodec cannot decode on the GPU, and what to install. Empty if it can."""
     if gpu is None:
         return "batches are made on the CPU"
     cuda = torch.version.cuda
@@ -52,7 +52,11 @@ def unavailable(gpu: int | None) -> str:
 
 
 class SampleFrames:
-    """The frames of one batch of a camera, in progress, as `Work`."""
+    """`Work` of `TorchcodecCudaDecoder`: the frames of one batch of a camera.
+
+    Args:
+        samples: Number of samples in the batch.
+    """
 
     def __init__(self, samples: int) -> None:
         self.frames: list[torch.Tensor | None] = [None] * samples
@@ -63,18 +67,25 @@ class SampleFrames:
         return not self.failed and all(map(succeeded, self.tasks))
 
     def collect(self, buffers: Buffers, dtype: type[np.generic], copiers: Workers) -> list[torch.Tensor | None]:
-        """Return (T, H, W, 3) uint8 per sample, on the device; None for a sample in `failed`."""
+        """Return the frames of each sample on the device, uint8, shape (T, H, W, 3), or None for a sample in `failed`."""
         return self.frames
 
 
 class TorchcodecCudaDecoder(SampleDecoder):
-    """A `Decoder` of a camera's video that decodes on a GPU, or for tests on the CPU if `gpu` is None."""
+    """`Decoder` of a camera's video that decodes on a GPU.
+
+    Args:
+        source: Episodes of the Loader.
+        key: Name of the camera.
+        counters: Counters of the Loader.
+        gpu: CUDA device. None: the CPU, for tests.
+    """
 
     def __init__(self, source: Source, key: str, counters: Counters, gpu: int | None) -> None:
         super().__init__(source, key, counters)
         self._gpu, self._device = gpu, device_name(gpu)
         if gpu is not None:
-            _sessions(gpu)  # made by one thread, before the decode threads ask for it
+            _sessions(gpu)  # created here, because several decode threads could otherwise create it at the same time
 
     def start(self, pool: Pool, plan: BatchPlan, frames: Int64, episodes: OpenEpisodes, store: Store) -> SampleFrames:
         """See `Decoder.start`."""
@@ -83,7 +94,7 @@ class TorchcodecCudaDecoder(SampleDecoder):
         return work
 
     def make(self, store: Store, request: Request, work: SampleFrames) -> None:
-        """Decode each frame of a window once, and then put it into place."""
+        """Decode each frame of a window once, and copy it to all steps that show it."""
         unique, steps = np.unique(request.packets, return_inverse=True)
         video, timed, decoded = self.format(request.file, int(unique[0])), self._counters.timed, 0
         try:
@@ -108,7 +119,10 @@ def device_name(gpu: int | None) -> str:
 
 @contextlib.contextmanager
 def own_stream(gpu: int | None) -> Iterator[None]:
-    """Work on a CUDA stream of this thread. At the end, wait until it is done. Does nothing for the CPU."""
+    """Use a CUDA stream of this thread and one decoding session in the body, and wait for the stream at its end.
+
+    Without a GPU, this does nothing.
+    """
     if gpu is None:
         yield
         return
@@ -122,8 +136,8 @@ def own_stream(gpu: int | None) -> Iterator[None]:
 
 @functools.cache
 def _sessions(gpu: int) -> threading.BoundedSemaphore:
-    """Decoding sessions of a GPU, for all cameras and Loaders of this process."""
-    from torchcodec.decoders import set_nvdec_cache_capacity  # which versions that `unavailable` refuses may lack
+    """Return the semaphore that limits the decoding sessions of a GPU, for all cameras and Loaders of this process."""
+    from torchcodec.decoders import set_nvdec_cache_capacity  # on use, because versions that `unavailable` refuses may lack it
 
     set_nvdec_cache_capacity(_CACHED)
     return threading.BoundedSemaphore(SESSIONS_PER_ENGINE * engines(gpu))

@@ -1,6 +1,6 @@
-"""A trial of NVDEC before it decodes a camera: a file's first frames, and those of a later GOP, compared with FFmpeg's.
+"""Trial of a decoder before it decodes a camera. It compares the first frames of a file, and of its second GOP, with FFmpeg's.
 
-It finds what an index does not tell, such as colours that only the frames name.
+A trial detects properties that an index does not contain, such as a colour matrix that only the frames specify.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dali_stream.mp4.format import VideoFormat
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
-_SHOWN = (0, 1, 5, 13)  # frames of a clip, in display order, with frames left out between them
+_SHOWN = (0, 1, 5, 13)  # places of the requested frames in display order, with gaps between them
 _LIKE_BT601 = (None, "unknown", "unspecified", "reserved", "smpte170m", "bt470bg")  # FFmpeg's names
 
 
 def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) -> str:
-    """Return why DALI must not decode a file. Empty if its frames equal FFmpeg's within the tolerance.
+    """Return why DALI must not decode a file. Empty if its frames agree with FFmpeg's within the tolerance.
 
     Args:
         store: Store of the file.
@@ -31,7 +31,7 @@ def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) 
         gpu: CUDA device, or None for the CPU.
 
     Raises:
-        DecodeError: If FFmpeg cannot decode the frames either.
+        DecodeError: If FFmpeg cannot decode the frames.
     """
     try:
         clips = [_pack(store, index, frames, gpu) for frames in _frames(index)]
@@ -48,7 +48,7 @@ def trial(store: Store, index: VideoIndex, video: VideoFormat, gpu: int | None) 
 
 
 def trial_of_torchcodec(store: Store, index: VideoIndex, video: VideoFormat, device: str) -> str:
-    """Return why torchcodec must not decode a file on a device. Arguments and errors as in `trial`."""
+    """Return why torchcodec must not decode a file on a device. See `trial` for the arguments and errors."""
     clips = [_pack(store, index, frames, None) for frames in _frames(index)]
     expected = [decode_clip(clip, video) for clip in clips]
     try:
@@ -59,7 +59,7 @@ def trial_of_torchcodec(store: Store, index: VideoIndex, video: VideoFormat, dev
 
 
 def _frames(index: VideoIndex) -> list[list[int]]:
-    """Return the packets of two clips: of the file's first frames, and of the second GOP, if the file has two."""
+    """Return the packets of two clips, from the start of the file and from its second GOP, if it has two GOPs."""
     order = index.display_order
     orders = [order, *(order[index.gop_start[order] == keyframe] for keyframe in index.keyframes[1:2])]
     return [frames[[place for place in _SHOWN if place < len(frames)]].tolist() for frames in orders]
@@ -70,7 +70,7 @@ def _pack(store: Store, index: VideoIndex, packets: list[int], gpu: int | None) 
 
 
 def _differences(decoder: str, found: list[dali.Frames], expected: list[dali.Frames]) -> str:
-    """Return how a decoder's frames differ from FFmpeg's. Empty if they are the same within the tolerance."""
+    """Return how a decoder's frames differ from FFmpeg's. Empty if they agree within the tolerance."""
     return next(filter(None, map(functools.partial(_difference, decoder), found, expected)), "")
 
 

@@ -1,4 +1,4 @@
-"""Turns of the DALI pipelines that use one GPU."""
+"""Mutual exclusion of the DALI pipelines that use the same GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Runs(Protocol):
-    """A pipeline whose runs may be pending."""
+    """Pipeline whose runs may be in progress."""
 
     def finish_run(self) -> None:
         """Wait for the run in progress, if any. Any thread that holds the lock of the turns may call it."""
@@ -19,11 +19,11 @@ class Runs(Protocol):
 
 
 class Turns:
-    """Lets one pipeline of a device run at a time.
+    """Lock with which only one pipeline of a device runs at a time.
 
-    Pipelines of a process share DALI's memory pool of the device, and its decoder frees buffers without synchronisation
-    (`DeviceBuffer`, read in DALI 2.4's sources). With B-frames, a copy that is pending in one pipeline could read memory that
-    another one has got. Not seen on a GPU.
+    The pipelines of a process share DALI's memory pool of the device, and DALI's decoder frees buffers without synchronization
+    (`DeviceBuffer` in the sources of DALI 2.4). With B-frames, a pending copy of one pipeline could read memory that another
+    pipeline has allocated meanwhile. This was not observed on a GPU.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Turns:
         self._last: weakref.ReferenceType[Runs] | None = None
 
     def begin(self, pipeline: Runs) -> None:
-        """Wait for the run of another pipeline, before `pipeline` begins one. The caller holds the lock."""
+        """Wait for the run of another pipeline before `pipeline` begins a run. The caller holds the lock."""
         last = self._last() if self._last is not None else None
         if last is not None and last is not pipeline:
             last.finish_run()
@@ -39,7 +39,7 @@ class Turns:
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None, None, None]:
-        """Run a pipeline to its end while no other one runs."""
+        """Hold the lock in the body, in which a pipeline runs to its end. No other pipeline runs meanwhile."""
         with self.lock:
             if self._last is not None and (last := self._last()) is not None:
                 last.finish_run()
@@ -52,5 +52,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def turns(device: int | None) -> Turns:
-    """Return the turns of a CUDA device. Pipelines without a device do not share any."""
+    """Return the lock of a CUDA device. For None, each call returns a new lock, because pipelines on the CPU need none."""
     return Turns() if device is None else _turns.setdefault(device, Turns())

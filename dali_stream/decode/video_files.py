@@ -1,4 +1,4 @@
-"""A camera's MP4 files: their indices, and whether they hold what the metadata promise."""
+"""MP4 files of a camera, with their indices and their formats, which are compared with the metadata."""
 
 from __future__ import annotations
 
@@ -22,19 +22,32 @@ Int64 = npt.NDArray[np.int64]
 
 
 class VideoFiles:
-    """A camera's MP4s: their indices, and whether they hold what the metadata promise."""
+    """MP4 files of a camera.
+
+    Args:
+        source: Episodes of the Loader.
+        key: Name of the camera.
+    """
 
     def __init__(self, source: Source, key: str) -> None:
         self.key, self._source = key, source
         self._formats: dict[bytes, VideoFormat] = {}
 
     def describe(self, indices: IndexCache, episode: int) -> tuple[VideoIndex, VideoFormat]:
-        """Index and format of the file that holds an episode. Raises DecodeError."""
+        """Return the index and the format of the file that contains an episode.
+
+        Raises:
+            DecodeError: If the index or the first sample description is broken.
+        """
         index = indices.of(self.key, episode, self._source.data_store)
         return index, self.format(index, 0)
 
     def checked(self, index: VideoIndex, packets: Int64, episode: int) -> None:
-        """Check the sample descriptions of an episode's packets against the metadata. Raises DecodeError."""
+        """Compare the sample descriptions of an episode's packets with the metadata.
+
+        Raises:
+            DecodeError: If a sample description is broken, or has another frame size than the metadata.
+        """
         if len(index.configs) > 1:
             _, first = np.unique(index.config[packets], return_index=True)
             packets = packets[first]
@@ -44,14 +57,18 @@ class VideoFiles:
             self._check_size(index, self.format(index, packet), episode)
 
     def lacking(self, episodes: OpenEpisodes, index: VideoIndex, episode: int, frame: int) -> DecodeError:
-        """The error for a frame that the video lacks."""
+        """Return the error for a frame that is missing in the video."""
         row = np.array([episode]), np.array([frame])
         [seconds] = self._source.seconds(episode, {key: episodes.table.gather(key, *row) for key in CLOCKS})
         why = explain(index, self._source.interval(self.key, episode), seconds, *self._source.timing(episode))
         return DecodeError(f"{self._source.data_store.where(index.path)}: {why}")
 
     def format(self, index: VideoIndex, packet: int) -> VideoFormat:
-        """What a packet's sample description says. Raises DecodeError."""
+        """Return the format according to the sample description of a packet.
+
+        Raises:
+            DecodeError: If the sample description is broken.
+        """
         config = index.configs[index.config[packet]]
         if config not in self._formats:
             try:
@@ -61,7 +78,13 @@ class VideoFiles:
         return self._formats[config]
 
     def _check_size(self, index: VideoIndex, video: VideoFormat, episode: int) -> None:
-        """Batches have one shape, and a corrupt frame size could allocate any amount of memory."""
+        """Compare the size of the frames with the metadata.
+
+        All frames of a batch must have the same size, and a corrupt size could allocate any amount of memory.
+
+        Raises:
+            DecodeError: If the sizes differ.
+        """
         feature = self._source.feature(self.key, episode)
         assert feature is not None
         size = feature.frame_size
@@ -72,6 +95,6 @@ class VideoFiles:
             )
 
     def named(self, episode: int, frames: Array, index: VideoIndex, error: DecodeError) -> DecodeError:
-        """The error with camera, episode, frames and file in front."""
+        """Return an error whose message starts with the camera, the episode, the frames and the file."""
         where = self._source.data_store.where(index.path)
         return named(self._source, self.key, episode, frames, DecodeError(f"{where}: {error}"))

@@ -1,4 +1,4 @@
-"""A small simulated robot dataset in LeRobot's format, whose every frame says which frame it is."""
+"""Demo dataset: a small simulated robot dataset in LeRobot's format, in which each frame contains its own identity."""
 
 from __future__ import annotations
 

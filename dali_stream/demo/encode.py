@@ -1,4 +1,4 @@
-"""Encoding of the demo's frames to MP4 by torchcodec, with keyframes exactly where they are asked for."""
+"""Encoding of the demo's frames to MP4 with torchcodec, with keyframes exactly at the requested distance."""
 
 from __future__ import annotations
 
@@ -15,37 +15,46 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Codec:
-    """An FFmpeg encoder and its settings. `options` may hold `{gop}`, which becomes the distance of keyframes."""
+    """FFmpeg encoder with its settings.
+
+    Attributes:
+        encoder: FFmpeg's name of the encoder.
+        crf: Constant rate factor, or None if the encoder has none.
+        preset: Preset of the encoder, or None.
+        options: Further options. `{gop}` in a value is replaced by the distance of keyframes.
+        min_gop: Minimum distance of keyframes, in frames.
+        alone: Whether only one encoder may run at a time in a process.
+    """
 
     encoder: str
     crf: int | None
     preset: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     min_gop: int = 1
-    """SVT-AV1 at GOP 1 marks only the first frame as a keyframe."""
+    """With a distance of 1, SVT-AV1 marks only the first frame as a keyframe."""
     alone: bool = False
-    """Two at a time in a process crash it: SVT-AV1 fills and frees global tables whenever an encoder starts or ends
-    (https://github.com/syntalos/syntalos/issues/193 found it in 2.3.0; here 1.4.1 fell in every second run)."""
+    """SVT-AV1 fills and frees global tables whenever an encoder starts or ends, so two encoders at a time crash the process
+    (https://github.com/syntalos/syntalos/issues/193 describes it for 2.3.0, and 1.4.1 crashed in every second run)."""
 
 
 CODECS = {
-    # LeRobot's own encoder and crf; SVT-AV1 cuts no scenes. Three settings guard the identity strip, measured with
-    # SVT-AV1 1.4: screen-content mode, which the cells switch on, takes three times as long and, at GOPs of 7 and more,
-    # delivers single black cells for white ones; so does preset 12. Temporal filtering mixes neighbouring frames.
+    # The encoder and crf are LeRobot's defaults. SVT-AV1 has no scene detection. Three settings protect the identity strip, as
+    # measured with SVT-AV1 1.4. The cells would enable screen-content mode, which takes three times as long and turns single
+    # white cells black at GOPs of 7 or more frames. Preset 12 also does the latter. Temporal filtering mixes adjacent frames.
     "av1": Codec("libsvtav1", 30, "10", {"svtav1-params": "scm=0:enable-tf=0"}, min_gop=2, alone=True),
-    # B-frames stay on: presentation and decoding order differ, as in recordings in the wild. GOPs are closed.
+    # B-frames are enabled, so display order and decode order differ, as in real recordings. GOPs are closed.
     "h264": Codec("libx264", 23, "veryfast", {"sc_threshold": 0, "keyint_min": "{gop}"}),
     "hevc": Codec(
         "libx265",
         26,
         "ultrafast",
-        # Blocks of 8 pixels: with the preset's 16, x265 codes 360 lines as 368, which NVDEC does not get.
+        # Blocks have 8 pixels. With 16, the preset's value, x265 codes 360 lines as 368, and NVDEC is not used for such files.
         {"x265-params": "open-gop=0:scenecut=0:keyint={gop}:min-keyint={gop}:min-cu-size=8:log-level=none"},
     ),
-    # deadline 1 is realtime. Alternate reference frames are frames that are never shown: without them, a packet of
-    # the file is a frame.
+    # Deadline 1 means realtime. Alternate reference frames are disabled, because they are never displayed. Without them, each
+    # packet of the file is one frame.
     "vp9": Codec("libvpx-vp9", 32, None, {"deadline": 1, "cpu-used": 8, "auto-alt-ref": 0, "lag-in-frames": 0, "b": 0}),
-    # Part 2, as older recordings have it. A quantiser of 3, in FFmpeg's unit of 1/118; no scene is ever cut.
+    # MPEG-4 Part 2, as in older recordings. The quantizer is 3, in FFmpeg's unit of 1/118, and scene detection is disabled.
     "mpeg4": Codec("mpeg4", None, None, {"flags": "+qscale", "global_quality": 3 * 118, "sc_threshold": 1_000_000_000}),
 }
 
@@ -53,12 +62,19 @@ _one_at_a_time = threading.Lock()
 
 
 def encode_video(images: np.ndarray, path: Path, *, codec: str, gop: int, fps: int) -> None:
-    """Write frames (N, H, W, 3) uint8 to an MP4 file: yuv420p, BT.601, limited range, a keyframe every `gop`.
+    """Encode frames to an MP4 file in yuv420p, BT.601 and limited range.
+
+    Args:
+        images: RGB frames, uint8, shape (N, H, W, 3).
+        path: Path of the file.
+        codec: Key in `CODECS`.
+        gop: Distance of keyframes, in frames.
+        fps: Frames per second.
 
     Raises:
-        RuntimeError: FFmpeg lacks the encoder or refuses the settings.
+        RuntimeError: If FFmpeg lacks the encoder or refuses the settings.
     """
-    # Imported here: torch takes seconds to load, and the rest of the demo does without it.
+    # Imported on use, because torch takes seconds to load, and the rest of the demo does not require it.
     import torch
     from torchcodec.encoders import VideoEncoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
@@ -84,8 +100,8 @@ def encode_video(images: np.ndarray, path: Path, *, codec: str, gop: int, fps: i
 
 @contextmanager
 def quiet_encoders() -> Iterator[None]:
-    """Keep SVT-AV1 from writing its settings to stderr. It takes its log level from the environment alone."""
-    if "SVT_LOG" in os.environ:  # somebody wants to see it
+    """Prevent SVT-AV1 from writing its settings to stderr in the body. Its log level can be set only in the environment."""
+    if "SVT_LOG" in os.environ:  # the user has set a log level
         yield
         return
     os.environ["SVT_LOG"] = "1"  # errors only

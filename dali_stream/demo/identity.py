@@ -1,8 +1,8 @@
-"""A bar code in each frame that says which frame it is: episode, frame and camera, with a checksum.
+"""Identity of a frame: a bar code in the frame with its episode, frame index and camera, and a checksum.
 
-Shapes and timestamps cannot tell a frame from its neighbour; this can. The code is a strip of black and white cells
-along the lower edge, placed in fractions of the frame's size, so that a resize to any size of at least `MIN_SIZE`
-(also with another aspect ratio) keeps it readable. A crop or a flip does not.
+With it, a test can distinguish a frame from its neighbours, which is not possible with shapes and timestamps. The code is a
+strip of black and white cells along the lower edge. Its position and size are fractions of the frame's, so it remains readable
+after resizing to any size of at least `MIN_SIZE`, also with another aspect ratio. It is not readable after a crop or a flip.
 
     row 0   | episode, 16 bits              | frame, first 8 bits       |
     row 1   | frame, 4 | camera, 4 | CRC-16 of the 32 bits before it    |
@@ -15,23 +15,23 @@ import binascii
 import numpy as np
 
 ROWS, COLUMNS = 2, 24
-STRIP = 1 / 15  # the strip's share of the frame's height: 16 of 240 rows
-MIN_SIZE = (120, 128)  # (height, width): a cell is then 4 rows by 5 columns; smaller ones were not tried
+STRIP = 1 / 15  # fraction of the frame's height, such as 16 of 240 rows
+MIN_SIZE = (120, 128)  # (height, width), at which a cell has about 4×5 pixels; smaller cells were not tested
 MAX_EPISODE, MAX_FRAME, MAX_CAMERA = 2**16 - 1, 2**12 - 1, 2**4 - 1
 _BLACK, _WHITE = 16, 235
 
 
 def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
-    """Draw the identity into `image` (H, W, 3) uint8, in place.
+    """Draw an identity into a frame, in place. The lowest fifteenth of the frame is overwritten.
 
     Args:
-        image: the frame; at least `MIN_SIZE`; its lowest fifteenth is overwritten.
-        episode: 0 to 65535.
-        frame: 0 to 4095, counted within the episode.
-        camera: 0 to 15.
+        image: Frame of at least `MIN_SIZE`, uint8, shape (H, W, 3).
+        episode: Number of the episode, 0 to 65535.
+        frame: Frame index within the episode, 0 to 4095.
+        camera: Number of the camera, 0 to 15.
 
     Raises:
-        ValueError: a frame that is too small or of another kind, or a number out of range.
+        ValueError: If the frame is too small, has another shape or dtype, or a number is out of range.
     """
     _check_images(image[None] if image.ndim == 3 else image)
     cells = encode_cells(episode, frame, camera).reshape(ROWS, COLUMNS)
@@ -44,10 +44,16 @@ def stamp(image: np.ndarray, episode: int, frame: int, camera: int) -> None:
 
 
 def read_identity(image: np.ndarray) -> tuple[int, int, int]:
-    """Read (episode, frame, camera) from one frame (H, W, 3) uint8.
+    """Read the identity of one frame.
+
+    Args:
+        image: Frame, uint8, shape (H, W, 3).
+
+    Returns:
+        Episode, frame index and camera.
 
     Raises:
-        ValueError: the checksum does not fit, or the frame is too small or of another kind.
+        ValueError: If the checksum is wrong, or the frame is too small or has another shape or dtype.
     """
     image = np.asarray(image)
     if image.ndim != 3:
@@ -57,11 +63,17 @@ def read_identity(image: np.ndarray) -> tuple[int, int, int]:
 
 
 def read_identities(batch: np.ndarray) -> np.ndarray:
-    """Read the identities of frames (N, H, W, 3) uint8, as int64 (N, 3): episode, frame, camera.
+    """Read the identities of frames.
+
+    Args:
+        batch: Frames, uint8, shape (N, H, W, 3).
+
+    Returns:
+        Episode, frame index and camera of each frame, int64, shape (N, 3).
 
     Raises:
-        ValueError: a checksum does not fit (the message names the frames), or the frames are too small or of
-            another kind.
+        ValueError: If a checksum is wrong (the message has the position of the first), or the frames are too small or have
+            another shape or dtype.
     """
     batch = np.asarray(batch)
     _check_images(batch)
@@ -80,7 +92,11 @@ def read_identities(batch: np.ndarray) -> np.ndarray:
 
 
 def encode_cells(episode: int, frame: int, camera: int) -> np.ndarray:
-    """The 48 cells of an identity as bool (48,), row by row, True for white; ValueError where a number is too large."""
+    """Return the 48 cells of an identity, row by row. White cells are True.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
     limits = {"episode": (episode, MAX_EPISODE), "frame": (frame, MAX_FRAME), "camera": (camera, MAX_CAMERA)}
     for name, (value, most) in limits.items():
         if not 0 <= value <= most:
@@ -90,7 +106,10 @@ def encode_cells(episode: int, frame: int, camera: int) -> np.ndarray:
 
 
 def _sample_cells(batch: np.ndarray) -> np.ndarray:
-    """Mean brightness (N, 48) of the middle of each cell: 3 by 3 points, away from edges that coding smears."""
+    """Return the mean brightness of each cell, shape (N, 48).
+
+    It is the mean of 3×3 points near the centre of the cell, because encoding blurs the edges.
+    """
     height, width = batch.shape[1:3]
     inside = np.array([0.3, 0.5, 0.7])
     rows = (1 - STRIP + (np.arange(ROWS)[:, None] + inside) / ROWS * STRIP) * height
@@ -100,9 +119,9 @@ def _sample_cells(batch: np.ndarray) -> np.ndarray:
 
 
 def _checksum(payload: bytes) -> int:
-    """CRC-16/CCITT-FALSE, which finds every error of up to three bits at this length.
+    """Return the CRC-16/CCITT-FALSE, which detects all errors of up to three bits at this length.
 
-    Its start value makes plain black and plain white strips invalid.
+    Because of its start value, completely black and completely white strips are invalid.
     """
     return binascii.crc_hqx(payload, 0xFFFF)
 

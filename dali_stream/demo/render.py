@@ -1,8 +1,8 @@
-"""Frames of the tabletop: a painter's algorithm over convex polygons with soft edges, in NumPy.
+"""Renderer of the demo scene: a painter's algorithm for convex polygons with soft edges, in NumPy.
 
-A polygon's coverage of a pixel is its signed distance to the nearest edge line, clipped to [0, 1] over one pixel (an
-anti-aliased edge) or over several (the edge of a shadow). The table and its goals do not move within an episode, so
-they are painted once; a frame paints shadows and boxes over a copy.
+A polygon's coverage of a pixel is the signed distance of the pixel to the nearest edge, scaled and clipped to [0, 1] over one
+pixel (for an antialiased edge) or several (for the edge of a shadow). The table and its goals do not move within an episode, so
+they are painted once. For each frame, shadows and boxes are painted over a copy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ _LIGHT = np.array([0.34, -0.40, 0.85]) / np.linalg.norm([0.34, -0.40, 0.85])
 _BLOCK_COLOURS = np.array([[214, 62, 52], [52, 168, 92], [50, 108, 214]], dtype=np.float64)
 _FINGER, _PALM, _WRIST = np.array([[66, 70, 80], [214, 218, 224], [244, 152, 54]], dtype=np.float64)
 _WOOD, _WALL, _GOAL = np.array([[206, 172, 130], [72, 80, 92], [250, 250, 244]], dtype=np.float64)
-_SHADOW = 0.45  # share of the light that a shadow takes away
+_SHADOW = 0.45  # fraction of the light that a shadow removes
 
 
 @dataclass(frozen=True)
 class Camera:
-    """A pinhole camera: where it stands, what it looks at (metres), and its vertical field of view (radians)."""
+    """Pinhole camera.
+
+    Attributes:
+        eye: Position of the camera (x, y, z), in metres.
+        target: Position at the centre of the view (x, y, z), in metres.
+        field_of_view: Vertical field of view in radians.
+    """
 
     eye: tuple[float, float, float]
     target: tuple[float, float, float]
@@ -32,7 +38,7 @@ class Camera:
 
     @cached_property
     def axes(self) -> np.ndarray:
-        """Unit vectors right, down and forward, as rows (3, 3)."""
+        """Unit vectors to the right, down and forward, as rows, shape (3, 3)."""
         forward = np.subtract(self.target, self.eye)
         forward = forward / np.linalg.norm(forward)
         right = np.cross(forward, (0.0, 0.0, 1.0))
@@ -40,11 +46,22 @@ class Camera:
         return np.stack([right, np.cross(forward, right), forward])
 
     def focal_length(self, size: tuple[int, int]) -> float:
-        """In pixels; a frame narrower than 4:3 keeps the width of the view instead of its height."""
+        """Return the focal length in pixels for frames of a size (height, width).
+
+        The field of view is vertical for frames of at least 4:3. Narrower frames show the same width as 4:3 instead.
+        """
         return min(size[0], size[1] * 0.75) / 2 / np.tan(self.field_of_view / 2)
 
     def project(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-        """Pixel positions (..., 2), x right and y down, of points (..., 3); `size` is (height, width)."""
+        """Project points onto a frame.
+
+        Args:
+            points: Points in metres, shape (..., 3).
+            size: Size (height, width) of the frame in pixels.
+
+        Returns:
+            Pixel positions (x to the right, y down), shape (..., 2).
+        """
         seen = (points - np.array(self.eye)) @ self.axes.T
         scale = self.focal_length(size) / seen[..., 2:]
         return seen[..., :2] * scale + (size[1] / 2, size[0] / 2)
@@ -58,7 +75,14 @@ CAMERAS = {
 
 @dataclass(frozen=True)
 class Box:
-    """A box that stands upright: middle (3,), half lengths (3,), rotation about z, colour (3,) in 0 to 255."""
+    """Box with vertical sides.
+
+    Attributes:
+        middle: Centre in metres, shape (3,).
+        half: Half of each edge length in metres, shape (3,).
+        yaw: Rotation about the z axis in radians.
+        colour: RGB colour, 0 to 255, shape (3,).
+    """
 
     middle: np.ndarray
     half: np.ndarray
@@ -66,7 +90,7 @@ class Box:
     colour: np.ndarray
 
     def corners(self) -> np.ndarray:
-        """float64 (8, 3); corner i has the signs of the bits of i, most significant for x."""
+        """Return the corners, float64, shape (8, 3). The bits of a corner's index are its signs, from x to z."""
         return self.middle + (_SIGNS * self.half) @ self.rotation().T
 
     def rotation(self) -> np.ndarray:
@@ -75,7 +99,7 @@ class Box:
 
 
 _SIGNS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], dtype=np.float64)
-# (outward normal, corners in order around the face) of the faces that a camera above the table can see
+# Outward normal and corners, in order around the face, of the faces that a camera above the table can see.
 _FACES = (
     (np.array([-1.0, 0, 0]), [0, 1, 3, 2]),
     (np.array([1.0, 0, 0]), [4, 5, 7, 6]),
@@ -86,7 +110,13 @@ _FACES = (
 
 
 def render_episode(episode: scene.Episode, camera: Camera, size: tuple[int, int]) -> Iterator[np.ndarray]:
-    """The frames of an episode, one uint8 (H, W, 3) per frame; `size` is (height, width)."""
+    """Yield the frames of an episode, uint8, shape (H, W, 3).
+
+    Args:
+        episode: Episode to render.
+        camera: Camera that sees the scene.
+        size: Size (height, width) of the frames in pixels.
+    """
     background, table_mask = _background(episode.goals, camera, size)
     for state, blocks, yaws in zip(episode.state, episode.block_positions, episode.block_yaws, strict=True):
         boxes = _boxes(state, blocks, yaws)
@@ -98,7 +128,13 @@ def render_episode(episode: scene.Episode, camera: Camera, size: tuple[int, int]
 
 
 def _boxes(state: np.ndarray, blocks: np.ndarray, yaws: np.ndarray) -> list[Box]:
-    """The blocks and the gripper's fingers, palm and wrist; state (8,), blocks (3, 2), yaws (3,)."""
+    """Return the boxes of a frame: the blocks, and the fingers, palm and wrist of the gripper.
+
+    Args:
+        state: State of the gripper, shape (8,).
+        blocks: Centres of the blocks in metres, shape (3, 2).
+        yaws: Rotations of the blocks in radians, shape (3,).
+    """
     half = scene.BLOCK_HALF
     boxes = [
         Box(np.array([x, y, half]), np.full(3, half), float(yaw), colour)
@@ -114,12 +150,12 @@ def _boxes(state: np.ndarray, blocks: np.ndarray, yaws: np.ndarray) -> list[Box]
 
 
 def _background(goals: np.ndarray, camera: Camera, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The empty table as float32 (H, W, 3), and its share of each pixel as float32 (H, W)."""
+    """Return an image of the empty table, shape (H, W, 3), and its coverage of each pixel, shape (H, W), as float32."""
     height, width = size
     columns, rows = np.meshgrid(np.arange(width) + 0.5 - width / 2, np.arange(height) + 0.5 - height / 2)
     right, down, forward = camera.axes
     rays = columns[..., None] * right + rows[..., None] * down + camera.focal_length(size) * forward
-    # Points where the pixels' rays meet the table's plane; rays that do not fall are sent far off the table.
+    # Points at which the rays of the pixels hit the plane of the table. For rays that do not descend, they are far away.
     points = np.array(camera.eye[:2]) + rays[..., :2] * (camera.eye[2] / np.maximum(-rays[..., 2:], 1e-6))
     fade = np.linspace(1.12, 0.72, height)[:, None, None]
     image = np.broadcast_to(_WALL * fade, (height, width, 3)).astype(np.float32)
@@ -135,7 +171,15 @@ def _background(goals: np.ndarray, camera: Camera, size: tuple[int, int]) -> tup
 
 
 def _table_top(points: np.ndarray, goals: np.ndarray) -> np.ndarray:
-    """Colours (H, W, 3) of the wood and the goals at table points (H, W, 2)."""
+    """Return the colours of the wood and the goals at points of the table.
+
+    Args:
+        points: Points on the table in metres, shape (H, W, 2).
+        goals: Centres of the goals in metres, shape (2, 2).
+
+    Returns:
+        RGB colours, shape (H, W, 3).
+    """
     x, y = points[..., 0], points[..., 1]
     planks = np.floor((y + 1) / 0.0833)
     joint = np.abs((y + 1) / 0.0833 - planks - 0.5) > 0.485
@@ -153,13 +197,13 @@ def _table_top(points: np.ndarray, goals: np.ndarray) -> np.ndarray:
 
 
 def _cast_shadows(image: np.ndarray, mask: np.ndarray, boxes: list[Box], camera: Camera, size: tuple[int, int]) -> None:
-    """Darken the table where boxes keep the lamp's parallel light away; shadows merge without a seam."""
+    """Darken the table below boxes, which block the parallel light of the lamp. Overlapping shadows merge."""
     light = np.ones(size, dtype=np.float32)
     for box in boxes:
         corners = box.corners()
         ground = corners - corners[:, 2:] / _LIGHT[2] * _LIGHT
         height = float(box.middle[2] - box.half[2])
-        # A lamp of some width: the higher the box, the wider and paler the edge of its shadow.
+        # The lamp is not a point, so the edge of a shadow is wider for a higher box.
         softness = (2.5 + 110 * height) * size[0] / 240
         window, coverage = _coverage(_convex_hull(camera.project(ground, size)), size, softness)
         light[window] *= 1 - coverage
@@ -167,7 +211,7 @@ def _cast_shadows(image: np.ndarray, mask: np.ndarray, boxes: list[Box], camera:
 
 
 def _paint_box(image: np.ndarray, box: Box, camera: Camera, size: tuple[int, int]) -> None:
-    """Paint the faces that look at the camera, shaded by their angle to the light (Lambert) over ambient light."""
+    """Paint the faces of a box that the camera sees, with ambient and diffuse (Lambertian) light."""
     corners, rotation = box.corners(), box.rotation()
     pixels = camera.project(corners, size)
     for normal, face in _FACES:
@@ -185,10 +229,16 @@ def _paint_box(image: np.ndarray, box: Box, camera: Camera, size: tuple[int, int
 def _coverage(
     polygon: np.ndarray, size: tuple[int, int], softness: float, grow: float = 0.0
 ) -> tuple[tuple[slice, slice], np.ndarray]:
-    """A convex polygon's window in the frame, and its share (h, w), 0 to 1, of each pixel there.
+    """Compute how much of each pixel a convex polygon covers.
 
-    `polygon` (n, 2) holds pixel positions in either direction around; the edge is `softness` pixels wide and moved out
-    by `grow` pixels.
+    Args:
+        polygon: Pixel positions of the corners, clockwise or counterclockwise, shape (n, 2).
+        size: Size (height, width) of the frame in pixels.
+        softness: Width of the edge in pixels.
+        grow: Distance by which the edge is moved outwards, in pixels. Default: 0.
+
+    Returns:
+        Window of the frame that contains the polygon, and the coverage of its pixels from 0 to 1, shape (h, w).
     """
     margin = softness / 2 + grow
     left, top = np.floor(polygon.min(axis=0) - margin).astype(int)
@@ -208,13 +258,13 @@ def _coverage(
 
 
 def _blend(image: np.ndarray, window: tuple[slice, slice], coverage: np.ndarray, colour: np.ndarray) -> None:
-    """Lay a colour (3,) or colours (h, w, 3) over a window of the frame."""
+    """Blend a colour of shape (3,), or colours of shape (h, w, 3), into a window of the frame, in place."""
     part = image[window]
     part += coverage[..., None] * (np.asarray(colour, dtype=np.float32) - part)
 
 
 def _convex_hull(points: np.ndarray) -> np.ndarray:
-    """Corners of the convex hull of points (n, 2), in order around it (Andrew's monotone chain)."""
+    """Return the corners of the convex hull of points, shape (n, 2), in order (Andrew's monotone chain)."""
     ordered = sorted(map(tuple, points.tolist()))
     hull: list[tuple[float, float]] = []
     for sweep in (ordered, ordered[::-1]):

@@ -1,7 +1,7 @@
-"""A tabletop with three blocks and a two-fingered gripper, and a scripted expert that pushes a block to a goal.
+"""Simulation of a table with three blocks and a two-fingered gripper, and a scripted expert that pushes a block to a goal.
 
-Lengths are metres, angles radians, times seconds. The table lies in the plane z = 0, x to the right, y away from the
-robot's base. The physics is quasi-static: a block moves only while a finger (or another block) presses on it.
+Lengths are in metres, angles in radians and times in seconds. The surface of the table is the plane z = 0, with x to the right
+and y away from the robot's base. The physics is quasi-static: a block moves only while a finger or another block pushes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ACTION_NAMES = ("vx", "vy", "vz", "yaw_rate")
 TABLE_HALF = (0.34, 0.25)
 BLOCK_HALF = 0.022
 FINGER_RADIUS = 0.007
-FINGER_SPREAD = 0.017  # from the gripper's middle to each finger
+FINGER_SPREAD = 0.017  # distance of each finger from the centre of the gripper
 GOAL_RADIUS = 0.045
 TRAVEL_HEIGHT = 0.085
 SUCCESS_DISTANCE = 0.015
@@ -27,14 +27,21 @@ MAX_SECONDS = 7.0
 _LAG = 0.08  # time constant of the velocity controller
 _PUSH_HEIGHT = 0.006
 _SUBSTEPS = 10
-# Ratio of the largest friction torque to the largest friction force of a square with even pressure: the mean distance
-# of its points from the middle, 0.3826 times the side.
+# Ratio of the largest friction torque to the largest friction force for a square with uniform pressure. It is the mean distance
+# of the square's points from its centre, 0.3826 times the side.
 _TORQUE_ARM = 0.3826 * 2 * BLOCK_HALF
 
 
 @dataclass
 class Table:
-    """All that moves: gripper (4,) x, y, z, yaw; velocity (4,); blocks (3, 2) x, y; yaws (3,)."""
+    """State of the simulation.
+
+    Attributes:
+        gripper: Position x, y, z and yaw of the gripper, shape (4,).
+        velocity: Velocity of the gripper, shape (4,).
+        blocks: Centre x, y of each block, shape (3, 2).
+        yaws: Rotation of each block, shape (3,).
+    """
 
     gripper: np.ndarray
     velocity: np.ndarray
@@ -44,43 +51,47 @@ class Table:
 
 @dataclass(frozen=True)
 class Episode:
-    """A recorded episode of T frames. Row t holds what the frames of frame t show, and the action taken then."""
+    """Recorded episode of T frames. Row t has the state that frame t shows, and the action in this state."""
 
     task: str
+    """Task in words."""
     goals: np.ndarray
-    """float64 (2, 2): middle of the left and of the right goal."""
+    """Centres of the left and the right goal, float64, shape (2, 2)."""
     state: np.ndarray
-    """float32 (T, 8): gripper position and velocity, see `STATE_NAMES`."""
+    """Position and velocity of the gripper, see `STATE_NAMES`, float32, shape (T, 8)."""
     action: np.ndarray
-    """float32 (T, 4): velocity command, see `ACTION_NAMES`."""
+    """Velocity command, see `ACTION_NAMES`, float32, shape (T, 4)."""
     block_positions: np.ndarray
-    """float32 (T, 3, 2): middle of the red, green and blue block."""
+    """Centres of the red, the green and the blue block, float32, shape (T, 3, 2)."""
     block_yaws: np.ndarray
-    """float32 (T, 3)."""
+    """Rotations of these blocks, float32, shape (T, 3)."""
     reward: np.ndarray
-    """float32 (T,): 1 where the action leaves the block in its goal, else 0."""
+    """1 if the block is in its goal after the action, and otherwise 0, float32, shape (T,)."""
     done: np.ndarray
-    """bool (T,): True in the last frame."""
+    """True in the last frame, bool, shape (T,)."""
 
     def __len__(self) -> int:
         return len(self.state)
 
 
 def finger_positions(gripper: np.ndarray) -> np.ndarray:
-    """Middles of the two fingers (2, 2) in the table's plane, on a line across the gripper's heading."""
+    """Return the x and y of the two fingers, shape (2, 2). Their line is perpendicular to the gripper's heading."""
     across = np.array([-np.sin(gripper[3]), np.cos(gripper[3])]) * FINGER_SPREAD
     return np.stack([gripper[:2] + across, gripper[:2] - across])
 
 
 def move_gripper(position: np.ndarray, velocity: np.ndarray, command: np.ndarray, dt: float) -> tuple[np.ndarray, np.ndarray]:
-    """Position and velocity after `dt` under a constant velocity command: a first-order lag, solved exactly."""
+    """Return the position and the velocity after `dt` seconds of a constant velocity command.
+
+    The velocity follows the command with a first-order lag, which is solved exactly.
+    """
     decay = np.exp(-dt / _LAG)
     error = velocity - command
     return position + command * dt + error * _LAG * (1 - decay), command + error * decay
 
 
 def step(table: Table, command: np.ndarray, dt: float) -> Table:
-    """The table after `dt` seconds of a velocity command (4,). Contacts are resolved in `_SUBSTEPS` parts."""
+    """Return the table after `dt` seconds of a velocity command of shape (4,). Contacts are resolved in `_SUBSTEPS` steps."""
     gripper, velocity = table.gripper, table.velocity
     blocks, yaws = table.blocks.copy(), table.yaws.copy()
     for _ in range(_SUBSTEPS):
@@ -94,17 +105,18 @@ def step(table: Table, command: np.ndarray, dt: float) -> Table:
 
 
 def _push(blocks: np.ndarray, yaws: np.ndarray, block: int, finger: np.ndarray) -> None:
-    """Move a block out of a finger, by the ellipsoidal limit surface of planar sliding without finger friction.
+    """Move a block out of a finger, with an ellipsoidal limit surface for planar sliding and without friction of the finger.
 
-    The block's twist is proportional to (f, torque / c^2) of the pressing force f (Howe and Cutkosky 1996); its size
-    follows from the demand that the contact point leave the finger.
+    For a force f of the finger, the twist of the block is proportional to (f, torque / c^2), where c is `_TORQUE_ARM` (Howe and
+    Cutkosky 1996). Its magnitude is such that the contact point moves to the surface of the finger.
     """
     cos, sin = np.cos(yaws[block]), np.sin(yaws[block])
     rotation = np.array([[cos, -sin], [sin, cos]])
     local = (finger - blocks[block]) @ rotation
     contact = np.clip(local, -BLOCK_HALF, BLOCK_HALF)
     gap = np.linalg.norm(local - contact)
-    if gap >= FINGER_RADIUS or gap == 0.0:  # substeps are far shorter than a finger's radius: never inside a block
+    # The gap is not 0 in practice, because a finger moves much less than its radius in a substep.
+    if gap >= FINGER_RADIUS or gap == 0.0:
         return
     push = (contact - local) / gap
     arm = contact[0] * push[1] - contact[1] * push[0]
@@ -114,7 +126,7 @@ def _push(blocks: np.ndarray, yaws: np.ndarray, block: int, finger: np.ndarray) 
 
 
 def _separate(blocks: np.ndarray) -> None:
-    """Move overlapping blocks apart by equal shares, as if they were discs a little wider than the inscribed one."""
+    """Move overlapping blocks apart by equal distances. They are approximated by discs of 1.15 times the inscribed circle."""
     reach = 2 * 1.15 * BLOCK_HALF
     for first in range(len(blocks)):
         for second in range(first + 1, len(blocks)):
@@ -128,21 +140,26 @@ def _separate(blocks: np.ndarray) -> None:
 
 @dataclass
 class Expert:
-    """Pushes `block` to `goal` (2,): above the far side, down, push, up and back."""
+    """Scripted policy that pushes a block to a goal.
+
+    The gripper moves above the side of the block that is opposite to the goal, descends, pushes, and then rises and retreats.
+    """
 
     block: int
+    """Number of the block."""
     goal: np.ndarray
+    """Centre of the goal, shape (2,)."""
     speed: float
-    """Factor on all speeds, 0.6 to 1."""
+    """Factor on most speeds, 0.58 to 0.95 in demo datasets."""
     phase: str = field(default="approach", init=False)
     _heading: np.ndarray = field(default_factory=lambda: np.zeros(2), init=False)
 
     def command(self, table: Table) -> np.ndarray:
-        """The velocity command (4,) for this table; may change the phase."""
+        """Return the velocity command for a state of the table, shape (4,), and update the phase."""
         block = table.blocks[self.block]
         to_goal = self.goal - block
         distance = float(np.linalg.norm(to_goal))
-        if distance > 0.03 or not self._heading.any():  # the direction is ill-defined near the goal: keep the last one
+        if distance > 0.03 or not self._heading.any():  # near the goal, the direction is ill-defined and is kept
             self._heading = to_goal / max(distance, 1e-9)
         yaw = _wrap_half(np.arctan2(self._heading[1], self._heading[0]))
         turn = np.clip(6 * _wrap_half(yaw - table.gripper[3]), -2.5, 2.5)
@@ -166,7 +183,10 @@ class Expert:
         return np.append(-0.12 * self._heading, 0.2) * self.speed
 
     def _pushing(self, position: np.ndarray, block: np.ndarray, remaining: float) -> np.ndarray:
-        """Forward, slower near the goal, and sideways so that block, gripper and goal stay in line."""
+        """Return the linear velocity while pushing, shape (3,).
+
+        It is lower near the goal. Its sideways part keeps the block, the gripper and the goal in line.
+        """
         across = np.array([-self._heading[1], self._heading[0]])
         sideways = np.clip(8 * float((block - position[:2]) @ across), -0.06, 0.06)
         forward = min(0.15 * self.speed, 0.02 + 5 * max(remaining, 0.0))
@@ -174,10 +194,15 @@ class Expert:
 
 
 def record_episode(seed: int, episode: int, fps: int) -> Episode:
-    """Simulate episode number `episode` of a dataset: a random start, then the expert until the task is done.
+    """Simulate one episode of a dataset, from a random start until the expert has completed the task.
 
-    The result depends on the three arguments alone. A start from which the expert fails (it knocks another block into
-    its own way) is replaced by the next one of the same generator.
+    The result depends only on the arguments. If the expert fails, because it pushes another block into its own path, the next
+    random start of the same generator is used.
+
+    Args:
+        seed: Seed of the dataset.
+        episode: Number of the episode.
+        fps: Frames per second.
     """
     rng = np.random.default_rng((seed, episode))
     colour, side = int(rng.integers(len(COLOURS))), int(rng.integers(len(SIDES)))
@@ -190,10 +215,10 @@ def record_episode(seed: int, episode: int, fps: int) -> Episode:
 
 
 def _simulate(table: Table, expert: Expert, fps: int) -> tuple[np.ndarray, ...] | None:
-    """The arrays of an `Episode` after its goals; None where the block is not in the goal in time."""
+    """Return the arrays of an `Episode` after its goals, or None if the expert does not finish within `MAX_SECONDS`."""
     rows = []
     for _ in range(round(MAX_SECONDS * fps)):
-        # What is recorded is what was done: the rounded command moves the gripper.
+        # The command is rounded to float32 before it moves the gripper, so the recorded actions are exact.
         command = expert.command(table).astype(np.float32)
         before, table = table, step(table, command.astype(np.float64), 1 / fps)
         inside = np.linalg.norm(table.blocks[expert.block] - expert.goal) < SUCCESS_DISTANCE
@@ -207,7 +232,10 @@ def _simulate(table: Table, expert: Expert, fps: int) -> tuple[np.ndarray, ...] 
 
 
 def _random_start(rng: np.random.Generator, colour: int, side: int) -> tuple[Table, np.ndarray]:
-    """A table whose blocks stand apart, with the way from the block to its goal free, and both goals (2, 2)."""
+    """Return a random table and the centres of both goals, shape (2, 2).
+
+    The blocks do not touch each other, and no other block is on the path of the block to its goal.
+    """
     goals = np.array([[-0.23, 0.02], [0.23, 0.02]]) + rng.uniform(-1, 1, (2, 2)) * (0.02, 0.07)
     while True:
         blocks = rng.uniform((-0.12, -0.12), (0.12, 0.14), (len(COLOURS), 2))
@@ -220,7 +248,13 @@ def _random_start(rng: np.random.Generator, colour: int, side: int) -> tuple[Tab
 
 
 def _distance_to_path(points: np.ndarray, start: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """Distances (n,) of points (n, 2) from the way that fingers and block take, which begins behind the block."""
+    """Return the distances of points from the path of the gripper and the block, shape (n,).
+
+    Args:
+        points: Points in metres, shape (n, 2).
+        start: Centre of the block in metres, shape (2,). The path starts on the opposite side of the block from the goal.
+        goal: Centre of the goal in metres, shape (2,).
+    """
     heading = (goal - start) / np.linalg.norm(goal - start)
     start = start - 0.07 * heading
     along = np.clip((points - start) @ heading, 0, np.linalg.norm(goal - start))
@@ -232,5 +266,5 @@ def _limit(vector: np.ndarray, length: float) -> np.ndarray:
 
 
 def _wrap_half(angle: float) -> float:
-    """The angle modulo a half turn, in [-pi/2, pi/2): the gripper looks the same after half a turn."""
+    """Return an angle modulo a half turn, in [-pi/2, pi/2), because the gripper is symmetric under half a turn."""
     return float((angle + np.pi / 2) % np.pi - np.pi / 2)

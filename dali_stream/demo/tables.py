@@ -1,6 +1,6 @@
-"""The demo's Parquet and JSON files, laid out as LeRobot v3.0.
+"""Parquet and JSON files of the demo, in the layout of LeRobot v3.0.
 
-Rows and cameras cut their files at different episodes, so that a reader which takes one numbering for another fails:
+The files of rows and of each camera start at different episodes, so that a reader that confuses their numbers fails:
 
     episode   0   1   2   3   4   5   6   7   8   9  ...
     data     |           |                   |           from 3, every 5
@@ -27,7 +27,8 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-000/file-000.parquet"
 
-# An episode begins a new file where its index modulo 5 is one of these; no two kinds of file ever begin together.
+# An episode starts a new file if its index modulo 5 is one of these. After the first episode, two kinds of files never start at
+# the same episode.
 _PERIOD = 5
 _DATA_CUTS = (3,)
 VIDEO_CUTS = dict(zip(render.CAMERAS, ((0, 2), (1, 4)), strict=True))
@@ -42,7 +43,7 @@ Histograms = dict[tuple[str, int], tuple[np.ndarray, int]]
 
 
 def file_numbers(episodes: int, cuts: tuple[int, ...]) -> list[int]:
-    """The number of the file that holds each episode; a file begins where the index modulo 5 is one of `cuts`."""
+    """Return the file number of each episode. A file starts at an episode whose index modulo 5 is one of `cuts`."""
     begins = [episode > 0 and episode % _PERIOD in cuts for episode in range(episodes)]
     return np.cumsum(begins, dtype=int).tolist()
 
@@ -50,7 +51,16 @@ def file_numbers(episodes: int, cuts: tuple[int, ...]) -> list[int]:
 def write_tables(
     root: Path, recorded: list[scene.Episode], size: tuple[int, int], codec: str, fps: int, histograms: Histograms
 ) -> None:
-    """Write all Parquet and JSON files; `histograms` are those of the frames per (camera, episode)."""
+    """Write all Parquet and JSON files.
+
+    Args:
+        root: Folder of the dataset.
+        recorded: Episodes.
+        size: Size (height, width) of the frames in pixels.
+        codec: Codec of the videos.
+        fps: Frames per second.
+        histograms: Histograms of the frames, by camera and episode.
+    """
     tasks = list(dict.fromkeys(episode.task for episode in recorded))  # numbered by first use, as LeRobot does
     starts = np.cumsum([0, *map(len, recorded)]).tolist()
     rows = [_rows(episode, i, starts[i], tasks.index(episode.task), fps) for i, episode in enumerate(recorded)]
@@ -73,7 +83,7 @@ def write_tables(
 
 
 def _rows(episode: scene.Episode, index: int, start: int, task_index: int, fps: int) -> dict[str, np.ndarray]:
-    """An episode's columns, each (T, ...), in the order of the files."""
+    """Return the columns of an episode, each of shape (T, ...), in the order of the files."""
     frames = np.arange(len(episode), dtype=np.int64)
     return {
         "observation.state": episode.state,
@@ -91,7 +101,7 @@ def _rows(episode: scene.Episode, index: int, start: int, task_index: int, fps: 
 
 
 def _write_data(root: Path, rows: list[dict[str, np.ndarray]]) -> None:
-    """The data files, one row group per episode."""
+    """Write the data files, with one row group per episode."""
     schema = pa.schema([(key, _arrow_type(values)) for key, values in rows[0].items()])
     numbers = file_numbers(len(rows), _DATA_CUTS)
     for number, held in groupby(range(len(rows)), key=numbers.__getitem__):
@@ -104,7 +114,7 @@ def _write_data(root: Path, rows: list[dict[str, np.ndarray]]) -> None:
 
 
 def _arrow_type(values: np.ndarray) -> pa.DataType:
-    """LeRobot's types: a scalar for shape (1,), a fixed-size list for a vector, plain nested lists for a matrix."""
+    """Return the type of a column as in LeRobot: a scalar for shape (1,), a fixed-size list for a vector, or nested lists."""
     kind = pa.from_numpy_dtype(values.dtype)
     if values.ndim == 2:
         return pa.list_(kind, values.shape[1])
@@ -114,7 +124,7 @@ def _arrow_type(values: np.ndarray) -> pa.DataType:
 
 
 def _episode_entries(recorded: list[scene.Episode], starts: list[int], fps: int) -> list[dict[str, Any]]:
-    """The rows of meta/episodes, without statistics."""
+    """Return the rows of meta/episodes without statistics."""
     data_files = file_numbers(len(recorded), _DATA_CUTS)
     entries: list[dict[str, Any]] = []
     for i, episode in enumerate(recorded):
@@ -127,7 +137,7 @@ def _episode_entries(recorded: list[scene.Episode], starts: list[int], fps: int)
         begin = 0
         for i, (entry, number) in enumerate(zip(entries, files, strict=True)):
             if i and number != files[i - 1]:
-                begin = starts[i]  # a file's time is 0 at its own first episode
+                begin = starts[i]  # the times of a file start with 0 at its first episode
             entry |= place(number, f"videos/{camera}/")
             entry[f"videos/{camera}/from_timestamp"] = (starts[i] - begin) / fps
             entry[f"videos/{camera}/to_timestamp"] = (starts[i + 1] - begin) / fps
@@ -135,7 +145,7 @@ def _episode_entries(recorded: list[scene.Episode], starts: list[int], fps: int)
 
 
 def _info(rows: list[dict[str, np.ndarray]], tasks: int, size: tuple[int, int], codec: str, fps: int) -> dict[str, Any]:
-    """The contents of info.json."""
+    """Return the contents of meta/info.json."""
     image = {
         "video.height": size[0],
         "video.width": size[1],
@@ -169,7 +179,7 @@ def _info(rows: list[dict[str, np.ndarray]], tasks: int, size: tuple[int, int], 
 
 
 def place(number: int, prefix: str = "") -> dict[str, int]:
-    """A file's number as chunk and file index, the names after a prefix."""
+    """Return the chunk index and the file index of a file number. `prefix` is prepended to their keys."""
     chunk, file = divmod(number, CHUNKS_SIZE)
     return {f"{prefix}chunk_index": chunk, f"{prefix}file_index": file}
 

@@ -1,4 +1,4 @@
-"""Writes the demo scene as a LeRobot v3.0 dataset: Parquet rows, MP4 videos and metadata."""
+"""Writer of the demo dataset in LeRobot's format v3.0: Parquet rows, MP4 videos and metadata."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ def write_demo(
 ) -> Path:
     """Write a dataset of simulated episodes in which a gripper pushes a block to a goal, seen by two cameras.
 
-    The rows depend on `episodes`, `fps` and `seed` alone. Every frame carries its identity: read it with
-    `read_identity`. The dataset is written beside `root` and renamed at the end, so a run that is cut short leaves
-    nothing at `root`.
+    The rows depend only on `episodes`, `fps` and `seed`. Each frame contains its identity, which `read_identity` reads. The
+    dataset is written to a folder next to `root`, which is renamed at the end. If writing fails, `root` is not created.
 
     Args:
-        root: folder to write; must not exist, or be empty.
-        episodes: 1 to 65536; of about 50 to 140 frames each at 20 frames per second.
-        size: (height, width) of the frames, even, at least (120, 128).
-        codec: "av1", "h264", "hevc", "vp9" or "mpeg4".
-        gop: distance of keyframes, in frames; at least 1, for AV1 at least 2.
-        fps: frames per second, 5 to 60.
-        seed: of all randomness; not negative.
-        progress: called in this thread as progress(done_frames, total_frames) after each video file; a frame counts
-            once per camera.
+        root: Folder to write. It must be empty or must not exist.
+        episodes: Number of episodes, 1 to 65536. At 20 frames per second, an episode has about 50 to 140 frames. Default: 16.
+        size: Size (height, width) of the frames in pixels, even and at least (120, 128). Default: (240, 320).
+        codec: Codec of the videos, "av1", "h264", "hevc", "vp9" or "mpeg4". Default: "av1".
+        gop: Distance of keyframes in frames, 1 to 10 000, or for AV1 at least 2. Default: 2.
+        fps: Frames per second, 5 to 60. Default: 20.
+        seed: Seed of the random generator, not negative. Default: 0.
+        progress: Function that is called in this thread with the numbers of finished and of all frames, after each video file.
+            A frame counts once per camera. Default: none.
 
     Returns:
         `root` as a Path.
 
     Raises:
-        ValueError: an argument is out of range.
-        FileExistsError: `root` exists and is not an empty folder.
-        RuntimeError: FFmpeg lacks the encoder.
+        ValueError: If an argument is out of range.
+        FileExistsError: If `root` exists and is not an empty folder.
+        RuntimeError: If FFmpeg lacks the encoder.
     """
     _check(episodes, size, codec, gop, fps, seed)
     root = Path(root)
@@ -64,7 +63,7 @@ def write_demo(
         histograms = _write_videos(partial, recorded, size, codec, gop, fps, progress)
         tables.write_tables(partial, recorded, size, codec, fps, histograms)
         if root.exists():
-            root.rmdir()  # it is empty; a rename onto a folder is an error on some systems
+            root.rmdir()  # `root` is empty, and on some systems a folder cannot be renamed to an existing folder
         os.rename(partial, root)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -107,7 +106,7 @@ def _write_videos(
     fps: int,
     progress: Callable[[int, int], None] | None,
 ) -> tables.Histograms:
-    """Draw and encode all files, two at a time; returns the frames' histograms per (camera, episode)."""
+    """Draw and encode all video files, two at a time. Return the histograms of the frames by camera and episode."""
     files: dict[tuple[str, int], list[int]] = {}
     for camera, cuts in tables.VIDEO_CUTS.items():
         for episode, number in enumerate(tables.file_numbers(len(recorded), cuts)):
@@ -137,7 +136,7 @@ def _write_videos(
 
 
 def _draw(held: dict[int, scene.Episode], camera: str, size: tuple[int, int]) -> tuple[np.ndarray, tables.Histograms]:
-    """The stamped frames of one video file, uint8 (N, H, W, 3), and their histograms."""
+    """Return the frames of one video file with their identities, uint8, shape (N, H, W, 3), and their histograms."""
     images = np.empty((sum(map(len, held.values())), *size, 3), dtype=np.uint8)
     camera_number = list(render.CAMERAS).index(camera)
     histograms: tables.Histograms = {}

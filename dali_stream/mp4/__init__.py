@@ -1,1 +1,1 @@
-"""MP4 files: boxes, indices, GOPs, damage, and the muxer that packs clips. No threads, no network."""
+"""MP4 files: boxes, indices, GOPs, damage checks, and the muxer of clips. This package uses no threads and no network."""

@@ -1,4 +1,4 @@
-"""Reading the headers of bitstreams bit by bit."""
+"""Bit reader for the headers of bitstreams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from dali_stream.errors import DecodeError
 
 
 class Bits:
-    """Bits of a header, read from the first one on. Reading beyond the last one raises DecodeError."""
+    """Reader of the bits of a header. All methods raise `DecodeError` if the header is truncated.
+
+    Args:
+        data: Bytes of the header.
+        what: Name of the header, for messages.
+    """
 
     def __init__(self, data: bytes, what: str) -> None:
         self._data, self._what, self._at = data, what, 0
@@ -26,7 +31,15 @@ class Bits:
         return bool(self.take(1))
 
     def number(self, name: str, most: int = (1 << 32) - 2) -> int:
-        """Return a number in exponential Golomb code (`ue(v)`, 9.1 in H.264), which must be at most `most`."""
+        """Return a number in exponential Golomb code (`ue(v)`, 9.1 in H.264).
+
+        Args:
+            name: Name of the number, for messages.
+            most: Largest allowed value. Default: 2^32 - 2, the largest value of the code.
+
+        Raises:
+            DecodeError: If the number is larger than `most`.
+        """
         zeros = 0
         while not self.flag():
             zeros += 1
@@ -53,7 +66,7 @@ class Bits:
         raise DecodeError(f"its {self._what} has a size of more than eight bytes")
 
     def data(self, count: int | None) -> bytes:
-        """Return the next `count` bytes, or all that are left. The position must be at the beginning of a byte."""
+        """Return the next `count` bytes, or all remaining bytes for None. The position must be at the beginning of a byte."""
         start = self._at >> 3
         stop = len(self._data) if count is None else start + count
         if stop > len(self._data):
@@ -63,5 +76,5 @@ class Bits:
 
     @property
     def left(self) -> int:
-        """Number of bits that are left."""
+        """Number of remaining bits."""
         return 8 * len(self._data) - self._at

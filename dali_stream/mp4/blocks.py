@@ -11,16 +11,17 @@ from dali_stream.mp4.clip import is_avc
 from dali_stream.mp4.index import LACKING, VideoIndex
 
 Int64 = npt.NDArray[np.int64]
-_HELD_BACK = 8  # packets after one of an open GOP of H.264 that decoding it may need, see `clip.span`
+_HELD_BACK = 8  # packets after the requested one that decoding an open GOP of H.264 may need, see `clip.span`
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The encoded video of an episode as K blocks, which are fetched whole.
+    """Encoded video of an episode of L frames, divided into K blocks. Each block is fetched as a whole.
 
     Attributes:
-        start, stop: Bytes of each block in the file, shape (K,).
-        first, last: Blocks that decoding the GOP of each frame needs, shape (L,). `LACKING` where a frame has no packet.
+        start, stop: Byte range [start, stop) of each block in the file, shape (K,).
+        first, last: First and last block that decoding the GOP of each frame requires, shape (L,). `LACKING` for a frame
+            without a packet.
     """
 
     start: Int64
@@ -30,7 +31,14 @@ class Blocks:
 
 
 def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
-    """Cut what an episode needs of a file into blocks: whole GOPs, of about `size` bytes."""
+    """Divide the part of a file that an episode requires into blocks of whole GOPs.
+
+    Args:
+        index: Index of the file.
+        packet: Packet of each frame of the episode, shape (L,). `LACKING` for a frame without a packet.
+        keyframe: Keyframe at which decoding each frame starts, shape (L,).
+        size: Approximate size of a block in bytes. A block with a longer GOP is larger.
+    """
     first = np.full(len(packet), LACKING, np.int64)
     last = first.copy()
     exists = packet >= 0
@@ -39,20 +47,22 @@ def cut(index: VideoIndex, packet: Int64, keyframe: Int64, size: int) -> Blocks:
     reach = _HELD_BACK if index.open_gops and is_avc(index) else 0
     final = np.minimum(packet[exists] + reach, len(index) - 1)
     begin, group = np.unique(np.searchsorted(index.keyframes, keyframe[exists], side="right") - 1, return_inverse=True)
-    end = begin.copy()  # per GOP that frames begin with, the last one that decoding them takes
+    end = begin.copy()  # for each GOP at which decoding starts, the last GOP that decoding its frames requires
     np.maximum.at(end, group, np.searchsorted(index.keyframes, final, side="right") - 1)
     origin, stop = int(begin[0]), int(end.max()) + 1
     packets = slice(int(index.keyframes[origin]), int(index.keyframes[stop]) if stop < len(index.keyframes) else len(index))
     keyframes = index.keyframes[origin:stop] - packets.start
     offset, sizes = index.offset[packets], index.size[packets]
     before = np.cumsum(sizes)[keyframes] - sizes[keyframes]
-    blocks = begin - origin  # each begins with a GOP that frames begin with, so blocks are at most as many as frames
+    blocks = begin - origin  # a block starts only at a GOP in `begin`, so K is at most L
+    # A block starts at the first of these GOPs, and at each one that is the first after another multiple of `size` bytes.
     blocks = blocks[np.append(True, np.diff(before[blocks] // size) > 0)]
 
     def block(gop: Int64) -> Int64:
         return np.searchsorted(blocks, gop - origin, side="right") - 1
 
     first[exists], last[exists] = block(begin)[group], block(end)[group]
+    # The minimum and maximum are first computed per GOP and then per block, because packets need not be in order in the file.
     return Blocks(
         np.minimum.reduceat(np.minimum.reduceat(offset, keyframes), blocks),
         np.maximum.reduceat(np.maximum.reduceat(offset + sizes, keyframes), blocks),

@@ -1,4 +1,4 @@
-"""ISO base media boxes (ISO/IEC 14496-12, section 4.2): walking them safely in untrusted files, and writing them."""
+"""ISO base media boxes (ISO/IEC 14496-12, section 4.2): a reader that is safe for untrusted files, and a writer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dali_stream.storage import Store, lfs
 MOST_CHILDREN = 10_000
 LARGEST_MOOV = 256 << 20
 UPRIGHT = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # the matrix of unrotated frames
-HEAD = 1 << 13  # bytes fetched to find `moov`: all of it for up to about 300 frames, or else the rest is one exact read
-TAIL = 1 << 22  # bytes fetched after the media data, which rarely holds more than `moov`
+HEAD = 1 << 13  # bytes of the first read, which contain `moov` for up to about 300 frames; a second read fetches the rest
+TAIL = 1 << 22  # bytes of a read after the media data, where files rarely have more than `moov`
 
 
 def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, start, end) of the bodies of the boxes in `data[start:end]`.
+    """Yield (kind, start, end) for the body of each box in `data[start:end]`.
 
     Raises:
-        DecodeError: If a box does not fit into its parent, or there are more than `MOST_CHILDREN`.
+        DecodeError: If a box does not fit into its parent, or the parent has more than `MOST_CHILDREN` boxes.
     """
     for _ in range(MOST_CHILDREN):
         if start == end:
@@ -36,7 +36,7 @@ def children(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, in
 
 
 def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | None:
-    """The body of the first box at `path`, or None."""
+    """Return (start, end) of the body of the first box at `path` below `data[start:end]`, or None."""
     for kind in path:
         for found, first, last in children(data, start, end):
             if found == kind:
@@ -48,14 +48,14 @@ def find(data: bytes, start: int, end: int, *path: bytes) -> tuple[int, int] | N
 
 
 def read_moov(store: Store, path: str) -> bytes:
-    """The body of a file's `moov` box, in two reads, or three if it is large and follows the media data.
+    """Return the body of a file's `moov` box. This takes at most two reads, or three if the box follows the media data.
 
     Raises:
-        DecodeError: the file is not an MP4, or is truncated.
+        DecodeError: If the file is not an MP4 or is truncated.
     """
     at = base = 0
     window = store.read(path, 0, HEAD)
-    size = store.size(path)  # after the read, which brings the size of a remote file
+    size = store.size(path)  # after the read, which also returns the size of a remote file
     for _ in range(MOST_CHILDREN):
         if at == size:
             state = _looks_like(store.read(path, 0, lfs.ENOUGH)) or _UNFINISHED
@@ -77,19 +77,31 @@ def read_moov(store: Store, path: str) -> bytes:
 
 
 def box(kind: bytes, *parts: bytes) -> bytes:
-    """A box with this body."""
+    """Return a box with this body."""
     body = b"".join(parts)
     return struct.pack(">I4s", 8 + len(body), kind) + body
 
 
 def full_box(kind: bytes, version: int, flags: int, *parts: bytes) -> bytes:
-    """A box whose body starts with version and flags."""
+    """Return a box whose body starts with version and flags."""
     body = b"".join(parts)
     return struct.pack(">I4sI", 12 + len(body), kind, version << 24 | flags) + body
 
 
 def _header(head: bytes, start: int, end: int) -> tuple[bytes, int, int]:
-    """(kind, bytes of the header, bytes of the box) of the box at `start` of a parent that ends at `end`."""
+    """Parse the header of a box.
+
+    Args:
+        head: First 16 bytes of the box, or fewer if its parent ends earlier.
+        start: Start of the box.
+        end: End of its parent.
+
+    Returns:
+        Kind, size of the header and size of the box, in bytes.
+
+    Raises:
+        DecodeError: If the header is truncated, or the size of the box is invalid.
+    """
     if len(head) < 8:
         raise DecodeError(f"it ends in the middle of a box header at byte {start}")
     size, kind = struct.unpack_from(">I4s", head)
@@ -110,7 +122,7 @@ _UNFINISHED = ": the file is truncated, or its recording was not finished. Copy 
 
 
 def _looks_like(first: bytes) -> str:
-    """Return what a file that is no MP4 is instead, and the remedy. Empty for an MP4."""
+    """Return what a file is if it is not an MP4, and what to do. Empty for an MP4."""
     if pointer := lfs.pointer(first):
         return f"; {pointer}"
     if first.lstrip()[:5].lower() in (b"<!doc", b"<html"):

@@ -1,13 +1,13 @@
-"""Packed clips: small MP4s in memory that hold only the packets needed to decode the requested frames.
+"""Packed clips: small MP4s in memory with only the packets that decoding the requested frames requires.
 
     file A   |I p|I p|I p|I p|I p| ...        requests: A2 (the p of the second pair), A7, B4
     file B   |I p|I p|I p| ...
 
     clip     |I p|I p|I|     the prefixes of the GOPs of A2, A7 and B4, packed end to end
-    frames    1   3   4      where the requests are in the clip, counted in display order
+    frames    1   3   4      indices of the requested frames in the clip, in display order
 
 Decoding starts at a keyframe and continues to the requested frame, so a request costs that GOP prefix. Each run of packets
-keeps its decode order; times are rewritten, one tick per frame, so that a frame's index is its time.
+keeps its decode order. Times are rewritten to one tick per frame, so that a frame's time is its index.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.muxer import file_head
 from dali_stream.storage import Store
 
-TIMESCALE, TICK = 15360, 512  # 30 frames a second, the numbers FFmpeg writes; a clip's own time means nothing else
+TIMESCALE, TICK = 15360, 512  # 30 frames per second, as FFmpeg writes it; the time of a clip has no other meaning
 
 
 @dataclass(frozen=True)
 class Clip:
-    """An MP4 in memory.
+    """MP4 in memory.
 
     Attributes:
-        data: the file; not `bytes`, which torch takes with a warning only.
-        frames: per request, its index in display order.
-        coded_frames: how many the clip holds.
+        data: Bytes of the file. It is a `bytearray`, because torch warns about buffers that are not writable.
+        frames: Index of each requested frame in the clip, in display order.
+        coded_frames: Number of frames in the clip.
     """
 
     data: bytearray
@@ -50,27 +50,37 @@ class UnsafeForNvdec(DecodeError):
 
 
 class _Run:
-    """Packets of one file that are decoded one after the other, starting at a keyframe."""
+    """Packets of one file that are decoded one after the other, starting at a keyframe.
+
+    Args:
+        table: Index of the file.
+        start: Packet of the keyframe.
+        stop: Last packet.
+    """
 
     __slots__ = ("ranks", "samples", "sizes", "table")
 
-    # Python ints: most runs are a few frames long, where NumPy is slower.
+    # Python ints are used, because NumPy is slower for runs of a few frames, and most runs are that short.
     def __init__(self, table: VideoIndex, start: int, stop: int) -> None:
         self.table = table
         self.samples: Sequence[int] = range(start, stop + 1)
         self.sizes: list[int] = table.size[start : stop + 1].tolist()
         if table.open_gops:
-            # Frames displayed before the run's own keyframe need frames that are not in the clip. No other frame refers to
-            # them, and `span` begins a GOP earlier if one is requested, so they are left out.
+            # Frames of the first GOP that are displayed before its keyframe refer to frames before the run. No other frame
+            # refers to them, so they are left out. If one of them is requested, `span` starts the run a GOP earlier.
             own = np.arange(start, stop + 1)
             own = own[(table.gop_start[own] != start) | (table.pts[own] >= table.pts[start])]
             self.samples, self.sizes = own.tolist(), table.size[own].tolist()
-        self.ranks: Sequence[int] = range(len(self.sizes))  # per sample, its place in display order within the run
+        self.ranks: Sequence[int] = range(len(self.sizes))  # place of each packet in display order within the run
         if table.reordered:
             self.ranks = np.argsort(np.argsort(table.pts[np.array(self.samples)], kind="stable")).tolist()
 
     def rank(self, sample: int) -> int:
-        """The place of one packet in display order."""
+        """Return the place of a packet in display order within the run.
+
+        Raises:
+            DecodeError: If the packet was left out, because it refers to frames before the start of the file.
+        """
         if sample not in self.samples:
             raise DecodeError(
                 "the frame depends on frames before the start of the file: the file was cut there, in the middle of an open "
@@ -79,7 +89,11 @@ class _Run:
         return self.ranks[self.samples.index(sample)]
 
     def read(self, store: Store) -> bytes:
-        """The encoded frames end to end."""
+        """Read the packets and return their bytes, in decode order.
+
+        Raises:
+            DecodeError: If the file has become shorter.
+        """
         table, samples = self.table, self.samples
         first, last = samples[0], samples[-1]
         if last - first == len(samples) - 1 and table.is_contiguous(first, last):
@@ -98,7 +112,16 @@ class _Run:
         return whole
 
     def check(self, data: bytes, for_nvdec: bool) -> None:
-        """Decoders ignore most damage, so visible damage is detected here (see `damage`)."""
+        """Check the encoded frames, because decoders ignore most damage (see `damage`).
+
+        Args:
+            data: Bytes of the packets, as `read` returns them.
+            for_nvdec: Whether to refuse frames that DALI decodes wrongly on NVDEC.
+
+        Raises:
+            UnsafeForNvdec: If `for_nvdec` is set and DALI would decode the frames wrongly.
+            DecodeError: If a frame is damaged.
+        """
         table, at = self.table, 0
         config = table.configs[table.config[self.samples[0]]]
         check, codec = checker(config), codec_of(config) if for_nvdec else ""
@@ -129,21 +152,22 @@ def pack(
     for_nvdec: bool = False,
     timed: Timed = untimed,
 ) -> Clip:
-    """Packs the frames that `samples` need into one clip.
+    """Pack the frames that decoding the requested ones requires into one clip.
 
     Args:
-        store: where the files are.
-        tables: per request, the table of its file; all with the same sample description.
-        samples: per request, the sample in its file. A request may occur more than once.
-        from_the_start: decode from the file's first frame on.
-        for_nvdec: Whether to refuse what DALI decodes wrongly on NVDEC.
-        timed: times reading.
+        store: Store of the files.
+        tables: Index of the file of each request. All requested packets must have the same sample description.
+        samples: Packet of each request in its file. Requests may be repeated.
+        from_the_start: Whether the clip starts at the first frame of the file. Default: False.
+        for_nvdec: Whether to refuse frames that DALI decodes wrongly on NVDEC. Default: False.
+        timed: Timer that measures reading. Default: no measurement.
 
     Raises:
         UnsafeForNvdec: If `for_nvdec` is set, and frames are hidden or a run begins with a keyframe that is not an IDR frame.
-        DecodeError: open GOPs of more than one run (`VideoIndex.open_gops` tells), samples of several descriptions, or a
-            file that has changed.
+        DecodeError: If a file has open GOPs (see `VideoIndex.open_gops`) and the clip would have more than one run, if the
+            sample descriptions differ, if a frame is damaged, or if a file has become shorter.
     """
+    # Requests of the same file whose decoding starts at the same packet share a run. It ends at the last packet of any of them.
     stops: dict[tuple[int, int], int] = {}
     by_id = {id(table): table for table in tables}
     spans = [(0, max(sample, _stop(table, sample))) if from_the_start else span(table, sample)
@@ -154,24 +178,27 @@ def pack(
     if len(stops) > 1 and any(table.open_gops for table in by_id.values()):
         raise DecodeError("frames of open GOPs cannot share a clip with others: each GOP prefix needs its own clip")
     runs = {key: _Run(by_id[key[0]], key[1], stop) for key, stop in stops.items()}
+    # Most files have one sample description, which then applies to all of their packets. For the others, the first and the last
+    # packet of each run are compared.
     found = {config(table, 0) for table in by_id.values() if len(table.configs) == 1}
     mixed = [run for run in runs.values() if len(run.table.configs) > 1]
     if len(found.union(config(run.table, sample) for run in mixed for sample in (run.samples[0], run.samples[-1]))) > 1:
         raise DecodeError("frames of different sample descriptions (stsd) cannot share a clip")
+    # The runs are displayed one after the other, so a frame's index is its place in its run plus the frames of all runs before.
     before = dict(zip(runs, itertools.accumulate((len(run.samples) for run in runs.values()), initial=0), strict=False))
     frames = [before[key] + runs[key].rank(sample) for key, sample in zip(keys, samples, strict=True)]
     return Clip(_mux(store, list(runs.values()), for_nvdec, timed), frames, sum(len(run.samples) for run in runs.values()))
 
 
 def config(table: VideoIndex, sample: int) -> bytes:
-    """What a clip's samples have in common: the sample description and the track's matrix."""
+    """Return the properties that all packets of a clip must share: the sample description and the track's matrix."""
     return table.configs[table.config[sample]] + table.track_header
 
 
 def span(table: VideoIndex, sample: int) -> tuple[int, int]:
-    """The samples, first and last, that are decoded for `sample`.
+    """Return the first and the last packet that decoding the frame of a packet requires.
 
-    A frame that follows an open GOP's keyframe but is displayed before it depends on the previous GOP too.
+    A frame that follows the keyframe of an open GOP, but is displayed before it, also depends on the previous GOP.
     """
     start = int(table.gop_start[sample])
     if not table.open_gops:
@@ -182,21 +209,23 @@ def span(table: VideoIndex, sample: int) -> tuple[int, int]:
 
 
 def is_avc(table: VideoIndex) -> bool:
-    """Whether this is H.264."""
+    """Return whether the codec is H.264."""
     return table.configs[0][4:8] in (b"avc1", b"avc3")
 
 
 def _stop(table: VideoIndex, sample: int) -> int:
-    """The last sample to decode for one of an open GOP of H.264.
+    """Return the last packet to decode for a frame of an open GOP of H.264.
 
-    FFmpeg does not output the frames it still holds back at the end of a clip that starts with anything but an IDR
-    frame. So the clip continues until enough later frames have been decoded to push this one out.
+    FFmpeg delays the output of frames. If a clip does not start with an IDR frame, FFmpeg drops the frames that are still
+    delayed at its end. The clip therefore continues until `_HELD_BACK` frames with later display times are decoded.
     """
     later = np.flatnonzero(table.pts[sample + 1 : sample + 65] > table.pts[sample])[:_HELD_BACK]
     return sample + 1 + int(later[-1]) if len(later) else sample
 
 
-_HELD_BACK = 4  # encoders of hierarchical B-frames delay frames by two or three; where more are, `decode` starts earlier
+# Encoders with hierarchical B-frames delay frames by two or three. If FFmpeg delays more and decoding fails, the CPU route
+# (`torchcodec.decode_in_parts`) decodes again from the start of the file.
+_HELD_BACK = 4
 
 
 def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytearray:
@@ -212,13 +241,13 @@ def _mux(store: Store, runs: list[_Run], for_nvdec: bool, timed: Timed) -> bytea
         nbytes=sum([sum(run.sizes) for run in runs]),
         durations=([n], [TICK]),
         shifts=shifts,
-        # A run that continues over an open GOP's keyframe does not name it: a decoder that seeks to it, since it is decoded
-        # before the requested frame, loses the frames that lead it.
+        # Only the first packet of each run is marked as a keyframe. If a run continues over the keyframe of an open GOP and
+        # that one were marked, a decoder could seek to it, and lose the frames that follow it but are displayed before it.
         keyframes=list(itertools.accumulate(lengths[:-1], initial=1)),
         chunks=([1], [n], [1]),
         offsets=[0],
     )  # fmt: skip
-    with timed("read_s"):  # once a clip: it costs as much as a read
+    with timed("read_s"):  # once per clip and not per run, because timing takes as long as a local read
         body = [run.read(store) for run in runs]
     for run, data in zip(runs, body, strict=True):
         run.check(data, for_nvdec)

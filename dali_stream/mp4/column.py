@@ -1,4 +1,4 @@
-"""Read-only arrays of integers in little memory, for the index of a video file."""
+"""Compressed, read-only arrays of integers for the index of a video file."""
 
 from __future__ import annotations
 
@@ -8,20 +8,31 @@ import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
-_VALUES_PER_LINE = 16  # at least; a line takes 16 bytes
+_VALUES_PER_LINE = 16  # minimum mean length of the lines of `Lines`; a line takes 16 bytes
 
 
 class Column(np.lib.mixins.NDArrayOperatorsMixin):
-    """n integers that are computed on access. They are indexed as an array is, and NumPy functions take them as one.
+    """Array of n integers that are computed on access. It supports NumPy's indexing and functions.
 
-    An index or a slice costs what it selects. Whatever needs all values, such as `column + 1`, computes all of them.
+    The cost of an index or a slice is proportional to the number of selected values. An operation on the whole column, such as
+    `column + 1`, computes all values.
+
+    Args:
+        length: Number of values.
     """
 
     def __init__(self, length: int) -> None:
         self._length = length
 
     def _at(self, index: Any) -> Any:
-        """Return the values at places from 0 to n - 1, as int64 in the shape of `index`, or one."""
+        """Return the values at indices from 0 to n - 1.
+
+        Args:
+            index: Array of indices, or an int.
+
+        Returns:
+            int64 array of the same shape, or an int for an int.
+        """
         raise NotImplementedError
 
     def _slice(self, start: int, stop: int) -> Any:
@@ -30,22 +41,22 @@ class Column(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        """Memory of what the values are computed from."""
+        """Memory that the column takes, in bytes."""
         return 0
 
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
-        """As of a rising NumPy array, which `np.searchsorted` calls."""
+        """Return insertion points, as for a sorted NumPy array. `np.searchsorted` calls this method."""
         return np.searchsorted(self[:], values, side)
 
     def sum(self, axis: None = None, dtype: None = None, out: None = None) -> int:
-        """Return the sum of all values; `np.sum` calls this."""
+        """Return the sum of all values. `np.sum` calls this method."""
         return int(self[:].sum())
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        if type(index) is int and 0 <= index < self._length:  # the most frequent one
+        if type(index) is int and 0 <= index < self._length:  # the most frequent case
             return self._at(index)
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
@@ -59,7 +70,7 @@ class Column(np.lib.mixins.NDArrayOperatorsMixin):
                 raise IndexError(f"index {index} is out of bounds for {self._length} values")
             return self._at(place)
         if places.size and not (places.min() >= 0 and places.max() < self._length):
-            places = np.arange(self._length)[places]  # negative ones, or an IndexError
+            places = np.arange(self._length)[places]  # resolves negative indices, or raises IndexError
         return self._at(places.astype(np.int64, copy=False))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -71,7 +82,13 @@ class Column(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class Line(Column):
-    """The values `first + step * i`."""
+    """Column of the values `first + step * i`.
+
+    Args:
+        first: First value.
+        step: Difference between consecutive values.
+        length: Number of values.
+    """
 
     def __init__(self, first: int, step: int, length: int) -> None:
         super().__init__(length)
@@ -91,12 +108,12 @@ class Line(Column):
 
 
 class Lines(Column):
-    """Values that rise by the same step but for some places, such as times of a file that was put together from others.
+    """Column of several lines with the same step, such as the times of a file that was concatenated from others.
 
     Args:
-        values: The values.
-        breaks: Where a value is not `step` above the one before it.
-        step: A step.
+        values: Values of the column, shape (n,).
+        breaks: Indices of the values whose difference from the previous value is not `step`.
+        step: Difference between consecutive values of a line.
     """
 
     def __init__(self, values: Int64, breaks: Int64, step: int) -> None:
@@ -125,7 +142,12 @@ class Lines(Column):
 
 
 class Packed(Column):
-    """The values of an array as `base + step * i` plus what is left, in the smallest type that holds that."""
+    """Column that stores each value as its difference from `base + step * i`, in the smallest sufficient unsigned type.
+
+    Args:
+        values: Values of the column, shape (n,).
+        step: Approximate difference between consecutive values. Default: 0.
+    """
 
     def __init__(self, values: Int64, step: int = 0) -> None:
         super().__init__(len(values))
@@ -158,7 +180,7 @@ class Packed(Column):
     def searchsorted(self, values: Any, side: Any = "left", sorter: None = None) -> Any:
         if self._step:
             return super().searchsorted(values, side)
-        # In the type of what is searched, since NumPy would convert all of that otherwise.
+        # The searched values are converted to the stored type. Otherwise NumPy would convert all stored values.
         rest = np.asarray(values, np.int64) - self._base
         most = np.iinfo(self._rest.dtype).max
         place = np.searchsorted(self._rest, np.clip(rest, 0, most).astype(self._rest.dtype), side)
@@ -166,7 +188,7 @@ class Packed(Column):
 
 
 class Gaps(Column):
-    """The differences between neighbours of another column, one fewer than that has values."""
+    """Column of the differences between consecutive values of another column. It has one value less."""
 
     def __init__(self, ends: Column) -> None:
         super().__init__(len(ends) - 1)
@@ -181,7 +203,7 @@ class Gaps(Column):
 
 
 class Without(Column):
-    """Another column without its last value."""
+    """Column of all values of another column except the last."""
 
     def __init__(self, whole: Column) -> None:
         super().__init__(len(whole) - 1)
@@ -196,7 +218,12 @@ class Without(Column):
 
 
 class Floor(Column):
-    """For each place of n, the highest value of a rising column, which begins with 0, that is not above it."""
+    """Column of the largest value of a sorted column that is at most i, for each i from 0 to n - 1.
+
+    Args:
+        values: Sorted column that starts with 0.
+        length: Number of values, n.
+    """
 
     def __init__(self, values: Column, length: int) -> None:
         super().__init__(length)
@@ -207,7 +234,7 @@ class Floor(Column):
 
 
 class Chosen(Column):
-    """The values of one column at the places that another one holds."""
+    """Column of the values of one column at the indices in another: `values[places]`."""
 
     def __init__(self, values: Column, places: Column) -> None:
         super().__init__(len(places))
@@ -218,16 +245,18 @@ class Chosen(Column):
 
 
 def packed(values: npt.NDArray[Any], step: int = 0) -> Column:
-    """Return a column of these values: a `Line` or some, if they are that.
+    """Return a compressed column of values: a `Line`, `Lines`, or otherwise `Packed`.
 
     Args:
-        values: Any integers.
-        step: About the difference between neighbours, which makes what is stored smaller; 0 for values that are searched.
+        values: Integers, shape (n,).
+        step: Approximate difference between consecutive values, which reduces the memory of `Packed`. Default: 0, with which
+            `Packed.searchsorted` is fast.
     """
     values = np.asarray(values, np.int64)
     if len(values) < 2:
         return Line(int(values.sum()), 0, len(values))
     steps = np.diff(values)
+    # The usual step is the median of at most 64 steps.
     usual = int(np.partition(sample := steps[:: len(steps) // 64 + 1], len(sample) // 2)[len(sample) // 2])
     breaks = np.flatnonzero(steps != usual) + 1
     if not len(breaks):

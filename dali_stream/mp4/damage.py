@@ -1,23 +1,25 @@
-"""Damage in encoded frames that decoders pass over, found in the structure of the bitstream before it is decoded.
+"""Checks for damage in encoded frames that decoders do not report. They examine the bitstream before it is decoded.
 
-FFmpeg hides damage in H.264, HEVC and MPEG-4 by painting over it, and the arithmetic decoders of AV1 and VP9 read
-something out of any bytes; either way a wrong frame comes out without an error. MP4 has no checksums. What a bitstream
-cannot contain shows damage all the same:
+FFmpeg conceals damage in H.264, HEVC and MPEG-4, and the arithmetic decoders of AV1 and VP9 accept any bytes. In both cases the
+decoder delivers a wrong frame without an error, and MP4 has no checksums. The checks detect bytes that a valid bitstream cannot
+contain:
 
-    H.264, HEVC   NAL units that do not add up to the sample; headers that are not allowed; no slice; 00 00 00, 00 00 01 or
-                  00 00 02 inside a unit, where an encoder would have put a 03 in between
-    AV1           OBUs that do not add up, of kinds that are not; no frame
-    VP9, VP8      frame markers, sizes in the superframe index, start codes of keyframes
-    MPEG-4        no start code in front, no frame, 24 zero bits in a row, start codes that are none
+    H.264, HEVC   sizes of NAL units that do not add up to the size of the packet, invalid headers, no slice, and 00 00 00,
+                  00 00 01 or 00 00 02 inside a unit, where an encoder would have inserted a 03
+    AV1           sizes of OBUs that do not add up, invalid OBU types, no frame
+    VP9, VP8      invalid frame markers, sizes in the superframe index or start codes of keyframes
+    MPEG-4        no start code at the beginning, no frame, 24 zero bits in a row, invalid start codes
     MJPEG         no start of image
-    arithmetic    more equal bytes (00 or ff) in a row than arithmetic coding writes: AV1, VP9, HEVC, H.264 with CABAC
+    arithmetic    more equal bytes (00 or ff) in a row than arithmetic coding writes, for AV1, VP9, HEVC and H.264 with CABAC
 
-So blocks of zeros are found in all of them but VP8 and MJPEG, blocks of ff where coding is arithmetic, and in all bytes
-that were lost or inserted and other bytes in place of a sample's beginning. What is not found is damage that leaves a
-possible bitstream: flipped bits, and blocks of other bytes inside the payload. Decoders report part of that in AV1 and VP9
-and hardly any in H.264, HEVC and MPEG-4; the rest comes out as wrong pixels (`benchmarks/damage.py` counts it for a file).
-FFmpeg logs most of it for H.264 and MPEG-4, but a log callback needs the
-interpreter's lock for each of some ten messages a frame, which made decoding four times slower beside a busy main thread.
+The checks therefore find blocks of zeros in all codecs except VP8 and MJPEG, and blocks of ff in codecs with arithmetic coding.
+In all codecs they find packets whose beginning was overwritten, and lost or inserted bytes, which shift the packets after them.
+
+The checks do not find damage after which the bitstream is still valid, such as flipped bits and blocks of other bytes inside
+the payload. Decoders report part of such damage in AV1 and VP9, and little of it in H.264, HEVC and MPEG-4. The rest results in
+wrong pixels (`benchmarks/damage.py` counts them for a file). FFmpeg logs most of such damage in H.264 and MPEG-4. However, a
+log callback acquires the interpreter's lock for each of about ten messages per frame, which made decoding four times slower
+next to a busy main thread.
 
 Sources: ISO/IEC 14496-10 and 23008-2, 7.4.1 (emulation prevention); the AV1 bitstream, 5.3 and annex B of the ISO binding;
 the VP9 bitstream, 6.2 and annex B; RFC 6386, 9.1; ISO/IEC 14496-2, 6.2.1 (start codes).
@@ -35,24 +37,24 @@ from dali_stream.mp4.format import codec_of
 
 Check = Callable[[bytes, int, int, bool], str]
 
-_RUN = 64  # the longest seen of a healthy encoder: 32, by libvpx, for a gradient without loss; else 10
+_RUN = 64  # longest run observed in intact files: 32 (libvpx, a lossless gradient), and 10 in all others
 _TOO_LONG = f"it has {_RUN} equal bytes in a row, which arithmetic coding does not write"
 _ZEROS, _ONES = b"\0" * _RUN, b"\xff" * _RUN
 _ILLEGAL = re.compile(rb"\0\0[\0-\2]")  # twice as fast as bytes.find in a loop
 _MPEG4_CODES = re.compile(rb"\0\0[\0\1]")
 _NO_KEY = "decoding starts at it, and it is no keyframe"
-_TRAILING = bytes(8)  # zeros that muxers leave at the end of a unit
+_TRAILING = bytes(8)  # up to this many zeros at the end of a unit are padding that muxers add
 
 
 @functools.lru_cache(maxsize=256)
 def checker(config: bytes) -> Check | None:
-    """The check for samples of a sample description (a whole `stsd` entry); None for a codec without one.
+    """Return the check for the packets of a sample description (a whole `stsd` entry), or None if the codec has no check.
 
-    It is called with a buffer, the sample's start and end in it, and whether decoding starts at the sample, and returns
-    what is wrong with it, or "".
+    The arguments of the check are a buffer, the start and the end of the packet in it, and whether decoding starts at this
+    packet. It returns a description of the damage, or an empty string.
 
     Raises:
-        DecodeError: the description is broken.
+        DecodeError: If the sample description is broken.
     """
     codec = codec_of(config)
     if codec in ("h264", "hevc"):
@@ -63,7 +65,7 @@ def checker(config: bytes) -> Check | None:
 
 
 def _nal_check(codec: str, config: bytes) -> Check:
-    """H.264 and HEVC: each unit has its length in front, in as many bytes as avcC or hvcC says."""
+    """Return the check for H.264 or HEVC. Each NAL unit follows its length, whose number of bytes avcC or hvcC specifies."""
     kind, place = (b"avcC", 4) if codec == "h264" else (b"hvcC", 21)
     parts = {k: config[a:b] for k, a, b in children(config, 86, len(config))}
     if len(parts.get(kind, b"")) <= place:
@@ -76,10 +78,10 @@ def _nal_check(codec: str, config: bytes) -> Check:
         while start < end:
             unit = start + width
             start = unit + int.from_bytes(data[start:unit], "big")
-            if start > end or start <= unit + hevc:
+            if start > end or start <= unit + hevc:  # the header of a unit has 1 byte in H.264 and 2 bytes in HEVC
                 return "its NAL units do not add up to its size"
             header = data[unit]
-            if header & 0x80 or (hevc and not data[unit + 1] & 7):
+            if header & 0x80 or (hevc and not data[unit + 1] & 7):  # forbidden_zero_bit; nuh_temporal_id_plus1 is never 0
                 return f"a NAL unit has the header {data[unit : unit + 1 + hevc].hex()}, which is not allowed"
             if header < 64 if hevc else 1 <= header & 31 <= 5:  # a slice
                 if key and not slices and not (0x20 <= header < 0x30 if hevc else _is_intra(data, unit)):
@@ -95,18 +97,24 @@ def _nal_check(codec: str, config: bytes) -> Check:
 
 
 def _is_intra(data: bytes, unit: int) -> bool:
-    """Whether an H.264 frame's first slice is an IDR, I or SI slice (ISO/IEC 14496-10, 7.3.3).
+    """Return whether the first slice of an H.264 frame is an IDR, I or SI slice (ISO/IEC 14496-10, 7.3.3).
 
-    In exponential Golomb code, the first macroblock is 1 for 0, and slice types 2, 4, 7 and 9 follow.
+    A slice header starts with two numbers in exponential Golomb code. The first macroblock is 0, which is coded as 1. The slice
+    types 2, 4, 7 and 9 (I and SI) are coded as 011, 00101, 0001000 and 0001010.
     """
     head = data[unit + 1 : unit + 2]
     return data[unit] & 31 == 5 or head in (b"\x88", b"\x8a") or (head != b"" and (head[0] >> 4 == 11 or head[0] >> 2 == 37))
 
 
 def is_intra_refresh(config: bytes, data: bytes) -> bool:
-    """Whether the beginning of an H.264 keyframe says that decoding cannot start there.
+    """Return whether decoding cannot start at an H.264 keyframe, because its first slice is not intra-coded.
 
-    With periodic intra refresh, x264 marks the frames at which a refresh begins, and only the first is whole.
+    With periodic intra refresh, x264 marks each frame at which a refresh begins as a keyframe, and only the first of them is
+    intra-coded as a whole.
+
+    Args:
+        config: Sample description of the frame.
+        data: The encoded frame, or its beginning.
     """
     start, end = 0, len(data)
     avcc = next((config[a:b] for kind, a, b in children(config, 86, len(config)) if kind == b"avcC"), b"")
@@ -120,7 +128,7 @@ def is_intra_refresh(config: bytes, data: bytes) -> bool:
 
 
 def _is_cabac(avcc: bytes) -> bool:
-    """Whether all frame parameter sets in avcC choose arithmetic coding (ISO/IEC 14496-10, 7.3.2.2)."""
+    """Return whether all picture parameter sets in avcC select arithmetic coding (ISO/IEC 14496-10, 7.3.2.2)."""
     at = 6
     for _ in range(avcc[5] & 31):
         at += 2 + int.from_bytes(avcc[at : at + 2], "big")
@@ -128,7 +136,7 @@ def _is_cabac(avcc: bytes) -> bool:
     for _ in range(avcc[at - 1] if at <= len(avcc) else 0):
         size = int.from_bytes(avcc[at : at + 2], "big")
         bits = "".join(f"{byte:08b}" for byte in avcc[at + 3 : at + 2 + min(size, 9)])
-        for _number in range(2):  # its own number and that of its sequence parameter set, in exponential Golomb code
+        for _number in range(2):  # skips its id and the id of its SPS, in exponential Golomb code
             zeros = len(bits) - len(bits.lstrip("0"))
             bits = bits[2 * zeros + 1 :]
         flags.append(bits[:1] == "1")
@@ -137,13 +145,16 @@ def _is_cabac(avcc: bytes) -> bool:
 
 
 def _unprotected(data: bytes, start: int, end: int) -> int:
-    """Where 00 00 is followed by 00, 01 or 02, other than at the end; 0 where it is nowhere."""
+    """Return the position of the first 00 00 00, 00 00 01 or 00 00 02 that is not padding at the end, or 0 for none."""
     found = _ILLEGAL.search(data, start, end)
     return found.start() if found and data[found.start() : end] not in _TRAILING else 0
 
 
 def _monotonous(data: bytes, start: int, end: int) -> bool:
-    """Whether 00 or ff stands `_RUN` times in a row. Every eighth byte is looked at first, which is all that it costs."""
+    """Return whether 00 or ff occurs `_RUN` times in a row.
+
+    Every eighth byte is searched first. Only if these contain a run are all bytes searched.
+    """
     thin = data[start:end:8]
     return (_ZEROS[::8] in thin and _ZEROS in data[start:end]) or (_ONES[::8] in thin and _ONES in data[start:end])
 
@@ -151,6 +162,7 @@ def _monotonous(data: bytes, start: int, end: int) -> bool:
 def _av1(data: bytes, start: int, end: int, key: bool) -> str:
     frames, reduced = 0, 0
     while start < end:
+        # OBU header: forbidden bit, type (4 bits), extension flag, size flag, reserved bit.
         header, start = data[start], start + 1
         kind = header >> 3 & 15
         if header & 0x81 or kind not in (1, 2, 3, 4, 5, 6, 7, 8, 15):
@@ -162,9 +174,10 @@ def _av1(data: bytes, start: int, end: int, key: bool) -> str:
             stop = start + size
         if stop > end or start > end:
             return "its OBUs do not add up to its size"
-        if kind == 1 and start < stop:
+        if kind == 1 and start < stop:  # sequence header: profile (3 bits), still picture, reduced_still_picture_header
             reduced = data[start] >> 3 & 1
         elif kind in (3, 4, 6):
+            # Frame header: show_existing_frame, frame_type (2 bits). All three bits of a keyframe are 0.
             if key and not frames and not reduced and (start == stop or data[start] & 0xE0):
                 return _NO_KEY
             frames += kind != 4
@@ -175,7 +188,11 @@ def _av1(data: bytes, start: int, end: int, key: bool) -> str:
 
 
 def leb128(data: bytes, start: int) -> tuple[int, int]:
-    """(value, its end)."""
+    """Parse a number of up to eight bytes in LEB128.
+
+    Returns:
+        Value of the number and position after it. If the number is truncated, the value is 2^62, which exceeds any size.
+    """
     value = 0
     for i, byte in enumerate(data[start : start + 8]):
         value |= (byte & 127) << 7 * i
@@ -188,6 +205,7 @@ def _vp9_check(config: bytes) -> Check:
     vpcc = next((config[a:b] for kind, a, b in children(config, 86, len(config)) if kind == b"vpcC"), b"")
     profile = vpcc[4] if len(vpcc) > 4 else None
 
+    # Frame header: marker (2 bits, always 2), the low and the high bit of the profile, and further flags.
     def check(data: bytes, start: int, end: int, key: bool) -> str:
         frames = vp9_frames(data, start, end)
         if not frames:
@@ -197,7 +215,7 @@ def _vp9_check(config: bytes) -> Check:
             own = header >> 5 & 1 | header >> 3 & 2
             if header >> 6 != 2 or own != (own if profile is None else profile):
                 return f"a frame begins with {header:02x}, which is not allowed"
-            is_key = not header & (0x06 if own == 3 else 0x0C)  # neither the repetition of another frame nor predicted
+            is_key = not header & (0x06 if own == 3 else 0x0C)  # neither show_existing_frame nor predicted
             if is_key and own < 3 and data[first + 1 : first + 4] != b"\x49\x83\x42":
                 return "a keyframe lacks its sync code"
             if key and first == start and not is_key:
@@ -210,7 +228,11 @@ def _vp9_check(config: bytes) -> Check:
 
 
 def vp9_frames(data: bytes, start: int, end: int) -> list[tuple[int, int]]:
-    """The frames of a sample, which may be hidden ones and one that is shown; empty where they do not add up."""
+    """Split a VP9 packet into frames. A packet with a superframe index has several frames, of which some are hidden.
+
+    Returns:
+        (start, end) of each frame, or an empty list if the sizes in the superframe index do not add up.
+    """
     last = data[end - 1]
     count, width = (last & 7) + 1, (last >> 3 & 3) + 1
     index = end - 2 - count * width

@@ -1,4 +1,4 @@
-"""Format of a video according to its sample description: codec, profile, chroma, bit depth, size, colours.
+"""Format of a video according to its sample description: codec, profile, chroma, bit depth, size and colours.
 
 Sources: ISO/IEC 14496-15 (avcC, hvcC), the AV1 and VP9 bindings for ISO media files (av1C, vpcC). The headers of the bitstream
 that H.264, HEVC and AV1 keep in these boxes take precedence.
@@ -20,7 +20,7 @@ CODECS = {
     b"av01": "av1", b"avc1": "h264", b"avc3": "h264", b"hvc1": "hevc", b"hev1": "hevc",
     b"vp08": "vp8", b"vp09": "vp9", b"mp4v": "mpeg4", b"jpeg": "mjpeg", b"mjpg": "mjpeg", b"png ": "png",
 }  # fmt: skip
-PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # those of 8 bit 4:2:0 that NVDEC documents
+PROFILES = {"h264": (66, 77, 100), "hevc": (1,), "av1": (0,), "vp9": (0,)}  # 8-bit 4:2:0 profiles that NVDEC documents
 _MATRICES = {0: "RGB", 1: "BT.709", 2: "not specified", 5: "BT.601", 6: "BT.601", 9: "BT.2020", 10: "BT.2020"}
 _SEQUENCES = {"h264": (b"avcC", h264_sequences), "hevc": (b"hvcC", hevc_sequences), "av1": (b"av1C", av1_sequences)}
 
@@ -31,16 +31,16 @@ class VideoFormat:
 
     Attributes:
         codec: "av1", "h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg", "png", or the four characters of an unknown one.
-        profile: Profile as the codec numbers it, or None if the file does not name one.
+        profile: Number of the codec's profile, or None if the file does not specify it.
         chroma: "gray", "420", "422" or "444".
-        depth: Bits per value.
+        depth: Number of bits per value.
         height, width: Size of the frames in pixels, according to the sample description.
         matrix: Colour matrix (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601), or None if it is not specified.
-        coded: (height, width) that the bitstream codes before cropping, or None if no header was read.
+        coded: Size (height, width) of the coded frames before cropping, in pixels, or None if no header was read.
         interlaced: Whether frames may be coded as two fields.
-        full_range: Whether the bitstream says that values use the full range.
-        header_error: Why the headers in the sample description cannot be trusted. They are missing, broken, or contradict the
-            sample description. Empty for sound headers, and for codecs whose headers are not read.
+        full_range: Whether values use the full range, according to the bitstream.
+        header_error: Reason why the headers in the sample description cannot be trusted, because they are missing, broken or
+            contradict the sample description. Empty for valid headers, and for codecs whose headers are not read.
     """
 
     codec: str
@@ -57,7 +57,7 @@ class VideoFormat:
 
     @property
     def pixel_format(self) -> str:
-        """FFmpeg's name of the planar format, such as yuv420p or yuv420p10le."""
+        """FFmpeg's name of the pixel format, such as yuv420p or yuv420p10le."""
         if self.codec == "png":
             return "rgb24"
         deep = f"{self.depth}le" if self.depth > 8 else ""
@@ -70,7 +70,7 @@ class VideoFormat:
 
     @property
     def like_bt601(self) -> bool:
-        """Whether decoders convert the colours as BT.601, which they also do if nothing is specified."""
+        """Whether decoders convert the colours as BT.601. They also do so if no matrix is specified."""
         return self.matrix in (None, UNSPECIFIED, 5, 6)
 
 
@@ -78,7 +78,7 @@ def describe(config: bytes) -> VideoFormat:
     """Return the format of a sample description (a whole `stsd` entry).
 
     Raises:
-        DecodeError: If it is truncated, or has no size.
+        DecodeError: If the sample description is truncated, or its size is 0.
     """
     width, height = struct.unpack_from(">HH", config, 32)
     codec = codec_of(config)
@@ -94,7 +94,7 @@ def describe(config: bytes) -> VideoFormat:
     video = VideoFormat(codec, profile, chroma, depth, height, width, matrix)
     try:
         return _completed(video, _read_sequence(codec, parts))
-    except DecodeError as error:  # FFmpeg may still decode the file; NVDEC does not get it
+    except DecodeError as error:  # FFmpeg may still decode the file, and NVDEC is not used for it
         return replace(video, header_error=str(error))
 
 
@@ -136,11 +136,11 @@ def _completed(video: VideoFormat, sequence: Sequence | None) -> VideoFormat:
 
 
 def codec_of(config: bytes) -> str:
-    """The codec of a sample description; the four characters of its kind where it is unknown."""
+    """Return the codec of a sample description, or the four characters of its type if the codec is unknown."""
     kind = config[4:8]
     if kind != b"mp4v":
         return CODECS.get(kind, kind.decode("latin-1").strip())
-    # MPEG-4's own entry serves every codec that has a number in ISO/IEC 14496-1 (FFmpeg puts JPEG there).
+    # An `mp4v` entry may contain any codec that has an object type in ISO/IEC 14496-1. FFmpeg uses it for JPEG, for instance.
     esds = next((config[a:b] for k, a, b in children(config, 86, len(config)) if k == b"esds"), b"")
     found = _DECODER_CONFIG.search(esds)
     number = found[1][0] if found else 0x20
@@ -168,7 +168,7 @@ def _details(codec: str, parts: dict[bytes, bytes]) -> tuple[int | None, str, in
 
 
 def _avc_chroma(avcc: bytes) -> tuple[str, int]:
-    """Profiles from High on append chroma format and bit depths to the parameter sets."""
+    """Return (chroma, bit depth) from avcC. Profiles from High on store them after the parameter sets."""
     at = 6
     for _ in range(avcc[5] & 31):
         at += 2 + int.from_bytes(avcc[at : at + 2], "big")

@@ -1,4 +1,4 @@
-"""Frames that are decoded and not shown when they are: encoders hide them to have something to predict from.
+"""Hidden frames: frames that are decoded but not displayed at once. Encoders use them as references for other frames.
 
 Sources: the AV1 bitstream, 5.3.2 (OBU header) and 5.9.2 (uncompressed header); the VP9 bitstream, 6.2 and annex B
 (superframes); RFC 6386, 9.1 (VP8's frame tag).
@@ -14,19 +14,20 @@ from dali_stream.mp4.damage import leb128, vp9_frames
 from dali_stream.mp4.index import VideoIndex
 from dali_stream.storage import Store
 
-CODECS = ("av1", "vp9", "vp8")  # of the others, every frame that is decoded is shown, if perhaps later
+CODECS = ("av1", "vp9", "vp8")  # other codecs display every decoded frame, at once or later
 
-_FRAMES, _BYTES, _READS = 128, 8 << 20, 16  # of a file's beginning: some mini-GOPs of any encoder
+# Limits of `hidden_frames`: packets, bytes and reads. The first 128 packets have several mini-GOPs of any encoder.
+_FRAMES, _BYTES, _READS = 128, 8 << 20, 16
 
 
 def hidden(codec: str, data: bytes) -> int:
-    """How many of a sample's frames are not shown with it.
+    """Return the number of hidden frames in a packet.
 
     Args:
-        codec: one of `CODECS`.
-        data: the whole sample, which has been found undamaged (`damage.checker`).
+        codec: One of `CODECS`.
+        data: The whole packet, which has passed the check of `damage.checker`.
     """
-    if not data:  # which the decoder refuses
+    if not data:  # the decoder refuses an empty packet
         return 0
     if codec == "av1":
         return _av1(data)
@@ -36,7 +37,13 @@ def hidden(codec: str, data: bytes) -> int:
 
 
 def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int]:
-    """(frames that are decoded and not shown, frames looked into), of the first frames of a file."""
+    """Return the number of hidden frames and the number of examined packets, at the beginning of a file.
+
+    Args:
+        store: Store of the file.
+        table: Index of the file.
+        codec: Codec of the file. Both numbers are 0 if it is not in `CODECS`.
+    """
     if codec not in CODECS:
         return 0, 0
     count = seen = 0
@@ -51,14 +58,14 @@ def hidden_frames(store: Store, table: VideoIndex, codec: str) -> tuple[int, int
         data = store.read(table.path, begin, int(table.offset[last] + table.size[last]))
         for sample in samples.tolist():
             at = int(table.offset[sample]) - begin
-            with contextlib.suppress(IndexError):  # damaged: the frame that is decoded shows whether it matters
+            with contextlib.suppress(IndexError):  # the packet is damaged, which decoding it may report
                 count += hidden(codec, data[at : at + int(table.size[sample])])
                 seen += 1
     return count, seen
 
 
 def hidden_frames_refusal(codec: str) -> str:
-    """Why NVDEC does not get a video with hidden frames."""
+    """Return why a video with hidden frames is not decoded with NVDEC."""
     return f"{codec} with hidden frames: DALI pairs times with decoded frames on a GPU, and would deliver others than asked for"
 
 
@@ -79,6 +86,10 @@ def _av1(data: bytes) -> int:
 
 
 def _is_hidden_vp9(header: int) -> bool:
-    """Marker (2 bits), profile (2), in profile 3 a reserved bit, show_existing_frame, frame_type, show_frame."""
+    """Return whether a frame is hidden, from the first byte of its header.
+
+    The byte contains the marker (2 bits), the profile (2 bits), a reserved bit in profile 3, show_existing_frame, frame_type
+    and show_frame. A frame is hidden if both show_existing_frame and show_frame are 0.
+    """
     shift = 0 if header & 0x30 == 0x30 else 1
     return not header >> shift & 0b101

@@ -1,6 +1,6 @@
-"""The index of an MP4's video track (ISO/IEC 14496-12, section 8): where each packet lies, and when its frame is displayed.
+"""Index of an MP4's video track (ISO/IEC 14496-12, section 8): the position of each packet and the display time of its frame.
 
-Files may be damaged or hostile, so each count is checked against the bytes of the file before memory is allocated for it.
+Files may be damaged or malicious, so each count is checked against the size of its table before memory is allocated.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from dali_stream.mp4.format import codec_of
 from dali_stream.storage import Store
 
 Int64 = npt.NDArray[np.int64]
-LACKING = -1  # in place of a packet, for a row whose frame the video lacks; see `timing`
+LACKING = -1  # used instead of a packet for a row without a frame in the video, see `timing`
 
 
 @dataclass(frozen=True, eq=False)
 class VideoIndex:
-    """Packets of one file in decode order; n of them. Columns are compressed, see `Column`; `video_index` makes one.
+    """Index of the n packets of one file, in decode order. `video_index` creates it. The columns are compressed, see `Column`.
 
     Attributes:
-        path: the file, relative to the dataset.
-        configs: sample descriptions (`stsd` entries without their bit rates). A clip holds packets of one.
-        track_header: matrix and display size out of `tkhd`.
-        timescale: ticks per second.
-        offset, size: (n,) place and bytes of each packet.
-        shown_at: (n,) presentation times in ticks, rising, with the edit list applied.
-        keyframes: packets that decoding can start at.
-        config: (n,) which of `configs`.
-        display_order: (n,) packets in the order in which their frames are displayed.
-        display_place: (n,) the place of each packet in that order.
-        reordered: whether display order and decode order differ (B-frames).
-        open_gops: whether frames that follow a keyframe are displayed before it, and so need the GOP before.
-        longest_gop: frames of the longest GOP.
-        index_bytes: of the `moov` box that this was read from.
+        path: Path of the file, relative to the dataset.
+        configs: Sample descriptions (`stsd` entries without their bit rates). A clip contains packets of only one of them.
+        track_header: Matrix and display size, the end of `tkhd`.
+        timescale: Number of ticks per second.
+        offset: Position of each packet in the file, in bytes, shape (n,).
+        size: Size of each packet in bytes, shape (n,).
+        shown_at: Presentation times in ticks, in increasing order, shape (n,). The edit list is applied.
+        keyframes: Packets at which decoding can start, shape (k,).
+        config: Index of each packet's sample description in `configs`, shape (n,).
+        display_order: Packets in the order in which their frames are displayed, shape (n,).
+        display_place: Place of each packet in `display_order`, shape (n,).
+        reordered: Whether display order and decode order differ (B-frames).
+        open_gops: Whether some frames follow a keyframe but are displayed before it. Decoding them requires the previous GOP.
+        longest_gop: Number of frames of the longest GOP.
+        index_bytes: Size in bytes of the `moov` box from which the index was read.
     """
 
     path: str
@@ -65,35 +66,39 @@ class VideoIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the index takes: from 4 bytes a frame, for contiguous packets at a constant frame rate, to 16."""
+        """Memory that the index takes, in bytes: from 4 per frame, for contiguous packets at a constant frame rate, to 16."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Column)) + len(self.track_header) + 1024
 
     @property
     def pts(self) -> Column:
-        """(n,) presentation time of each packet in ticks."""
+        """Presentation time of each packet in ticks, shape (n,)."""
         return Chosen(self.shown_at, self.display_place) if self.reordered else self.shown_at
 
     @property
     def gop_start(self) -> Column:
-        """(n,) the keyframe of each packet's GOP."""
+        """Keyframe of each packet's GOP, shape (n,)."""
         return Floor(self.keyframes, len(self))
 
     @property
     def gop_lengths(self) -> Int64:
-        """(k,) frames of each GOP."""
+        """Number of frames of each GOP, shape (k,)."""
         return np.diff(np.append(self.keyframes, len(self)))
 
     def is_contiguous(self, first: int, last: int) -> bool:
-        """Return whether these packets, and those between them, lie end to end in the file."""
+        """Return whether the packets from `first` to `last` are stored end to end in the file."""
         if isinstance(self.size, Gaps):
             return True
         offset = self.offset[first : last + 1]
         return bool((np.diff(offset) == self.size[first:last]).all())
 
     def decode_starts(self, samples: Int64) -> Int64:
-        """Per packet, the keyframe that decoding it starts at.
+        """Return the keyframe at which decoding each packet starts.
 
-        That is the one it follows, or, for a frame that an open GOP shows before its keyframe, the one before that.
+        It is the keyframe of the packet's GOP. For a frame of an open GOP that is displayed before this keyframe, it is the
+        keyframe of the previous GOP.
+
+        Args:
+            samples: Packets, of any shape.
         """
         gop_start, pts = self.gop_start, self.pts
         head: Int64 = gop_start[samples]
@@ -103,13 +108,22 @@ class VideoIndex:
         return np.where(pts[samples] < pts[head], before, head)
 
     def nearest(self, seconds: npt.NDArray[np.float64]) -> tuple[Int64, npt.NDArray[np.float64]]:
-        """The packets displayed nearest to these times, and how many seconds away each is."""
+        """Find the packets whose display times are nearest to given times.
+
+        Args:
+            seconds: Times in seconds, shape (m,). They need not be sorted.
+
+        Returns:
+            Packets, and their distances in seconds, both of shape (m,).
+        """
+        # Only the frames from the first time to the last one are searched. Times are compared in seconds, because ticks would
+        # have to be rounded.
         ends = float(np.fmin.reduce(seconds, initial=np.inf)), float(np.fmax.reduce(seconds, initial=-np.inf))
-        # Ticks are rounded, so times are compared in seconds, among the frames from the first time to the last one.
         ticks = [int(min(max(end * self.timescale, -_MOST_TICKS), _MOST_TICKS)) for end in ends]
         begin, end = self.shown_at.searchsorted(np.array(ticks)).tolist()
         begin, end = max(min(begin, end) - 2, 0), min(end + 2, len(self))
         shown = self.shown_at[begin:end] / self.timescale
+        # Each time is between the frames `left` and `right`, or beyond the first or the last frame.
         right = np.minimum(np.maximum(shown.searchsorted(seconds), min(1, len(shown) - 1)), len(shown) - 1)
         left = np.maximum(right - 1, 0)
         before, after = np.abs(shown[left] - seconds), np.abs(shown[right] - seconds)
@@ -134,7 +148,10 @@ def video_index(
     config: npt.NDArray[np.integer[Any]],
     index_bytes: int,
 ) -> VideoIndex:
-    """Make an index from its columns. The arguments are the attributes of `VideoIndex`."""
+    """Create an index from its columns.
+
+    The arguments are attributes of `VideoIndex`. `pts` is the presentation time of each packet in ticks, shape (n,).
+    """
     n = len(size)
     reordered = not (np.diff(pts) > 0).all()
     order: Column = Line(0, 1, n)
@@ -145,6 +162,7 @@ def video_index(
     ends = offset + size
     mean = int(ends[-1] - offset[0]) // n
     contiguous = bool((offset[1:] == ends[:-1]).all())
+    # If the packets are stored end to end, their sizes are the differences of the offsets and are not stored.
     edges = packed(np.append(offset, ends[-1]), mean) if contiguous else packed(offset, mean)
     return VideoIndex(
         path, configs, track_header, timescale,
@@ -163,11 +181,13 @@ def video_index(
 
 
 def read_index(store: Store, path: str) -> VideoIndex:
-    """Reads a file's index: its `moov` box, and of H.264 the beginning of one frame, to see whether it is a keyframe.
+    """Read the index of a file from its `moov` box.
+
+    For H.264, the beginning of the second keyframe is read as well, to check whether decoding can start at it.
 
     Raises:
-        DecodeError: no MP4, truncated, fragmented, more than one video track, an edit list that trims, or an index that
-            contradicts itself or the file's size. The message names the file.
+        DecodeError: If the file is not an MP4, is truncated or fragmented, does not have exactly one video track, has an edit
+            list that hides frames, or has an index that contradicts itself or the size of the file. The message names the file.
     """
     try:
         return _parse(store, path, read_moov(store, path), store.size(path))
@@ -223,7 +243,7 @@ def _parse(store: Store, path: str, moov: bytes, file_size: int) -> VideoIndex:
     return index
 
 
-_SLICE_HEAD = 4096  # bytes of a sample that hold what stands before its first slice
+_SLICE_HEAD = 4096  # bytes of a packet that contain the header of its first slice
 
 
 def _video_track(moov: bytes) -> tuple[int, int]:
@@ -246,15 +266,21 @@ def _sizes(boxes: dict[bytes, bytes]) -> Int64:
     if stsz is None:
         raise DecodeError("its video track has no sample sizes (stsz)")
     fixed, n = struct.unpack_from(">II", stsz, 4)
-    # A table of n sizes has 4 n bytes. One size for all takes none, so its n is limited by what encoded video can be:
-    # frames of equal size are rare, and a table that claims millions of them is broken.
+    # A table of n sizes has 4 n bytes, which limits n. A single size for all packets takes no table, so n has a fixed limit:
+    # packets of equal size are rare, and a box that claims millions of them is broken.
     if n > (len(stsz) - 12) // 4 and not (fixed and n <= 65536):
         raise DecodeError(f"its sample table claims {n} samples and holds the sizes of {(len(stsz) - 12) // 4}")
     return np.full(n, fixed, np.int64) if fixed else np.frombuffer(stsz, ">u4", n, 12).astype(np.int64)
 
 
 def _runs(boxes: dict[bytes, bytes], kind: bytes, columns: str) -> npt.NDArray[Any]:
-    """The entries of a table box as a structured array."""
+    """Return the entries of a table box as a structured array.
+
+    Args:
+        boxes: Bodies of the boxes by kind.
+        kind: Kind of the table box.
+        columns: Names and types of the columns, such as "count:u4 delta:u4".
+    """
     body = boxes[kind]
     count = struct.unpack_from(">I", body, 4)[0]
     dtype = np.dtype([(name, ">" + form) for name, form in (c.split(":") for c in columns.split())])
@@ -284,7 +310,7 @@ def _presentation_times(boxes: dict[bytes, bytes], n: int) -> Int64:
 
 def _sync(boxes: dict[bytes, bytes], n: int) -> Int64:
     if b"stss" not in boxes:
-        return np.arange(n)  # without the table every sample is one
+        return np.arange(n)  # without the table, decoding can start at every packet
     sync = _runs(boxes, b"stss", "sample:u4")["sample"].astype(np.int64) - 1
     if not len(sync) or sync[0] != 0 or sync[-1] >= n or (np.diff(sync) <= 0).any():
         raise DecodeError(f"its stss table (samples that decoding can start at) is not 1, ... up to {n} in rising order")
@@ -292,7 +318,11 @@ def _sync(boxes: dict[bytes, bytes], n: int) -> Int64:
 
 
 def _places(boxes: dict[bytes, bytes], size: Int64) -> tuple[tuple[bytes, ...], Int64, npt.NDArray[np.int8]]:
-    """(sample descriptions, offset of each sample, description of each sample)."""
+    """Return the sample descriptions, and the offset and the description of each packet, both of shape (n,).
+
+    A track is stored in chunks. `stco` or `co64` has the offset of each chunk, and `stsc` has the number of packets and the
+    sample description for runs of chunks. The packets of a chunk are stored end to end.
+    """
     configs = _descriptions(boxes)
     if b"stsc" not in boxes or not (b"stco" in boxes or b"co64" in boxes):
         raise DecodeError("its video track has no chunk table (stsc with stco or co64)")
@@ -309,7 +339,8 @@ def _places(boxes: dict[bytes, bytes], size: Int64) -> tuple[tuple[bytes, ...], 
     per_chunk = np.repeat(stsc["samples"].astype(np.int64), chunks)
     if per_chunk.sum() != len(size):
         raise DecodeError(f"its stsc table places {per_chunk.sum()} samples, and there are {len(size)}")
-    before = np.cumsum(size) - size  # bytes of all samples before this one
+    before = np.cumsum(size) - size  # total size of all packets before each packet
+    # The offset of a packet is the offset of its chunk, plus the sizes of the packets before it in the chunk.
     chunk_first = np.cumsum(per_chunk) - per_chunk
     chunk_before = before[np.minimum(chunk_first, len(size) - 1)]
     offset = before + np.repeat(chunk - chunk_before, per_chunk)
@@ -323,7 +354,7 @@ def _descriptions(boxes: dict[bytes, bytes]) -> tuple[bytes, ...]:
         entry = stsd[start:end]
         if len(entry) < 78:
             raise DecodeError(f"its sample description {kind!r} has {len(entry)} bytes, and a video's has 78 or more")
-        # A bit rate differs from file to file and says nothing about decoding: without it, files share clips.
+        # The bit rate differs between files and is irrelevant for decoding. Without it, files can share clips.
         parts = [box(k, entry[a:b]) for k, a, b in children(entry, 78, len(entry)) if k != b"btrt"]
         found.append(box(kind, entry[:78], *parts))
     if not 0 < len(found) <= 127:
@@ -332,7 +363,11 @@ def _descriptions(boxes: dict[bytes, bytes]) -> tuple[bytes, ...]:
 
 
 def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> Int64:
-    """Presentation times after the edit list: a delay and a shift are applied, one that hides frames is refused."""
+    """Apply the edit list to presentation times. It may have a delay and one part at rate 1 that includes all frames.
+
+    Raises:
+        DecodeError: If the edit list hides frames, has more than one part, or changes the rate.
+    """
     found = find(moov, *track, b"edts", b"elst")
     if found is None:
         return pts
@@ -349,7 +384,7 @@ def _edited(moov: bytes, track: tuple[int, int], pts: Int64, timescale: int) -> 
     if len(shown) > 1 or delays[1:].any() or shown["rate"][0] != 1 or not movie:
         raise DecodeError(f"its edit list has {len(shown)} parts; one at rate 1, perhaps delayed, is allowed. {_REMUX}")
     start, length = int(shown["media"][0]), int(shown["duration"][0])
-    end = start + (length + 1) * timescale // movie if length else None  # a tick of the movie's clock is the rounding
+    end = start + (length + 1) * timescale // movie if length else None  # the length is rounded to a tick of the movie
     hidden = int((pts < start).sum() + (0 if end is None else (pts >= end).sum()))
     if hidden:
         raise DecodeError(f"its edit list hides {hidden} of {len(pts)} frames, so frames and timestamps do not fit. {_REMUX}")

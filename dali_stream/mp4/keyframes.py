@@ -1,4 +1,4 @@
-"""Kinds of keyframes of H.264 and HEVC: which of them decoding can start at, and which of them reset the decoder.
+"""Kinds of keyframes of H.264 and HEVC, of which only IDR frames reset the decoder.
 
 An IDR frame resets the decoder. A keyframe of another kind, such as the recovery points and CRA frames at the start of open
 GOPs, continues the display order of the frames before it.

@@ -1,7 +1,8 @@
-"""Writing MP4 files with one video track: everything before the first packet, `moov` included.
+"""Muxer of MP4 files with one video track. It writes all bytes before the first packet, including `moov`.
 
-Packets follow end to end. The first frame is shown at 0 without an edit list: frames that are decoded ahead of their
-display time have a negative `ctts` shift (version 1). `tkhd`, `mdhd` and `mvhd` are of version 1, with 64 bits for times.
+The packets follow end to end. The first frame is displayed at time 0 without an edit list. This requires signed shifts (`ctts`
+of version 1): frames that are displayed before their nominal decode time, such as B-frames, have negative ones. `tkhd`, `mdhd`
+and `mvhd` are of version 1, with 64-bit times.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from dali_stream.mp4.boxes import UPRIGHT, box, full_box
 Int64 = npt.NDArray[np.int64]
 Column = Sequence[int] | Int64
 _DTYPES = {"I": ">u4", "i": ">i4", "Q": ">u8"}
-CHUNK = 1 << 20  # bytes of packets per offset in `stco`
+CHUNK = 1 << 20  # approximate size of a chunk in bytes; `stco` has one offset per chunk
 _U32 = (1 << 32) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Track:
-    """Packets in decode order, n of them.
+    """Video track of n packets in decode order.
 
     Attributes:
-        timescale: ticks per second.
-        header: matrix and display size, the end of `tkhd`.
-        configs: sample descriptions (`stsd` entries).
-        size, pts: (n,) bytes, and presentation time in ticks, the lowest 0.
-        sync: (n,) whether decoding can start at the packet.
-        config: (n,) index in `configs`.
-        last: duration in ticks of the frame displayed last.
+        timescale: Number of ticks per second.
+        header: Matrix and display size, the end of `tkhd`.
+        configs: Sample descriptions (`stsd` entries).
+        size: Size of each packet in bytes, shape (n,).
+        pts: Presentation time of each packet in ticks, shape (n,). The lowest is 0.
+        sync: Whether decoding can start at each packet, shape (n,).
+        config: Index of each packet's sample description in `configs`, shape (n,).
+        last: Duration of the frame that is displayed last, in ticks.
     """
 
     timescale: int
@@ -51,16 +53,18 @@ class Track:
 
 
 def head(track: Track) -> bytes:
-    """All bytes of a file before its first packet.
+    """Return all bytes of a file before its first packet.
 
     Raises:
-        DecodeError: the times do not fit into the tables.
+        DecodeError: If the times do not fit into the 32 bits of the tables.
     """
+    # The nominal decode time of the i-th packet is the i-th display time.
     shown = np.sort(track.pts)
     durations, shifts = np.append(np.diff(shown), track.last), track.pts - shown
     if durations.max() > _U32 or np.abs(shifts).max() > _U32 // 2:
         raise DecodeError("its times cannot be written: two frames are more than 2^32 ticks apart; record or convert it again")
     begin = np.cumsum(track.size) - track.size
+    # A chunk starts about every `CHUNK` bytes, and at each change of the sample description, of which a chunk has only one.
     first = np.flatnonzero(np.append(True, (np.diff(begin // CHUNK) != 0) | (np.diff(track.config) != 0)))
     count, description = np.diff(np.append(first, len(begin))), track.config[first] + 1
     entry = np.flatnonzero(np.append(True, (np.diff(count) != 0) | (np.diff(description) != 0)))
@@ -89,18 +93,20 @@ def file_head(
     chunks: tuple[Column, Column, Column],
     offsets: Column,
 ) -> bytes:
-    """All bytes of a file before its first packet, from the columns of its tables.
+    """Return all bytes of a file before its first packet, from the columns of its tables.
 
     Args:
-        timescale: ticks per second.
-        duration: of the track in ticks.
-        track_header: matrix and display size.
-        configs: sample descriptions.
-        sizes, nbytes: (n,) bytes of each packet, and of all.
-        durations, shifts: (count, ticks) of runs of equal values (`stts`, `ctts`); shifts None: display in decode order.
-        keyframes: packets that decoding can start at, counted from 1; None: all.
-        chunks: (first chunk, packets per chunk, description), counted from 1 (`stsc`).
-        offsets: first byte of each chunk, counted from the first packet.
+        timescale: Number of ticks per second.
+        duration: Duration of the track in ticks.
+        track_header: Matrix and display size, the end of `tkhd`.
+        configs: Sample descriptions (`stsd` entries).
+        sizes: Size of each packet in bytes, shape (n,).
+        nbytes: Size of all packets in bytes.
+        durations: Counts and values of runs of equal durations in ticks (`stts`).
+        shifts: Counts and values of runs of equal shifts in ticks (`ctts`). None: frames are displayed in decode order.
+        keyframes: Numbers of the packets at which decoding can start, counted from 1 (`stss`). None: all packets.
+        chunks: First chunk, packets per chunk and sample description for runs of equal chunks, counted from 1 (`stsc`).
+        offsets: Position of each chunk in bytes, relative to the first packet.
     """
     tables = [
         full_box(b"stsd", 0, 0, struct.pack(">I", len(configs)), *configs),
@@ -114,6 +120,7 @@ def file_head(
         tables.append(_table(b"stss", "I", keyframes))
     ftyp = _FTYP_AV1 if b"av01" in [config[4:8] for config in configs] else _FTYP
     before = len(ftyp) + _REST + sum(map(len, tables))
+    # The offsets depend on the size of their own table, so the choice between 32 and 64 bits uses an upper limit of the file.
     wide = before + 12 * len(offsets) + nbytes + 4096 > _U32
     mdat = struct.pack(">I4s", nbytes + 8, b"mdat") if nbytes + 8 <= _U32 else struct.pack(">I4sQ", 1, b"mdat", nbytes + 16)
     before += 16 + len(offsets) * (8 if wide else 4) + len(mdat)
@@ -123,7 +130,7 @@ def file_head(
 
 
 def _runs(values: Int64) -> tuple[Int64, Int64]:
-    """(count, value) of runs of equal neighbours."""
+    """Return the counts and the values of runs of equal consecutive values."""
     first = np.flatnonzero(np.append(True, np.diff(values) != 0))
     return np.diff(np.append(first, len(values))), values[first]
 
@@ -133,7 +140,7 @@ def _table(kind: bytes, form: str, *columns: Column) -> bytes:
     if isinstance(columns[0], np.ndarray):
         entries = np.stack(columns, 1).astype(_DTYPES[form]).tobytes()
         return full_box(kind, version, 0, struct.pack(">I", count), entries)
-    # Short lists of packed clips, where NumPy is slower. `zip` turns columns into rows.
+    # The tables of packed clips are short lists, for which NumPy is slower. `zip` turns columns into rows.
     values = columns[0] if len(columns) == 1 else [*itertools.chain.from_iterable(zip(*columns, strict=True))]
     size = 16 + len(values) * (8 if form == "Q" else 4)
     return struct.pack(f">I4sII{len(values)}{form}", size, kind, version << 24, count, *values)
@@ -145,10 +152,10 @@ def _moov(timescale: int, duration: int, track_header: bytes, tables: Sequence[b
     return box(b"moov", mvhd, box(b"trak", tkhd, box(b"mdia", mdhd, _HDLR, minf)))
 
 
-@functools.lru_cache(1024)  # packed clips differ in few durations
+@functools.lru_cache(1024)  # packed clips have few different durations
 def _headers(timescale: int, duration: int, track_header: bytes) -> tuple[bytes, bytes, bytes]:
     return (
-        # The movie has the track's timescale, so that nothing is rounded.
+        # The movie has the timescale of the track, so that its duration is exact.
         full_box(b"mvhd", 1, 0, struct.pack(">QQIQ", 0, 0, timescale, duration), _MVHD_REST),
         full_box(b"tkhd", 1, 3, struct.pack(">QQIIQ", 0, 0, 1, 0, duration), bytes(16), track_header),
         full_box(b"mdhd", 1, 0, struct.pack(">QQIQHH", 0, 0, timescale, duration, 0x55C4, 0)),
@@ -162,4 +169,5 @@ _HDLR = full_box(b"hdlr", 0, 0, bytes(4), b"vide", bytes(12), b"VideoHandler\0")
 _VMHD_AND_DINF = full_box(b"vmhd", 0, 1, bytes(8)) + box(
     b"dinf", full_box(b"dref", 0, 0, struct.pack(">I", 1), full_box(b"url ", 0, 1))
 )
-_REST = len(_moov(1, 0, bytes(44), ()))  # bytes of `moov` without its tables; `stco` needs it, since its offsets are absolute
+# Size of `moov` without its tables. The offsets in `stco` are absolute, so they depend on the size of all boxes before `mdat`.
+_REST = len(_moov(1, 0, bytes(44), ()))

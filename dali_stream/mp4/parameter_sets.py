@@ -1,4 +1,4 @@
-"""Sequence parameter sets (SPS) of H.264 and HEVC, which hold the parameters of all frames.
+"""Sequence parameter sets (SPS) of H.264 and HEVC, which contain the parameters of all frames.
 
 The boxes of a sample description only repeat some of these parameters, and not every encoder repeats them correctly. Decoders
 use the SPS.
@@ -16,21 +16,22 @@ from dali_stream.mp4.bits import Bits
 
 CHROMA = {0: "gray", 1: "420", 2: "422", 3: "444"}
 _SUBSAMPLING = {"gray": (1, 1), "420": (2, 2), "422": (1, 2), "444": (1, 1)}  # luma rows and columns per chroma sample
-_WITH_CHROMA = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)  # H.264 profiles with more than 8 bit 4:2:0
-_MOST_SETS = 32  # parameter sets of one kind; the formats allow 32 (H.264) and 16 (HEVC)
+# H.264 profiles whose SPS contains chroma and bit depth. The others have 4:2:0 and 8 bits.
+_WITH_CHROMA = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)
+_MOST_SETS = 32  # maximum number of parameter sets of one kind; the formats allow 32 (H.264) and 16 (HEVC)
 _LARGEST = 65535  # pixels per side, the most that a sample description can hold
 UNSPECIFIED = 2  # colour matrix, ISO/IEC 23091-2
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """Parameters of all frames of a video, as its bitstream names them.
+    """Parameters of all frames of a video, according to its bitstream.
 
     Attributes:
         chroma: "gray", "420", "422" or "444".
-        depth: Bits per value, the larger of luma and chroma.
-        coded: (height, width) that a decoder decodes, in pixels.
-        size: (height, width) that is left after cropping, in pixels.
+        depth: Number of bits per value, the larger of luma and chroma.
+        coded: Size (height, width) of the frames that a decoder decodes, in pixels.
+        size: Size (height, width) of the frames after cropping, in pixels.
         interlaced: Whether frames may be coded as two fields.
         matrix: Colour matrix (ISO/IEC 23091-2: 1 is BT.709, 6 BT.601), or None if it is not specified.
         full_range: Whether values use the full range, 0 to 255 for 8 bits.
@@ -117,7 +118,7 @@ def _h264_chroma(bits: Bits) -> tuple[str, int]:
 
 
 def _skip_scaling_list(bits: Bits, count: int) -> None:
-    """Skip a list of differences, which ends early where a value becomes 0."""
+    """Skip a list of differences, which ends early if a value becomes 0."""
     value = 8
     for _ in range(count):
         code = bits.number("scaling list")
@@ -149,7 +150,7 @@ def _cropped(bits: Bits, coded: tuple[int, int], chroma: str, fields: int) -> tu
 
 def _colour(bits: Bits) -> tuple[int | None, bool]:
     """Read (matrix, full range) from the beginning of the VUI, which H.264 (E.1.1) and HEVC (E.2.1) have in common."""
-    if bits.flag() and bits.take(8) == 255:  # the shape of pixels, which may be written out
+    if bits.flag() and bits.take(8) == 255:  # sample aspect ratio; 255 means that two 16-bit numbers follow
         bits.take(32)
     if bits.flag():  # overscan
         bits.take(1)
@@ -167,7 +168,7 @@ def _hevc(sps: bytes) -> Sequence:
     """Read an SPS of HEVC without its header and emulation prevention (7.3.2.2.1)."""
     bits = Bits(sps, "SPS")
     bits.take(4)
-    layers = bits.take(3)  # above the lowest temporal one
+    layers = bits.take(3)  # temporal layers above the lowest
     bits.take(1)
     _skip_profiles(bits, layers)
     bits.number("id", 15)
@@ -224,8 +225,8 @@ def _skip_hevc_scaling_lists(bits: Bits) -> None:
 
 
 def _skip_reference_sets(bits: Bits) -> None:
-    """Skip the short-term reference picture sets (7.3.7), each of which may be written as a difference from the one before."""
-    frames = 0  # of the set before
+    """Skip the short-term reference picture sets (7.3.7). Each may be coded as a difference from the previous set."""
+    frames = 0  # in the previous set
     for number in range(bits.number("num_short_term_ref_pic_sets", 64)):
         if number and bits.flag():
             bits.take(1)

@@ -1,4 +1,4 @@
-"""The sequence header of AV1, which holds the parameters of all frames.
+"""Sequence header of AV1, which contains the parameters of all frames.
 
 Sources: the AV1 bitstream, 5.3 (OBU header), 5.5 (sequence header) and 6.4.2 (colours); the AV1 binding for ISO media files
 (av1C).
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dali_stream.mp4.bits import Bits
 from dali_stream.mp4.parameter_sets import UNSPECIFIED, Sequence
 
-_MOST_OBUS = 32  # of `av1C` that are read; encoders write one
+_MOST_OBUS = 32  # maximum number of OBUs that are read from `av1C`; encoders write one
 
 
 def av1_sequences(av1c: bytes) -> list[Sequence]:
@@ -71,7 +71,7 @@ def _skip_operating_points(bits: Bits) -> None:
 
 
 def _skip_tools(bits: Bits) -> None:
-    """Skip the coding tools of a header that is not reduced."""
+    """Skip the coding tools, which a reduced header does not contain."""
     bits.take(4)
     ordered = bits.flag()
     bits.take(2 if ordered else 0)
@@ -97,7 +97,7 @@ def _colour(bits: Bits, profile: int) -> tuple[str, int, int | None, bool]:
 
 
 def _chroma(bits: Bits, depth: int) -> str:
-    """Read the chroma of the profile Professional."""
+    """Read the chroma format of the Professional profile."""
     if depth < 12:
         return "422"
     if not bits.flag():

@@ -1,4 +1,4 @@
-"""Location of the frames of rows in a video file: the nearest packet in time, if it is near enough and of the episode."""
+"""Search for the packets of a dataset's rows: the nearest packet in time, if it is within a tolerance and the episode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 
-TOLERANCE = 0.25  # of a frame: no other frame can be meant, and files whose clock is coarse (milliseconds) still fit
+TOLERANCE = 0.25  # in frames: small enough to be unambiguous, and large enough for times that are rounded to milliseconds
 BY_FRAME_INDEX = (
     'Dataset(clock="frame_index"), or --clock frame_index on the command line, locates frames by frame_index / fps. '
     "`dali-stream prepare URI OUT --clock frame_index` writes a copy with regular timestamps"
@@ -21,18 +21,18 @@ Interval = tuple[float, float]  # from_timestamp of an episode and of the next o
 def find_packets(
     table: VideoIndex, interval: Interval, timestamp: npt.NDArray[Any], fps: float, tolerance_s: float | None = None
 ) -> Int64:
-    """The packets that hold the frames of an episode's rows.
+    """Return the packets with the frames of an episode's rows.
 
     Args:
-        table: of the file that holds the episode.
-        interval: the episode's place in the file, [start, stop) in seconds.
-        timestamp: (n,) seconds since the episode began, as the rows have them.
-        fps: frames per second of the dataset.
-        tolerance_s: how far the frame may be from the row's time, in seconds. None: a quarter of a frame.
+        table: Index of the file that contains the episode.
+        interval: Time range [start, stop) of the episode in the file, in seconds.
+        timestamp: Time of each row since the start of the episode, in seconds, shape (n,).
+        fps: Frames per second of the dataset.
+        tolerance_s: Maximum distance between the times of a row and its frame, in seconds. Default: a quarter of a frame.
 
     Returns:
-        (n,) packets of the file. `LACKING` where the nearest frame is farther away from the row's time than that, or lies
-        outside the interval by as much; `explain` says which it is.
+        Packets of the file, shape (n,). `LACKING` for a row whose nearest frame is farther away than `tolerance_s`, or is not
+        in the interval after `tolerance_s` is added to its time. `explain` returns which of these is the reason.
     """
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
     samples, away = table.nearest(_seconds(interval, timestamp))
@@ -40,9 +40,9 @@ def find_packets(
 
 
 def explain(table: VideoIndex, interval: Interval, timestamp: float, fps: float, tolerance_s: float | None = None) -> str:
-    """Why `find_packets` has no packet for this row, and what to do."""
+    """Return why `find_packets` finds no packet for a row, and what to do. See `find_packets` for the arguments."""
     tolerance = TOLERANCE / fps if tolerance_s is None else tolerance_s
-    half = math.floor(0.5e4 / fps) / 1e4  # of a frame, rounded down
+    half = math.floor(0.5e4 / fps) / 1e4  # half the duration of a frame in seconds, rounded down to four digits
     seconds = _seconds(interval, np.array([timestamp]))
     [sample], [away] = table.nearest(seconds)
     number = int(np.flatnonzero(table.display_order == sample)[0])
@@ -75,7 +75,7 @@ def _in_frames(tolerance: float) -> str:
 
 
 def _seconds(interval: Interval, timestamp: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Time in the file, in float64: the rows' float32 is coarser than a frame where a file has hours."""
+    """Return times in the file, as float64. In a file of several hours, the float32 of the rows would be too coarse."""
     return interval[0] + timestamp.astype(np.float64)
 
 

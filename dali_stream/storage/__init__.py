@@ -1,6 +1,7 @@
-"""Bytes of a dataset's files, from anywhere. Nothing here knows what a frame is.
+"""Access to the bytes of a dataset's files, on local disks and over networks.
 
-A `Store` reads byte ranges of named files below one root. `open_store` chooses the store for an address.
+A `Store` reads byte ranges of named files below one root. `open_store` chooses the store for an address. This package does not
+interpret the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dali_stream.storage.remote import Guess, RemoteStore
 from dali_stream.storage.retry import Patience, seconds
 from dali_stream.storage.store import Store, Traffic
 
-OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # see `object_options.CLOUDS`, whose import takes obstore
+OBJECTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # the keys of `object_options.CLOUDS`, which requires obstore
 
 __all__ = ["DiskCache", "LocalStore", "RemoteStore", "Store", "Traffic", "open_store"]
 
@@ -29,22 +30,24 @@ def open_store(
     give_up_after_s: float | None = None,
     guess: Guess | None = None,
 ) -> Store:
-    """The store for an address.
+    """Return the store for an address.
 
     Args:
-        address: a local folder, or a URL: `file://`, `memory://`, `http(s)://`, `hf://datasets/<owner>/<name>`,
-            `hf://buckets/<owner>/<name>`, `s3://`, `gs://`, `az://`, or of any other fsspec filesystem.
-        storage_options: passed to the reader of the address.
-        revision: branch, tag or commit of a Hub repository.
-        cache_dir: folder for a cache of fetched bytes, shared with other processes and later runs. Local files are not cached.
-        cache_bytes: limit of that folder. None: no limit.
-        give_up_after_s: total seconds for a read over the network, retries included; None: see `Patience`.
-        guess: lists a folder where the protocol cannot (HTTP): (folder, whether there is a file of a name) to names.
+        address: Local folder, or a URL with the scheme `file://`, `memory://`, `http(s)://`, `hf://datasets/<owner>/<name>`,
+            `hf://buckets/<owner>/<name>`, `s3://`, `gs://`, `az://`, or that of any other fsspec filesystem.
+        storage_options: Options of the storage backend, such as credentials. Default: none.
+        revision: Branch, tag or commit of a Hub repository. Default: the main branch.
+        cache_dir: Folder for a cache of fetched bytes, shared with other processes and later runs. Local files are not cached.
+            Default: no cache.
+        cache_bytes: Maximum size of that cache on disk, in bytes. Default: no limit.
+        give_up_after_s: Total time for a read over the network, including retries, in seconds. Default: see `Patience`.
+        guess: Function that lists a folder for a protocol without listings (HTTP). It receives the folder and a function that
+            returns whether a file exists, and returns file names. Default: none.
 
     Raises:
-        DatasetError: nothing is there, or the scheme is unknown.
-        StorageError: it cannot be reached.
-        ValueError: an argument does not fit the address.
+        DatasetError: If the address does not exist, or its scheme is unknown.
+        StorageError: If the storage cannot be reached.
+        ValueError: If an argument does not fit the address.
     """
     patience = Patience(None if give_up_after_s is None else seconds(give_up_after_s, "give_up_after_s is "))
     scheme, separator, rest = address.partition("://")
@@ -56,7 +59,7 @@ def open_store(
         return LocalStore(rest)
     cache = None if cache_dir is None else DiskCache(cache_dir, cache_bytes)
     common: dict[str, Any] = {"patience": patience, "cache": cache, "guess": guess}
-    # Imported on use: each needs a library that the others do not.
+    # Each store is imported on use, because each requires a library that the others do not.
     if scheme in ("http", "https"):
         from dali_stream.storage.http import HttpStore
 

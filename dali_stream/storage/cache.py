@@ -1,11 +1,14 @@
-"""Fetched blocks of remote files on disk, shared by the processes of a host and by later runs.
+"""Disk cache of remote files, shared by the processes of a host and by later runs.
 
-    <folder>/blocks/4f/4fc1…-12   a segment: 4 MiB of a remote file, which a hash names, as far as they were fetched
-    <folder>/usage                with a limit: bytes of all segments in decimal digits, never too few; locked by who writes
-    <folder>/locks                locked by who fetches, a byte for each block
+    <folder>/blocks/4f/4fc1…-12   segment: the fetched blocks of 4 MiB of a remote file, named by a hash of the file
+    <folder>/usage                total size of all segments in bytes, as decimal digits; only if the cache has a limit
+    <folder>/locks                lock file, with one byte per block
 
-A segment is a sparse file: a header with the length and the CRC-32 of each block, then the blocks in their places. A CRC
-detects damage, not forgery. The kernel releases the locks of a process that dies.
+A segment is a sparse file. It has a header with the length and the CRC-32 of each block, and then the blocks, each at a fixed
+offset. A CRC detects damage, not forgery.
+
+A process that writes locks `usage`, and a process that fetches a block locks the block's byte of `locks`. The kernel releases
+the locks of a process that dies. The number in `usage` may exceed the actual size, and never falls below it.
 """
 
 from __future__ import annotations
@@ -28,35 +31,38 @@ from functools import lru_cache, partial
 BLOCK = 1 << 14
 _PER_SEGMENT = 256
 _FIXED = struct.Struct("<8s16sQ16sQ")  # magic, hash of the remote file, number of the segment, hash of its version, its size
-_CRC = struct.Struct("<I")  # of these
+_CRC = struct.Struct("<I")  # CRC-32 of _FIXED
 _MAGIC = b"dsblock1"
-_ENTRY = struct.Struct("<II")  # length, 0 for a block that is not there, and CRC
-_ENTRIES, _BLOCKS = 64, 4096  # where they begin in a segment
+_ENTRY = struct.Struct("<II")  # length of a block, which is 0 for a missing block, and its CRC-32
+_ENTRIES, _BLOCKS = 64, 4096  # offsets of the entries and of the blocks in a segment
 _SEGMENT = re.compile(r"[0-9a-f]{32}-[0-9]{1,12}")
 _LOCK = struct.Struct("hhqqi")  # struct flock: kind, whence, start, length, process
-_PAGE = 4096  # bytes that a file system takes for a byte
-_FULL = 0.9  # of the limit remains after eviction, which looks at all segments and should be rare
-# The modification time records the last use, for eviction; it is updated no more often than this.
+_PAGE = 4096  # smallest allocation of a file system, in bytes
+_FULL = 0.9  # fraction of the limit that eviction keeps; eviction scans all segments and should be rare
+# The modification time of a segment records its last use, for eviction. Its smallest update interval, in seconds:
 _NOTE_USE_S = 60.0
-_NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe of the name would wait
+_NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
 
 _logger = logging.getLogger("dali_stream")
 
 
 class DiskCache:
-    """Blocks of remote files in a folder, within a limit: the least recently used segments are evicted.
+    """Cache of blocks of remote files in a folder. Least recently used segments are evicted first.
 
-    Safe to use from several threads and processes. A damaged block is a miss. If the folder can no longer be written to
-    (full, read-only, gone), one warning is logged and reading continues. Whoever can write to the folder is trusted.
-    `file` identifies a remote file, `version` its content; of one file there is one version. Blocks are numbered from 0; all
-    but a file's last are full.
+    The cache is safe to use from several threads and processes. A damaged block is a miss. If the folder can no longer be
+    written to (full, read-only or removed), the cache logs one warning, and reading continues. Users who can write to the
+    folder are trusted.
+
+    In all methods, `file` identifies a remote file and `version` its content. The cache holds one version of each file. Blocks
+    are numbered from 0 and have `BLOCK` bytes, except a file's last block, which may be shorter.
 
     Args:
-        folder: created if it does not exist.
-        limit_bytes: of all segments on disk, the same for all who use the folder at a time. None: no limit.
+        folder: Path to the cache's folder, which is created if it does not exist.
+        limit_bytes: Maximum size of all segments on disk, in bytes, or None for no limit. Processes that use the folder at the
+            same time must use the same limit.
 
     Raises:
-        ValueError: the folder is a file or cannot be created, or the limit is less than 1.
+        ValueError: If the folder is a file or cannot be created, or if the limit is less than 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None) -> None:
@@ -74,7 +80,10 @@ class DiskCache:
         self._writing, self._lock = True, threading.Lock()
 
     def read(self, file: str, version: str, first: int, last: int) -> list[bytes | None]:
-        """Blocks [first, last) of a file; None for each that is not there, and for all if the version is unknown (empty)."""
+        """Return blocks [first, last) of a file, with None for each miss.
+
+        All blocks are misses if `version` is empty, which means that it is unknown.
+        """
         if not version:
             return [None] * (last - first)
         found: list[bytes | None] = []
@@ -82,7 +91,7 @@ class DiskCache:
             path = self._path(file, number)
             try:
                 found += _read(path, _hash(file), number, _hash(version), a, b)
-            except OSError as error:  # most likely there is none
+            except OSError as error:  # usually because the segment does not exist
                 found += [None] * (b - a)
                 if isinstance(error, _DamagedError):
                     _logger.warning(
@@ -93,16 +102,26 @@ class DiskCache:
         return found
 
     def size(self, file: str) -> int | None:
-        """The size of a file of which something is there, in any version."""
+        """Return the size of a file in bytes, or None if no version of it is cached."""
         with suppress(OSError), _opened(self._path(file, 0), os.O_RDONLY) as handle:
             return _header(handle, _hash(file), 0)[1]
         return None
 
     def write(self, file: str, version: str, first: int, data: bytes, size: int) -> None:
-        """Caches blocks from `first` on, and the file's size, in place of another version. Never raises if the disk refuses."""
+        """Cache consecutive blocks and the file's size, and remove another version of the file.
+
+        An error of the disk is logged and not raised.
+
+        Args:
+            file: Name of the remote file.
+            version: Version of the remote file.
+            first: Number of the first block.
+            data: Bytes of the blocks.
+            size: Size of the remote file in bytes.
+        """
         view, pieces = memoryview(data), list(_pieces(first, first + -(-len(data) // BLOCK)))
         if first >= _PER_SEGMENT and not os.path.exists(self._path(file, 0)):
-            pieces.insert(0, (0, first, first))  # none of its blocks, but the size
+            pieces.insert(0, (0, first, first))  # `size` reads segment 0, so it is created without blocks
         for number, a, b in pieces:
             at = (number * _PER_SEGMENT + a - first) * BLOCK if number else 0
             part, path = view[at : at + (b - a) * BLOCK], self._path(file, number)
@@ -112,13 +131,13 @@ class DiskCache:
 
     @contextmanager
     def fetching(self, file: str, first: int, last: int) -> Iterator[None]:
-        """A lock on blocks [first, last): one thread of one process fetches a block at a time.
+        """Lock blocks [first, last), so that only one thread of one process fetches them at a time.
 
-        After 30 s, or if the folder cannot hold a lock file, the block runs without the lock: fetching twice costs bytes and
-        no more.
+        If the lock is not acquired within 30 s, or the folder cannot contain a lock file, the body runs without the lock. The
+        blocks may then be fetched twice, which is correct but wastes bandwidth.
         """
         handle = -1
-        with suppress(OSError, AttributeError):  # only Linux has locks of open files
+        with suppress(OSError, AttributeError):  # open file description locks (F_OFD_SETLK) exist only on Linux
             handle = os.open(os.path.join(self._folder, "locks"), os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
             start = (int.from_bytes(_hash(file)[:5], "little") << 22) + first % (1 << 22)
             lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, last - first, 0)
@@ -134,7 +153,7 @@ class DiskCache:
         return f"{self._folder}/blocks/{name[:2]}/{name}-{number}"
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Writes, unless the disk has refused it before."""
+        """Call `write`, unless an earlier write has failed. Log a warning for the first failure."""
         try:
             if self._writing:
                 write()
@@ -149,10 +168,14 @@ class DiskCache:
                 )
 
     def _reserve(self, size: int, write: Callable[[], None] | None) -> None:
-        """Counts bytes, evicts others for them and writes, one thread of one process at a time. None: counts them all again.
+        """Reserve space, evict segments if necessary, and write. Only one thread of one process does so at a time.
 
-        A writer that dies leaves the count too high, never too low. Where the disk is too slow for all writers, bytes are
-        not cached, rather than waited for.
+        The count in `usage` is raised before the write, so a writer that dies leaves the count too high, never too low. A
+        writer that does not get the lock within 5 s does not cache its bytes.
+
+        Args:
+            size: Number of bytes to reserve.
+            write: Function that writes them. None: recount all segments and write nothing.
         """
         limit = self._limit or 0
         if size > limit:
@@ -169,7 +192,11 @@ class DiskCache:
                 write()
 
     def _evicted(self, size: int, limit: int) -> int:
-        """Looks at all segments and evicts the least recently used if the limit requires it. Returns the bytes that remain."""
+        """Evict the least recently used segments if `size` more bytes would exceed the limit.
+
+        Returns:
+            Size of the remaining segments in bytes.
+        """
         found = sorted(self._segments())
         usage = sum(taken for _, taken, _ in found)
         if usage + size > limit:
@@ -182,7 +209,7 @@ class DiskCache:
         return usage
 
     def _segments(self) -> Iterator[tuple[int, int, str]]:
-        """Last use, bytes on disk and path of each."""
+        """Yield (time of the last use, bytes on disk, path) of each segment."""
         root = os.path.join(self._folder, "blocks")
         for group, _, names in os.walk(root):
             for name in filter(_SEGMENT.fullmatch, names):
@@ -192,18 +219,23 @@ class DiskCache:
 
 
 class _DamagedError(OSError):
-    """A segment whose content does not match its name."""
+    """Damaged segment, or a segment whose content does not match its name."""
 
 
 def _pieces(first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """The segments of blocks [first, last), each with the range of blocks in it."""
+    """Yield (segment, first block, end of the blocks) for blocks [first, last). Blocks are relative to the segment."""
     for number in range(first // _PER_SEGMENT, -(-last // _PER_SEGMENT)):
         start = number * _PER_SEGMENT
         yield number, max(first - start, 0), min(last - start, _PER_SEGMENT)
 
 
 def _read(path: str, digest: bytes, number: int, version: bytes, first: int, last: int) -> list[bytes | None]:
-    """Blocks of a segment. Raises _DamagedError, or OSError where there is none."""
+    """Return blocks [first, last) of a segment, with None for each miss.
+
+    Raises:
+        _DamagedError: If a block or the header is damaged.
+        OSError: If the segment does not exist or cannot be read.
+    """
     with _opened(path, os.O_RDONLY) as handle:
         found, (written, _, header) = os.fstat(handle), _header(handle, digest, number)
         if written != version:
@@ -217,24 +249,27 @@ def _read(path: str, digest: bytes, number: int, version: bytes, first: int, las
                 raise _DamagedError(f"block {at} has another content")
             blocks.append(bytes(block) if length else None)
         if abs(time.time() - found.st_mtime) > _NOTE_USE_S:
-            with suppress(OSError):  # another user's: readable, but its time cannot be set
+            with suppress(OSError):  # a segment of another user may be readable, but not permit setting its time
                 os.utime(handle)
         return blocks
 
 
 def _write(path: str, header: bytes, first: int, data: memoryview) -> None:
-    """Writes blocks of a segment, and only then what tells that they are there."""
+    """Write blocks of a segment, and afterwards their entries, so that readers never see an entry without its block."""
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
     entries = b"".join(_ENTRY.pack(len(block), zlib.crc32(block)) for block in blocks)
     with suppress(FileNotFoundError), _opened(path, os.O_RDWR) as handle:
         if os.pread(handle, len(header), 0) == header:
             return _put(handle, (data, _BLOCKS + first * BLOCK), (entries, _ENTRIES + first * _ENTRY.size))
-        os.unlink(path)  # a file has one version from its beginning to its end, whoever still writes to it
+        # The segment is of another version. It is replaced and not overwritten, because other processes may still write to it.
+        os.unlink(path)
     folder = os.path.dirname(path)
-    for missing in () if os.path.isdir(folder) else (os.path.dirname(folder), folder):  # but not the cache's, if it is gone
+    # `mkdir` and not `makedirs`: a removed cache folder is not created again.
+    for missing in () if os.path.isdir(folder) else (os.path.dirname(folder), folder):
         with suppress(FileExistsError):
             os.mkdir(missing)
-    with suppress(FileExistsError), _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:  # or another process was first
+    # FileExistsError: another process has created the segment meanwhile. These blocks are then not cached.
+    with suppress(FileExistsError), _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
         _put(handle, (data, _BLOCKS + first * BLOCK), (header.ljust(_ENTRIES + first * _ENTRY.size, b"\0") + entries, 0))
     return None
 
@@ -246,20 +281,25 @@ def _put(handle: int, *parts: tuple[bytes | memoryview, int]) -> None:
 
 
 def _fixed(digest: bytes, number: int, version: bytes, size: int) -> bytes:
-    """The beginning of a segment's header."""
+    """Return the fixed part of a segment's header, which identifies the file, the segment and the version."""
     head = _FIXED.pack(_MAGIC, digest, number, version, size)
     return head + _CRC.pack(zlib.crc32(head))
 
 
 def _header(handle: int, digest: bytes, number: int) -> tuple[bytes, int, bytes]:
-    """The version and the size of the remote file, and the segment's header.
+    """Read the header of a segment.
 
-    Raises _DamagedError if that is of another one, and FileNotFoundError if it is not there yet.
+    Returns:
+        Hash of the remote file's version, size of the remote file in bytes, and the whole header.
+
+    Raises:
+        _DamagedError: If the header is damaged, or belongs to another segment.
+        FileNotFoundError: If the header is not yet written.
     """
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         raise _DamagedError("it is not a regular file")
     header = os.pread(handle, _BLOCKS, 0).ljust(_BLOCKS, b"\0")
-    if not any(header[: _FIXED.size]):  # which a segment's first writer writes last
+    if not any(header[: _FIXED.size]):  # the first writer of a segment writes the header last
         raise FileNotFoundError
     version, size = _FIXED.unpack_from(header)[3:]
     if not header.startswith(_fixed(digest, number, version, size)):
@@ -282,20 +322,20 @@ def _opened(path: str, how: int) -> Iterator[int]:
 
 
 def _locked(lock: Callable[[], object], seconds: float) -> bool:
-    """Whether a lock could be taken in time."""
+    """Return whether `lock` succeeds within `seconds`. It is called until it no longer raises BlockingIOError."""
     until = time.monotonic() + seconds
     while True:
         try:
             lock()
             return True
-        except BlockingIOError:  # another error means that there are no locks
+        except BlockingIOError:  # any other error means that the file system does not support locks
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)
 
 
 def _made(folder: str | os.PathLike[str]) -> str:
-    """The cache's folder, created if it does not exist."""
+    """Return the absolute path of the cache's folder, which is created if it does not exist."""
     path = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     try:
         os.makedirs(path, exist_ok=True)
@@ -307,6 +347,6 @@ def _made(folder: str | os.PathLike[str]) -> str:
     raise ValueError(f"cache_dir is {path}, which {wrong}")
 
 
-@lru_cache(1024)  # several times for each read
+@lru_cache(1024)  # each read calls it several times with the same name
 def _hash(file: str) -> bytes:
     return hashlib.blake2b(file.encode(errors="surrogatepass"), digest_size=16).digest()

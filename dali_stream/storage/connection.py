@@ -21,19 +21,19 @@ from dali_stream.storage import logs
 from dali_stream.storage.retry import PER_HOST, Deadline, TransientError
 
 _CHUNK = 1 << 18
-_SHORT = 1 << 16  # bytes of the body of a redirect or an error that are read to keep the connection
+_SHORT = 1 << 16  # longest body of a redirect or an error that is read to keep the connection, in bytes
 _NO_NAME = "the name of the host could not be resolved (DNS)"
-_FAILURES = (HTTPError, http.client.HTTPException, OSError, ValueError)  # of host names, UnicodeError is a ValueError
+_FAILURES = (HTTPError, http.client.HTTPException, OSError, ValueError)  # invalid host names raise UnicodeError, a ValueError
 _UNREACHABLE = (ConnectTimeoutError, ProxyError, socket.gaierror, ValueError)
 _T = TypeVar("_T")
 Response = urllib3.BaseHTTPResponse
 
 
 class Client:
-    """HTTP requests over connections that are kept alive, through the proxies that the environment names. Safe after a fork.
+    """HTTP client with keep-alive connections, which uses the proxies of the environment. Safe to use after a fork.
 
     Args:
-        timeout_s: seconds without a connection, or then without a byte, after which an attempt has failed.
+        timeout_s: Time limit for connecting, and for each wait for further bytes, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -42,16 +42,23 @@ class Client:
         logs.filter_drivers()
 
     def __reduce__(self) -> tuple[type[Client], tuple[float]]:
-        return Client, (self.timeout_s,)  # a copy has connections of its own
+        return Client, (self.timeout_s,)  # a copy opens its own connections
 
     def get(self, url: str, headers: dict[str, str], deadline: Deadline, use: Callable[[Response], _T], where: str) -> _T:
-        """Returns `use(response)` for the response to a GET. Redirects are responses.
+        """Return `use(response)` for the response to a GET. Redirects are not followed.
 
-        Exceptions of urllib3 stay in here, out of the chain of causes too: some contain the URL with its query.
+        Exceptions of urllib3 are never raised, nor kept as causes, because some contain the URL with its query.
+
+        Args:
+            url: URL of the request.
+            headers: Headers of the request.
+            deadline: Time limit of the request.
+            use: Function that reads the response.
+            where: Name of the file for error messages.
 
         Raises:
-            TransientError: no response, or none that can be parsed.
-            StorageError: the server is not trusted; `where` names what is read.
+            TransientError: If the server does not respond, or its response cannot be parsed.
+            StorageError: If the server's certificate is not trusted.
         """
         try:
             response = self._response(url, headers, deadline)
@@ -62,7 +69,7 @@ class Client:
                 size = length(response)
                 if response.status not in (200, 206) and size is not None and size <= _SHORT:
                     response.drain_conn()
-                response.close()  # the connection is kept if the response was read to its end
+                response.close()  # keeps the connection if the response was read to its end
         except _FAILURES as error:
             causes = list(_causes(error))
         if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
@@ -74,23 +81,23 @@ class Client:
         raise TransientError(_words(causes), unreachable=unreachable)
 
     def close(self) -> None:
-        """Closes the connections that are not in use."""
+        """Close idle connections."""
         for (process, *_), pool in list(self._pools.items()):
-            if process == os.getpid():  # a lock of another one's may have been held at the fork
+            if process == os.getpid():  # the lock of a parent's pool may have been held at the fork
                 pool.clear()
 
     def _response(self, url: str, headers: dict[str, str], deadline: Deadline) -> Response:
-        """The response to a GET, of which nothing but the headers was read."""
-        addresses = 1  # of a host that was reached, the first one answers most likely
+        """Send a GET, and return the response after reading its headers only."""
+        addresses = 1  # the first address of a host that was reached before most likely responds
         if not deadline.patience.reached:
             host = urlsplit(_proxy(url) or url).hostname
-            deadline.connecting = _NO_NAME  # which may take the system minutes to find out
+            deadline.connecting = _NO_NAME  # the reason to report if the deadline passes, since DNS may take minutes to fail
             try:
                 addresses = len(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
             finally:
                 deadline.connecting = ""
-        silence_s = min(self.timeout_s, deadline.allowed_s() / 3)  # leaves time for other attempts
-        connect_s = max(min(silence_s, deadline.left(unreachable=True)) / addresses, 0.001)  # urllib3 tries each
+        silence_s = min(self.timeout_s, deadline.allowed_s() / 3)  # leaves time for further attempts
+        connect_s = max(min(silence_s, deadline.left(unreachable=True)) / addresses, 0.001)  # urllib3 tries all addresses
         return self._pool(url).request(
             "GET",
             url,
@@ -119,19 +126,28 @@ class Client:
 
 
 def basic_authorization(user: str) -> str:
-    """The Authorization header for `user:password`, percent-encoded as in a URL."""
+    """Return the Authorization header for `user:password`, which is percent-encoded as in a URL."""
     return f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
 
 
 def body(response: Response, length: int | None, deadline: Deadline) -> tuple[bytes, str | None]:
-    """Up to `length` bytes of a response's body, and what ended it before that. None: all of it."""
+    """Read the body of a response.
+
+    Args:
+        response: Response whose body is read.
+        length: Number of bytes to read. None: the whole body.
+        deadline: Time limit.
+
+    Returns:
+        The bytes, and the reason why they end early, or None.
+    """
     chunks: list[bytes] = []
     got, cut = 0, ""
     try:
         while (wanted := _CHUNK if length is None else min(length - got, _CHUNK)) and (chunk := response.read1(wanted)):
             chunks.append(chunk)
             got += len(chunk)
-            if deadline.left() <= 0:  # nobody waits for the rest
+            if deadline.left() <= 0:  # the caller no longer waits
                 cut = "timed out"
                 break
     except _FAILURES as error:
@@ -142,13 +158,17 @@ def body(response: Response, length: int | None, deadline: Deadline) -> tuple[by
 
 
 def length(response: Response) -> int | None:
-    """The Content-Length, if there is one."""
+    """Return the Content-Length in bytes, or None if it is missing or invalid."""
     text = response.headers.get("Content-Length", "")
     return int(text) if re.fullmatch(r"\d{1,18}", text) else None
 
 
 def _proxy(url: str) -> str:
-    """The proxy for a URL, from the environment; empty for none."""
+    """Return the proxy of the environment for a URL, or an empty string.
+
+    Raises:
+        StorageError: If the scheme of the proxy is not `http`.
+    """
     parts, proxies = urlsplit(url), urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if not proxy or not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
@@ -163,7 +183,7 @@ def _proxy(url: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that it was raised for."""
+    """Yield an exception and, recursively, its cause and the exceptions among its arguments."""
     yield error
     for inner in (error.__cause__, *error.args):
         if isinstance(inner, BaseException):
@@ -171,7 +191,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _words(causes: list[BaseException]) -> str:
-    """What failed, without the URL."""
+    """Return a description of a failure without the URL."""
     if any(isinstance(cause, socket.gaierror) for cause in causes):
         return _NO_NAME
     if text := next((cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror), None):

@@ -1,4 +1,4 @@
-"""Files behind any fsspec filesystem that no other store reads."""
+"""Store for fsspec filesystems that have no store of their own."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, TransientError, cleaned
 
 _TAGS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
-# Mistakes, which a retry does not fix.
+# Errors that a retry does not fix.
 _FINAL = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 
 class FsspecStore(RemoteStore):
-    """A folder of any fsspec filesystem. The version of a file is checked before and after each read of it.
+    """Folder of any fsspec filesystem. Each read checks the file's version before and after it.
 
     Args:
-        address: with the scheme.
-        storage_options: passed on.
-        common: arguments of `RemoteStore`.
+        address: URL of the folder.
+        storage_options: Options of the fsspec driver.
+        common: Arguments of `RemoteStore`.
 
     Raises:
-        DatasetError: fsspec has no driver for the scheme, or it is not installed.
-        StorageError: the driver connects at once, and cannot.
-        ValueError: the driver does not take the options.
+        DatasetError: If fsspec has no driver for the scheme, or the driver is not installed.
+        StorageError: If the driver connects when it is created and fails.
+        ValueError: If the driver does not accept the address or the options.
     """
 
     def __init__(self, address: str, storage_options: dict[str, Any] | None, **common: Any) -> None:
         scheme, shown = address.partition("://")[0], cleaned(address).rstrip("/")
         super().__init__(shown, urlsplit(shown).netloc or scheme, **common)
-        # Listings are not cached: a cache would hide a change.
+        # Listings are not cached, because a cache would hide a changed file.
         self._options = {"use_listings_cache": False, "skip_instance_cache": True, **(storage_options or {})}
         self._given = address
         self._filesystems: dict[int, tuple[Any, str]] = {}
@@ -62,18 +62,21 @@ class FsspecStore(RemoteStore):
             failure = StorageError(
                 f"{shown}: cannot be reached ({type(error).__name__}); check the address and storage_options"
             )
-        raise failure  # not inside `except`: the driver's message may contain credentials
+        raise failure  # outside of `except`, so that it has no context: the driver's message may contain credentials
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_filesystems": {}}  # a copy makes its own
+        return {**super().__getstate__(), "_filesystems": {}}  # a copy creates its own
 
     def close(self) -> None:
-        """Drops the filesystem, which closes its connections."""
+        """Release the filesystem, which closes its connections."""
         super().close()
         self._filesystems.clear()
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """A read between two checks of the version, of which the first is often known."""
+        """Read a range and check the version after it, and before it if the version is unknown.
+
+        fsspec has no conditional reads, so bytes count only if both versions are equal.
+        """
         before = version if version is not None and version.tag else self._head(path, deadline)
         stop = min(stop, before.size)
         data = self._call(path, lambda files, full: files.cat_file(full, start=start, end=stop)) if stop > start else b""
@@ -86,14 +89,14 @@ class FsspecStore(RemoteStore):
         return Answer(after, b"")
 
     def _head(self, path: str, deadline: Deadline) -> Version:
-        """From the filesystem's `info`."""
+        """Return the version from the filesystem's `info`."""
         info = self._call(path, lambda files, full: files.info(full))
         if info.get("type") == "directory" or info.get("size") is None:
             raise DatasetError(f"{self.where(path)}: is not a file")
         return Version(int(info["size"]), next((str(info[name]) for name in _TAGS if info.get(name)), ""))
 
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
-        """The files below a folder, with sizes."""
+        """Return the sizes of the files below a folder, by path."""
         prefix = f"{self._filesystem()[1]}/"
         try:
             found: dict[str, Any] = self._call(folder, lambda files, full: files.find(full, detail=True))
@@ -102,7 +105,10 @@ class FsspecStore(RemoteStore):
         return {name.removeprefix(prefix): int(info["size"]) for name, info in found.items() if info["type"] == "file"}
 
     def _filesystem(self) -> tuple[Any, str]:
-        """The filesystem and the root in it; a new one after a fork, where an asynchronous driver does not run."""
+        """Return (filesystem, root in it).
+
+        A forked process creates its own, because the event loop of an asynchronous driver does not survive a fork.
+        """
         if (found := self._filesystems.get(os.getpid())) is None:
             with private():
                 filesystem, root = fsspec.core.url_to_fs(self._given, **self._options)
@@ -110,7 +116,10 @@ class FsspecStore(RemoteStore):
         return found
 
     def _call(self, path: str, call: Callable[[Any, str], Any]) -> Any:
-        """`call(filesystem, full path)`. Exceptions stay in here: their texts and causes may contain credentials."""
+        """Return `call(filesystem, full path)`.
+
+        Exceptions of the driver are replaced, because their texts and causes may contain credentials.
+        """
         try:
             filesystem, root = self._filesystem()
             with private():
@@ -120,7 +129,7 @@ class FsspecStore(RemoteStore):
         raise failure
 
     def _failure(self, path: str, error: Exception) -> Exception:
-        """The exception to raise for one of a driver."""
+        """Return the exception to raise instead of a driver's."""
         values = (str(getattr(error, name, "")) for name in ("status", "status_code", "code"))
         status = next((int(value) for value in values if value.isdigit()), 0)
         words = (f"HTTP {status}, " if status else "") + type(error).__name__

@@ -1,4 +1,4 @@
-"""Files behind http:// and https://, read with Range requests."""
+"""Store for http:// and https://, which reads with Range requests."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dali_stream.storage.connection import Client, Response, basic_authorization
 from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, TransientError, cleaned, silence_s
 
-WHOLE_FILE = 1 << 20  # bytes of a file that may come whole from a server without byte ranges
+WHOLE_FILE = 1 << 20  # largest file that is read in part from a server without byte ranges
 _MAX_REDIRECTS = 5
 
 
 class HttpStore(RemoteStore):
-    """A folder on an HTTP server.
+    """Folder on an HTTP server.
 
     Args:
-        root: the folder's URL. User and password in it are sent as basic authentication, and its query goes with each
-            file's URL (a signature that is valid for the folder).
-        storage_options: `headers` (or, as fsspec spells it, `client_kwargs={"headers": …}`) and `timeout`, seconds without
-            a byte after which an attempt has failed. Headers go to the root's host only.
-        common: arguments of `RemoteStore`.
+        root: URL of the folder. A user and a password in it are sent as basic authentication. A query is appended to the URL of
+            each file, for instance a signature that is valid for the folder.
+        storage_options: `headers` (or `client_kwargs={"headers": …}`, as in fsspec), which are sent to the host of `root` only,
+            and `timeout`, the time limit for each wait for further bytes in seconds. Default of `timeout`: 10.
+        common: Arguments of `RemoteStore`.
 
     Raises:
-        ValueError: another storage option, or a URL without a host.
+        ValueError: If a storage option is unknown or invalid, or the URL has no host.
     """
 
     listings = False
@@ -47,17 +47,17 @@ class HttpStore(RemoteStore):
             self._headers["Authorization"] = basic_authorization(user)
         self._folder, self._query = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), parts.query
         self._client = Client(timeout_s)
-        self._targets: dict[str, _Target] = {}  # where files' URLs redirected to
+        self._targets: dict[str, _Target] = {}  # redirect targets, by path
         super().__init__(self._folder, host, **common)
 
     def close(self) -> None:
-        """Closes idle connections and forgets redirects."""
+        """Close idle connections and forget redirects."""
         super().close()
         self._targets.clear()
         self._client.close()
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """One GET with a Range, and those that its redirects take."""
+        """Send a GET with a Range, and follow redirects. Later reads start at the remembered target of the redirects."""
         remembered = self._targets.get(path)
         target = remembered or self._original(path)
         try:
@@ -65,7 +65,7 @@ class HttpStore(RemoteStore):
                 answer = self._request(path, target, start, stop, deadline, target is remembered)
                 if isinstance(answer, Answer):
                     if answer.cut:
-                        self._targets.pop(path, None)  # the next attempt asks the original URL again
+                        self._targets.pop(path, None)  # the next attempt starts at the original URL again
                     elif target.url != self._original(path).url:
                         self._targets[path] = target
                     return answer
@@ -76,7 +76,10 @@ class HttpStore(RemoteStore):
         raise StorageError(f"{self.where(path)}: more than {_MAX_REDIRECTS} redirects; check the address")
 
     def _head(self, path: str, deadline: Deadline) -> Version:
-        """A GET of one byte: signed URLs are valid for GET only, and not every server reports the size in a HEAD."""
+        """Return the version from a GET of one byte.
+
+        A HEAD would fail for signed URLs, which are valid for GET only, and some servers do not report the size in it.
+        """
         return self._get(path, 0, 1, None, deadline).version
 
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
@@ -88,12 +91,12 @@ class HttpStore(RemoteStore):
     def _request(
         self, path: str, target: _Target, start: int, stop: int, deadline: Deadline, remembered: bool
     ) -> Answer | _Target:
-        """One request, and what to ask next if it is redirected."""
+        """Send one request. Return its answer, or the next target if it is redirected."""
         given = self._headers if origin(target.url) == origin(self._folder) else {}
         headers = {**given, "Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
 
         def use(response: Response) -> Answer | _Target:
-            if remembered and response.status in (400, 401, 403, 404, 410):  # a signed URL has expired
+            if remembered and response.status in (400, 401, 403, 404, 410):  # the signed URL has expired
                 return self._original(path)
             if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                 return self._redirected(path, target, response.headers)
@@ -110,7 +113,7 @@ class HttpStore(RemoteStore):
             raise TransientError("the server redirects to an invalid URL")
         if scheme == "http" and target.url.startswith("https:"):
             raise StorageError(f"{self.where(path)}: redirects from https to http, which is not allowed; use its new address")
-        # The Hub gives the version with the redirect; its CDNs have ETags of their own.
+        # The Hub sends the version with the redirect. The ETags of its CDNs differ from it.
         return _Target(there, target.tag or headers.get("X-Linked-ETag") or headers.get("X-Xet-Hash") or "")
 
     def _answer(self, path: str, response: Response, tag: str, start: int, stop: int, deadline: Deadline) -> Answer:
@@ -123,7 +126,7 @@ class HttpStore(RemoteStore):
                 "ranges have no meaning; configure it to send the file uncompressed"
             )
         tag = tag or headers.get("ETag") or headers.get("Last-Modified") or ""
-        if response.status == 200:  # the whole file: allowed for small ones, and for reads of a whole file
+        if response.status == 200:  # the whole file, which is accepted if it is small or was requested
             if length is None or (length > WHOLE_FILE and (start > 0 or stop < length)):
                 found = "of unknown size" if length is None else f"of {length} bytes"
                 raise StorageError(
@@ -145,18 +148,25 @@ class HttpStore(RemoteStore):
 
 
 class _Target(NamedTuple):
-    """A URL of a file, and the version that came with the redirect to it."""
+    """URL of a file, and the version that the redirect to it contained, or an empty string."""
 
     url: str
     tag: str
 
 
 def content_range(headers: Mapping[str, str], start: int, stop: int) -> tuple[int, int]:
-    """The end of the range in Content-Range and the size of the file, checked against the requested range."""
+    """Parse Content-Range and compare it with the requested range [start, stop).
+
+    Returns:
+        End of the range (exclusive) and size of the file, in bytes.
+
+    Raises:
+        TransientError: If the header is missing, or names another range.
+    """
     found = headers.get("Content-Range", "")
     match = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", found)
     first, last, size = map(int, match.groups("-1")) if match else (-1, -1, -1)
-    if first < 0 <= size <= start:  # of HTTP 416: the file ends before `start`
+    if first < 0 <= size <= start:  # HTTP 416: the file ends at or before `start`
         return start, size
     if first != start or not start <= last < min(stop, size):
         raise TransientError(f"Content-Range is {found!r} instead of 'bytes {start}-{stop - 1}/<size>'")
@@ -164,7 +174,10 @@ def content_range(headers: Mapping[str, str], start: int, stop: int) -> tuple[in
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait, from Retry-After (a number or a date) or the Hub's `RateLimit: "api";r=0;t=55`."""
+    """Return the seconds to wait according to `Retry-After` (a number or a date), or None.
+
+    The Hub's header `RateLimit: "api";r=0;t=55` takes precedence.
+    """
     if limit := re.search(r"\br=0;t=(\d{1,9})", headers.get("RateLimit", "")):
         return float(limit[1])
     with suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
@@ -173,13 +186,17 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def origin(url: str) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port, to which credentials belong."""
+    """Return (scheme, host, port) of a URL. Credentials are sent to their own origin only."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def _options(options: Mapping[str, Any]) -> tuple[dict[str, str], float]:
-    """Headers and timeout."""
+    """Return (headers, timeout in seconds) from storage options.
+
+    Raises:
+        ValueError: If an option is unknown.
+    """
     client = options.get("client_kwargs") or {}
     unknown = [*sorted(set(options) - {"headers", "client_kwargs", "timeout"})]
     unknown += [f"client_kwargs[{name!r}]" for name in sorted(set(client) - {"headers"})]

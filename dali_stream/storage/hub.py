@@ -1,4 +1,4 @@
-"""Dataset repositories and storage buckets on the Hugging Face Hub."""
+"""Store for dataset repositories and storage buckets on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ _ADDRESS = re.compile(
 
 
 class HubStore(HttpStore):
-    """A folder of a dataset repository at one commit, or of a bucket.
+    """Folder of a dataset repository at one commit, or of a bucket.
 
-    The Hub's API is called directly and not through `HfApi`, whose listings have no timeout: one could hang for ever.
-    Endpoint, token and repository names follow huggingface_hub.
+    The store calls the Hub's API directly and not through `HfApi`, because listings of `HfApi` have no timeout and could block
+    forever. Endpoint, token and repository names follow huggingface_hub.
 
     Args:
-        address: `hf://datasets/<owner>/<name>[@revision][/folder]` or `hf://buckets/<owner>/<name>[/folder]`.
-        storage_options: `token` (a string, or False for none), `endpoint`, and `timeout` as for HTTP.
-        revision: branch, tag or commit; resolved to a commit here.
-        common: arguments of `RemoteStore`.
+        address: URL, `hf://datasets/<owner>/<name>[@revision][/folder]` or `hf://buckets/<owner>/<name>[/folder]`.
+        storage_options: `token` (a string, True for the saved one, or False for none), `endpoint`, and `timeout` as in
+            `HttpStore`.
+        revision: Branch, tag or commit, which the constructor resolves to a commit. Default: the main branch.
+        common: Arguments of `RemoteStore`.
 
     Raises:
-        DatasetError: there is no such repository, bucket or revision.
-        StorageError: access is denied, or the Hub cannot be reached.
-        ValueError: another storage option, or two revisions.
+        DatasetError: If the repository, bucket or revision does not exist, or the address is invalid.
+        StorageError: If access is denied, the Hub cannot be reached, or huggingface_hub is in offline mode.
+        ValueError: If a storage option is unknown or invalid, there are two different revisions, or a bucket has a revision.
     """
 
     listings = True
@@ -61,20 +62,20 @@ class HubStore(HttpStore):
         self._source = f"{endpoint} {self.address}"
 
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
-        """The files below a folder, with sizes. Their ETags are known when they are read."""
+        """Return the sizes of the files below a folder, by path. Listings contain no ETags."""
         root, found = f"{self._inside}{folder}".strip("/"), {}
         revision = f"{self.revision}/" if self.revision else ""
         url: str | None = f"{self._endpoint}/api/{self._place}/tree/{revision}{quote(root, safe='')}?recursive=true"
         while url:
             entries, url = self._asked(url, deadline)
             for entry in entries:
-                # A bucket answers with every path that starts with these letters.
+                # A bucket lists every path that starts with the same characters, such as `data2/` for `data`.
                 if entry["type"] == "file" and entry["path"].startswith(f"{root}/"):
                     found[entry["path"].removeprefix(self._inside)] = int(entry["size"])
         return found
 
     def _asked(self, url: str, deadline: Deadline) -> tuple[Any, str | None]:
-        """An answer of the API, empty if there is no such folder, and the URL of its next page."""
+        """Return (response of the API, URL of its next page or None). The response is empty if the folder does not exist."""
 
         def use(response: Response) -> tuple[Any, str | None]:
             if response.headers.get("X-Error-Code") == "EntryNotFound":
@@ -115,7 +116,15 @@ class HubStore(HttpStore):
 
 
 def _parsed(address: str, revision: str | None) -> tuple[str, str | None, str]:
-    """`datasets/<owner>/<name>` or `buckets/<owner>/<name>`, revision and folder."""
+    """Split an address.
+
+    Returns:
+        `datasets/<owner>/<name>` or `buckets/<owner>/<name>`, revision or None, and folder.
+
+    Raises:
+        DatasetError: If the address is invalid.
+        ValueError: If a bucket has a revision, or the address has another one than `revision`.
+    """
     match = _ADDRESS.fullmatch(address)
     if match is None or ".." in (match["folder"] or "").split("/"):
         raise DatasetError(
@@ -131,7 +140,12 @@ def _parsed(address: str, revision: str | None) -> tuple[str, str | None, str]:
 
 
 def _options(options: Mapping[str, Any]) -> tuple[str, dict[str, str], float]:
-    """Endpoint, headers, timeout."""
+    """Return (endpoint, headers, timeout in seconds) from storage options and the environment.
+
+    Raises:
+        StorageError: If huggingface_hub is in offline mode, or `token` is True and no token is saved.
+        ValueError: If an option is unknown.
+    """
     unknown = sorted(set(options) - {"token", "endpoint", "timeout"})
     if unknown:
         raise ValueError(f"storage_options has {', '.join(unknown)}; allowed for hf:// are token, endpoint and timeout")

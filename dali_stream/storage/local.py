@@ -1,4 +1,4 @@
-"""Files on this machine, read in place with positional reads."""
+"""Store for local folders, which uses positional reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from dali_stream.storage.store import Store, checked, missing_file
 
 
 class LocalStore(Store):
-    """A local folder. It keeps files open, see `OpenFiles`. A copy opens its own."""
+    """Local folder. It keeps files open, see `OpenFiles`. A copy opens its own files.
+
+    Args:
+        folder: Path of the folder. A leading `~` is expanded.
+
+    Raises:
+        DatasetError: If the folder does not exist or is a file.
+    """
 
     def __init__(self, folder: str) -> None:
         self._root = Path(folder).expanduser().absolute()
@@ -44,7 +51,7 @@ class LocalStore(Store):
                 start += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
         except OSError as error:
-            handle = None  # the traceback of a kept error would keep the file open
+            handle = None  # otherwise the traceback of the error would keep the file open
             raise self._failed(path, error) from None
 
     def exists(self, path: str) -> bool:

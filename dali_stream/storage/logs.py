@@ -1,4 +1,4 @@
-"""Keeps credentials out of what libraries log about our requests. What they log for others stays as it is."""
+"""Log filters that keep credentials out of records about requests of this package. Other records are not affected."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 ours: ContextVar[bool] = ContextVar("dali_stream_request", default=False)
-# At DEBUG these log URLs with their queries, signed headers and session tokens.
+# At level DEBUG, these libraries log URLs with their queries, signed headers and session tokens.
 _DRIVERS = ("aiohttp", "boto3", "botocore", "fsspec", "requests", "urllib3")
 
 
 def _keep(record: logging.LogRecord) -> bool:
-    # A warning of urllib3 may have the URL.
+    # Warnings of urllib3 may contain the URL.
     return not ours.get() or (record.levelno > logging.DEBUG and not record.name.startswith("urllib3"))
 
 
 def filter_drivers() -> None:
-    """Filters what the drivers that are imported by now log in a context in which `ours` is set."""
-    # A logger's filter does not apply to the loggers below it, and modules imported later add new ones.
+    """Add a filter to each existing logger of the drivers. It applies in contexts in which `ours` is set."""
+    # A filter does not apply to child loggers, and modules that are imported later create further loggers.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith(_DRIVERS) and isinstance(logger, logging.Logger):
-            logger.addFilter(_keep)  # adds it once
+            logger.addFilter(_keep)  # has no effect if the logger already has the filter
 
 
 @contextmanager
 def private() -> Iterator[None]:
-    """Within the block, the drivers log nothing at DEBUG, and urllib3 nothing."""
+    """Suppress the drivers' records of level DEBUG, and all records of urllib3, within the `with` block."""
     filter_drivers()
     token = ours.set(True)
     try:

@@ -1,4 +1,7 @@
-"""Options of s3://, gs:// and az:// for obstore, also in fsspec's spelling, and credentials as AWS's own tools find them."""
+"""Storage options of s3://, gs:// and az://.
+
+Options may have obstore's names or fsspec's. Credentials for AWS are found in the same places as by AWS's own tools.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ from dali_stream.storage.retry import PER_HOST, Patience, cleaned, silence_s
 
 _PREFIX = re.compile("aws_|google_|azure_(storage_)?")
 _SIGNING = ("access_key_id", "secret_access_key", "session_token")
-_REFRESH = timedelta(minutes=10)  # botocore replaces credentials that expire sooner
+_REFRESH = timedelta(minutes=10)  # interval after which obstore asks again; botocore renews credentials that expire sooner
 
 
 class _Cloud(NamedTuple):
-    """What one kind of bucket takes.
+    """Storage options of one kind of bucket.
 
     Attributes:
-        store: obstore's class.
-        names: options in fsspec's spelling (s3fs, gcsfs, adlfs, botocore), and what obstore calls them; empty for those that
-            take more than another name. obstore's own names are passed on.
-        hint: how to give credentials.
+        store: Class of obstore.
+        names: Name in obstore of each option of s3fs, gcsfs, adlfs and botocore, or an empty string if the option requires more
+            than another name. Names that are not listed are passed to obstore.
+        hint: Instructions for the user on how to provide credentials.
     """
 
     store: Any
@@ -75,7 +78,7 @@ _AZ = _Cloud(
     "give storage_options={'account_name': …, 'account_key': …} or Azure's environment; for a public container {'anon': True}",
 )
 CLOUDS = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "abfs": _AZ, "abfss": _AZ}
-_CONNECTION = {  # Azure's connection strings
+_CONNECTION = {  # keys of Azure's connection strings
     "AccountKey": "account_key",
     "AccountName": "account_name",
     "BlobEndpoint": "endpoint",
@@ -85,15 +88,17 @@ _CONNECTION = {  # Azure's connection strings
 
 @dataclass(frozen=True)
 class Bucket:
-    """A folder in a bucket, and how to read it.
+    """Folder in a bucket, with the options to read it.
 
     Attributes:
-        scheme: of the address.
-        address, endpoint: without credentials; the endpoint is empty if none was given.
-        name: of the bucket or container.
-        folder: in the bucket.
-        config, client: obstore's options of a store and of its client.
-        profile: of AWS's config files.
+        scheme: Scheme of the address.
+        address: URL of the folder without credentials.
+        name: Name of the bucket or container.
+        folder: Path of the folder in the bucket.
+        config: Options of obstore's store.
+        client: Options of obstore's client.
+        profile: Profile in AWS's config files. Default: the environment's profile.
+        endpoint: URL of the server without credentials. Empty for the default of the cloud.
     """
 
     scheme: str
@@ -110,19 +115,19 @@ class Bucket:
 
     @property
     def hint(self) -> str:
-        """How to give credentials."""
+        """Instructions for the user on how to provide credentials."""
         return CLOUDS[self.scheme].hint
 
     def open(self) -> Any:
-        """The client. May ask for credentials over the network.
+        """Return obstore's store with credentials, which may be requested over the network.
 
         Raises:
-            StorageError: there are no credentials.
+            StorageError: If no credentials are found, or the profile does not exist or requires botocore, which is missing.
         """
         return self.store(*_as_aws(self)) if CLOUDS[self.scheme] is _S3 else self.store(self.config)
 
     def store(self, config: dict[str, Any], credentials: Callable[[], Any] | None = None) -> Any:
-        """obstore's store. Its own retries are off: the stated time would not hold."""
+        """Return obstore's store. Its own retries are disabled, because they would exceed the time limit of `Patience`."""
         http = (config.get("endpoint") or config.get("base_url") or "").startswith("http://")
         return CLOUDS[self.scheme].store(
             self.name,
@@ -135,10 +140,15 @@ class Bucket:
 
 
 def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Bucket:
-    """Reads an address and its options.
+    """Parse an address and its storage options.
+
+    Args:
+        address: URL of a folder in a bucket.
+        options: Storage options. Options with the value None are ignored.
+        patience: Time limits of the requests.
 
     Raises:
-        ValueError: an option is not understood, or the address names no bucket.
+        ValueError: If an option is unknown or invalid, or the address has no bucket.
     """
     parts = urlsplit(address)
     cloud, given = CLOUDS[parts.scheme], {key: value for key, value in options.items() if value is not None}
@@ -165,7 +175,7 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
     try:
         bucket.store(config)
         return bucket
-    except Exception as error:  # its text has the values
+    except Exception as error:  # not shown to the user, because its text contains the values of the options
         wrong = re.search(r"key: '?(\w+)", str(error))
         problem = f"storage_options has {wrong[1]}" if wrong else "obstore does not accept the values of storage_options"
         if "Account must be specified" in str(error):
@@ -175,7 +185,11 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
 
 
 def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
-    """obstore's client options, from the given ones of s3fs and botocore, which are taken out."""
+    """Return the options of obstore's client, and remove the options of s3fs and botocore from `given`.
+
+    Raises:
+        ValueError: If `client_kwargs` or `config_kwargs` have unknown keys.
+    """
     kwargs, limits = dict(given.pop("client_kwargs", {})), dict(given.pop("config_kwargs", {}))
     given |= {name: kwargs.pop(name) for name in ("endpoint_url", "region_name") if name in kwargs}
     silent_s = silence_s(given)
@@ -188,7 +202,7 @@ def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
         )
     return {
         "connect_timeout": timedelta(seconds=min(connect_s, patience.first_s)),
-        "read_timeout": timedelta(seconds=min(read_s, patience.total_s / 3)),  # leaves time for other attempts
+        "read_timeout": timedelta(seconds=min(read_s, patience.total_s / 3)),  # leaves time for further attempts
         "timeout": timedelta(seconds=patience.total_s),
         "pool_max_idle_per_host": str(PER_HOST),
         **given.pop("client_options", {}),
@@ -196,7 +210,11 @@ def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
 
 
 def _google(given: dict[str, Any], client: dict[str, Any]) -> None:
-    """Translates gcsfs's `token`, `project` and `requester_pays`."""
+    """Translate gcsfs's `token`, `project` and `requester_pays` in place.
+
+    Raises:
+        ValueError: If the requester pays and no project is set.
+    """
     token, project, pays = (given.pop(name, None) for name in ("token", "project", "requester_pays"))
     if token == "anon":
         given["skip_signature"] = True
@@ -212,7 +230,16 @@ def _google(given: dict[str, Any], client: dict[str, Any]) -> None:
 
 
 def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
-    """obstore's options, completed from AWS's environment and config files, and what gives the credentials."""
+    """Complete obstore's options from AWS's environment and config files.
+
+    Returns:
+        Options of obstore's store, and a function that returns the current credentials. The function is None if requests are
+        not signed, if the options contain the credentials, or if botocore is not installed.
+
+    Raises:
+        StorageError: If the profile does not exist, if it requires botocore, which is not installed, or if botocore finds no
+            credentials.
+    """
     environment = os.environ.get
     try:
         import botocore.exceptions
@@ -236,13 +263,13 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
         config["region"] = region or "us-east-1"
     if session is None or config.get("skip_signature") or "access_key_id" in config:
         return config, None
-    with private():  # again, since botocore may just have been imported
+    with private():  # filters the loggers of botocore, which may just have been imported
         credentials = session.get_credentials()
     if credentials is None:
         raise StorageError(f"{bucket.address}: access denied (no credentials were found); {bucket.hint}")
 
     def current() -> dict[str, Any]:
-        """obstore's S3Credential."""
+        """Return the credentials as obstore's S3Credential."""
         with private():
             key, secret, token = credentials.get_frozen_credentials()[:3]
         expires = datetime.now(timezone.utc) + _REFRESH
@@ -252,11 +279,11 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
 
 
 def _region(name: str) -> str | None:
-    """The region of a bucket of AWS, which says so to everybody; None where AWS cannot be reached."""
+    """Return the region of a bucket on AWS, or None if AWS cannot be reached. The request needs no credentials."""
     url = f"https://s3.amazonaws.com/{quote(name)}?max-keys=0"
     try:
         answer = urllib.request.urlopen(url, timeout=5)
-    except urllib.error.HTTPError as error:  # without credentials most buckets refuse, and name their region too
+    except urllib.error.HTTPError as error:  # most buckets refuse, and still return their region
         answer = error
     except (OSError, http.client.HTTPException):
         return None

@@ -1,4 +1,4 @@
-"""Objects in S3, Google Cloud Storage and Azure, read with obstore (https://developmentseed.org/obstore)."""
+"""Store for S3, Google Cloud Storage and Azure, which uses obstore (https://developmentseed.org/obstore)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dali_stream.storage.object_options import parsed
 from dali_stream.storage.remote import Answer, RemoteStore, Version
 from dali_stream.storage.retry import Deadline, Patience, TransientError
 
-# What failed, by the names of errors in obstore's texts (object_store 0.14: HttpErrorKind, GetResultError).
+# Descriptions of failures, by the names in obstore's error messages (object_store 0.14: HttpErrorKind, GetResultError).
 _FAILURES = {
     "Connect": "cannot connect to the host",
     "Timeout": "timed out",
@@ -24,22 +24,23 @@ _FAILURES = {
     "NoContentRange": "Content-Range is missing",
 }
 _NAMES = re.compile(rf"\b({'|'.join(_FAILURES)})\b")
-_INSTANCE = re.compile(r"169\.254\.|metadata\.google\.internal")  # where instance roles are asked for
+_INSTANCE = re.compile(r"169\.254\.|metadata\.google\.internal")  # hosts that return the credentials of instance roles
 
-_user: int | None = None  # the process that has used obstore first
+_user: int | None = None  # the process that used obstore first
 
 
 class ObjectStore(RemoteStore):
-    """A folder in a bucket. Each GET after the first of an object asks for the version that was seen (`If-Match`).
+    """Folder in a bucket. Each GET of an object after the first requests the version of the first (`If-Match`).
 
     Args:
-        address: `s3://bucket/folder`, `gs://` or `az://` likewise, `abfs://container@account…/folder`.
-        storage_options: see `object_options`.
-        patience: its time limits each request.
-        common: arguments of `RemoteStore`.
+        address: URL, such as `s3://bucket/folder`, `gs://bucket/folder`, `az://container/folder` or
+            `abfs://container@account…/folder`.
+        storage_options: Storage options, see `object_options`. Default: none.
+        patience: Time limits of each request.
+        common: Arguments of `RemoteStore`.
 
     Raises:
-        ValueError: an option is not understood.
+        ValueError: If an option is unknown or invalid, or the address has no bucket.
     """
 
     def __init__(self, address: str, storage_options: dict[str, Any] | None, patience: Patience, **common: Any) -> None:
@@ -47,23 +48,23 @@ class ObjectStore(RemoteStore):
         source = f"{bucket.endpoint} {bucket.address}".strip()
         super().__init__(bucket.address, bucket.endpoint or bucket.name, patience, source=source, **common)
         self.hint = bucket.hint
-        self._clients: list[Any] = []  # one, once it was used
+        self._clients: list[Any] = []  # at most one, created on first use
         self._opening = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_clients": [], "_opening": None}  # a copy makes its own
+        return {**super().__getstate__(), "_clients": [], "_opening": None}  # a copy creates its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._opening = threading.Lock()
 
     def close(self) -> None:
-        """Drops the client, which closes its connections."""
+        """Release the client, which closes its connections."""
         super().close()
         self._clients.clear()
 
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """One ranged GET."""
+        """Send one GET with a range. Return the current version without data if it differs from `version`."""
         options: obstore.GetOptions = {"range": (start, stop)}
         if version is not None and version.tag.startswith('"'):  # a strong ETag
             options["if_match"] = version.tag
@@ -77,12 +78,12 @@ class ObjectStore(RemoteStore):
             if (first, len(data)) != (start, last - first):
                 raise TransientError(f"the response has {len(data)} bytes for a range of {last - first}")
             return Answer(_version(meta), data)
-        if failure is None:  # it changed, or ends before `start`
+        if failure is None:  # the object changed, or ends at or before `start`
             return Answer(self._head(path, deadline), b"")
         raise failure
 
     def _head(self, path: str, deadline: Deadline) -> Version:
-        """A HEAD."""
+        """Return the version from a HEAD."""
         try:
             return _version(obstore.head(self._opened(), path))
         except Exception as error:
@@ -90,7 +91,7 @@ class ObjectStore(RemoteStore):
         raise failure or TransientError("unexpected HTTP 412 or 416")
 
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
-        """The files below a folder, with sizes."""
+        """Return the sizes of the files below a folder, by path."""
         try:
             pages = list(obstore.list(self._opened(), folder, chunk_size=1000))
             return {found["path"]: found["size"] for page in pages for found in page}
@@ -99,7 +100,11 @@ class ObjectStore(RemoteStore):
         raise failure or TransientError("unexpected HTTP 412 or 416")
 
     def _opened(self) -> Any:
-        """The client, made on first use, since finding credentials may take requests."""
+        """Return the client. It is created on first use, because finding credentials may require requests.
+
+        Raises:
+            StorageError: If another process used obstore before it forked this one, or no credentials are found.
+        """
         global _user
         _user = _user or os.getpid()
         if _user != os.getpid():
@@ -113,7 +118,7 @@ class ObjectStore(RemoteStore):
             return client
 
     def _failure(self, path: str, error: Exception) -> Exception | None:
-        """The exception to raise for one of obstore, whose text has addresses in it; None for HTTP 412 and 416."""
+        """Return the exception to raise instead of obstore's, whose text contains URLs, or None for HTTP 412 and 416."""
         if isinstance(error, (StorageError, TransientError)):
             return error
         text = str(error)

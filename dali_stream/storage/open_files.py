@@ -18,22 +18,24 @@ try:
 except ImportError:  # on Windows
     resource = None  # type: ignore[assignment]
 
-_MOST = 8192  # descriptors that are used at most; more save nothing, since a training run uses fewer files at a time
+_MOST = 8192  # maximum number of descriptors; a training run uses fewer files at a time
 
 
 def _allowed(needed: int) -> int:
-    """Return how many descriptors this process may have.
+    """Return the maximum number of descriptors of this process, and raise the system's soft limit if `needed` exceeds it.
+
+    The soft limit is usually 1024, and a process may raise it up to the hard limit. A pool of 256 episodes with three cameras
+    reads about 500 files.
 
     Args:
-        needed: Number of descriptors that would be enough. For more than the soft limit, that is raised, as far as the system
-            lets a process do that by itself: usually from 1024. A pool of 256 episodes with three cameras reads 500 files.
+        needed: Number of descriptors that the process needs.
     """
     if resource is None:
-        return 512  # of the C library
+        return 512  # the limit of the C library on Windows
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < min(needed, most):
-        with suppress(OSError, ValueError):  # macOS has further limits
+        with suppress(OSError, ValueError):  # macOS has additional limits
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
     return _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)
@@ -42,14 +44,19 @@ def _allowed(needed: int) -> int:
 def _to_keep(files: int, newest: int, allowed: int) -> int:
     """Return how many of `files` open files may stay open.
 
-    At most half of the allowed descriptors are used. A new descriptor gets the lowest free number, so `newest` tells how many
-    the whole process uses: above three quarters, files are closed until the process is back there.
+    The files use at most half of the allowed descriptors. A new descriptor gets the lowest free number, so `newest` is about
+    the number of descriptors of the whole process. If it exceeds three quarters of the limit, the excess is closed.
+
+    Args:
+        files: Number of open files.
+        newest: Descriptor of the file that was opened last.
+        allowed: Maximum number of descriptors of this process.
     """
     return max(min(allowed // 2, files - max(newest - allowed * 3 // 4, 0)), 1)
 
 
 class OpenFile:
-    """An open file. It is closed after its last user, since another thread may still read a file that was evicted."""
+    """Open file, which is closed when its last reference disappears, because another thread may still read an evicted file."""
 
     __slots__ = ("number", "used")
 
@@ -58,10 +65,10 @@ class OpenFile:
         self.used = 0
 
     def __reduce__(self) -> NoReturn:
-        # A copy would close the original's file.
+        # A copy would close the descriptor of the original.
         raise TypeError("an open file cannot be copied; copy its LocalStore, which opens the file again")
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules are empty at interpreter shutdown
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at shutdown, `os` may be None
         if hasattr(self, "number"):
             close(self.number)
 
@@ -69,8 +76,8 @@ class OpenFile:
 class OpenFiles:
     """Files that one store keeps open. Safe to use from several threads.
 
-    All stores of a process share one limit, because a mixture has many. Whichever store opens a file, the least recently used
-    file of all is closed for it.
+    All stores of a process share one limit, because a mixture has many stores. When a store opens a file and the limit is
+    reached, the least recently used file of all stores is closed.
 
     Args:
         root: Folder of the files.
@@ -83,7 +90,11 @@ class OpenFiles:
             _all.add(self)
 
     def get(self, path: str) -> OpenFile:
-        """Return an open file by its path below the root. Raises OSError."""
+        """Return an open file by its path below the root.
+
+        Raises:
+            OSError: If the file cannot be opened.
+        """
         with _lock:
             if (file := self._files.get(path)) is not None:
                 self._files.move_to_end(path)
@@ -100,7 +111,7 @@ class OpenFiles:
         return file
 
     def close(self) -> None:
-        """Close all files of this store that nobody reads."""
+        """Close all files of this store. A file that another thread reads is closed after the read."""
         with _lock:
             files, self._files = self._files, OrderedDict()
         del files
@@ -123,7 +134,7 @@ _clock = itertools.count(1)
 
 
 def _evict(most: int) -> list[OpenFile]:
-    """Take least recently used files out of all stores until `most` are left, and return them. The caller holds the lock."""
+    """Remove the least recently used files of all stores until `most` remain, and return them. The caller holds the lock."""
     stores = [store._files for store in _all if store._files]
     excess = sum(map(len, stores)) - most
     evicted = []
@@ -134,7 +145,7 @@ def _evict(most: int) -> list[OpenFile]:
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process, where the thread that held it does not exist."""
+    """Replace the lock in a forked process, because the thread that held it exists only in the parent."""
     global _lock
     _lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Reading over an unreliable network: retries, one version of each file, a cache."""
+"""Base class of stores on a network, with retries, a version check of each file, and a cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Guess = Callable[[str, Callable[[str], bool]], list[str]]
 
 
 class Version(NamedTuple):
-    """Identifies one state of a file.
+    """Identifier of one state of a file.
 
     Attributes:
-        size: bytes.
-        tag: an ETag, generation or the like; empty if the source gives none.
+        size: Size in bytes.
+        tag: ETag, generation or modification time. Empty if the source reports none.
     """
 
     size: int
@@ -31,12 +31,12 @@ class Version(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The result of one request.
+    """Result of one request.
 
     Attributes:
-        version: of the file.
-        data: bytes from the start of the range; fewer than requested if the file or the connection ended.
-        cut: what ended the answer early, if anything.
+        version: Version of the file.
+        data: Bytes from the start of the range, fewer than requested if the file or the connection ended.
+        cut: Reason why the response ended early, or None.
     """
 
     version: Version
@@ -45,23 +45,24 @@ class Answer(NamedTuple):
 
 
 class RemoteStore(Store):
-    """Files on a network. Each file is read in the version seen first; a change is an error.
+    """Store on a network. All reads of a file must return the same version, and a change is an error.
 
-    A subclass reads over one protocol: `_get`, `_head` and `_list` are one attempt of one request. They may block, run in
-    several threads at a time, and raise a `TransientError` for a retryable failure, a `DatasetError` for a missing file and a
-    `StorageError` for any other. None of these has credentials, neither in its message nor in its chain of causes.
+    A subclass implements one protocol. Each call of its methods `_get`, `_head` and `_list` is one attempt of one request. They
+    may block and are called from several threads at a time. They raise a `TransientError` for a retryable failure, a
+    `DatasetError` for a missing file and a `StorageError` for any other failure. Neither the messages of these errors nor their
+    chains of causes may contain credentials.
 
     Args:
-        address: the root, without credentials; for messages.
-        host: whose connection slots the requests take.
-        patience: for how long a request is retried.
-        cache: where fetched ranges are kept.
-        guess: lists a folder where the protocol cannot: (folder, whether there is a file of a name) to names.
-        source: names the root in a cache, without credentials; the address by default.
+        address: Root without credentials, for messages.
+        host: Host whose connection slots the requests use.
+        patience: Time limits of requests. Default: see `Patience`.
+        cache: Disk cache of fetched blocks. Default: none.
+        guess: Function that lists a folder for a protocol without listings, see `open_store`. Default: none.
+        source: Name of the root in the cache, without credentials. Default: `address`.
 
     Attributes:
-        frozen: whether a file of this revision never changes, so that its name identifies its content.
-        hint: how to give credentials.
+        frozen: Whether files never change, so that a file's name identifies its content.
+        hint: Instructions for the user on how to provide credentials.
     """
 
     remote = True
@@ -79,35 +80,47 @@ class RemoteStore(Store):
     ) -> None:
         self.address, self._source, self._host, self._guess = address, source or address, host, guess
         self._patience, self._cache = patience or Patience(), cache
-        # Filled with setdefault, which needs no lock: the first value stays.
+        # Threads add to these with setdefault, which is atomic and keeps the first value, so no lock is needed.
         self._sizes: dict[str, int] = {}
         self._tags: dict[str, str] = {}
         self._traffic, self._stop = Traffic(), threading.Event()
 
     @abc.abstractmethod
     def _get(self, path: str, start: int, stop: int, version: Version | None, deadline: Deadline) -> Answer:
-        """Bytes [start, stop) of a file; `version` is the expected one, if one was seen before."""
+        """Request bytes [start, stop) of a file.
+
+        Args:
+            path: Path of the file.
+            start: First byte.
+            stop: End of the range. It may exceed the size of the file.
+            version: Version of earlier requests, or None.
+            deadline: Time limit of the request with all its attempts.
+        """
 
     @abc.abstractmethod
     def _head(self, path: str, deadline: Deadline) -> Version:
-        """The current version."""
+        """Return the current version of a file."""
 
     @abc.abstractmethod
     def _list(self, folder: str, deadline: Deadline) -> dict[str, int]:
-        """The files below a folder at any depth, with sizes."""
+        """Return the sizes of the files below a folder at any depth, by path."""
 
     @property
     def traffic(self) -> Traffic:
-        """What reading has cost so far."""
+        """Requests, bytes and time of all reads so far."""
         return self._traffic
 
     def size(self, path: str) -> int:
-        """Bytes of a file. Costs a request only if no read and no listing has returned it before."""
+        """Return the size of a file in bytes. Sends a request only if no read and no listing has returned the size before."""
         size = self._known_size(checked(path))
         return self._stat(path).size if size is None else size
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
+        """Return whether a file exists.
+
+        Raises:
+            StorageError: If the storage does not say whether the file exists.
+        """
         checked(path)
         try:
             self.size(path)
@@ -116,7 +129,7 @@ class RemoteStore(Store):
         return True
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file; fewer if the file ends before `stop`."""
+        """Return bytes [start, stop) of a file, or fewer if the file ends before `stop`."""
         size = self._known_size(checked(path))
         stop = stop if size is None else min(stop, size)
         if stop <= start:
@@ -126,7 +139,10 @@ class RemoteStore(Store):
         return self._read_cached(self._cache, path, start, stop)
 
     def files(self, folder: str) -> list[str]:
-        """The files below a folder at any depth, sorted; those that can be guessed if the protocol has no listings (HTTP)."""
+        """Return the sorted paths of the files below a folder at any depth.
+
+        Without listings (HTTP), these are the files that `guess` returns.
+        """
         checked(folder)
         if self._guess is not None and not self.listings:
             return self._guess(folder, self.exists)
@@ -136,14 +152,17 @@ class RemoteStore(Store):
         return sorted(found)
 
     def session(self) -> RemoteStore:
-        """The same files, versions, connections and counts for one user, whose `close` ends its own reads only."""
+        """Return a view of this store for one user. It shares versions, connections and counts.
+
+        Its `close` ends the reads that were made through it, and no other reads.
+        """
         session = object.__new__(type(self))
         vars(session).update(vars(self))
         session._stop = threading.Event()
         return session
 
     def __getstate__(self) -> dict[str, Any]:
-        # Snapshots of what other threads may add to.
+        # Dicts are copied, because other threads may add to them during pickling.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
         return {**state, "_stop": None, "_traffic": None}
 
@@ -152,7 +171,7 @@ class RemoteStore(Store):
         self._traffic, self._stop = Traffic(), threading.Event()
 
     def close(self) -> None:
-        """Reads in progress through this object end with a `StorageError`. Subclasses close connections."""
+        """End reads in progress, which raise `StorageError`. Subclasses also close their connections."""
         stop, self._stop = self._stop, threading.Event()
         stop.set()
         end_idle()
@@ -165,7 +184,13 @@ class RemoteStore(Store):
         return version
 
     def _pin(self, path: str, version: Version) -> None:
-        """Pins a file to the version seen first. A source may give a tag only at times; it is compared then."""
+        """Record the first version of a file, or compare a later one with it.
+
+        Some sources report a tag in some responses only. Tags are compared if both responses have one.
+
+        Raises:
+            StorageError: If the file has changed.
+        """
         self._pin_size(path, version.size)
         tag = self._tags.setdefault(path, version.tag)
         if version.tag and not tag:
@@ -187,7 +212,7 @@ class RemoteStore(Store):
     # -- requests
 
     def _fetch(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes over the network. What arrived before a failure is kept, and only the rest is requested again."""
+        """Read a range over the network. After a failure, only the bytes that are still missing are requested again."""
         parts: list[bytes] = []
 
         def request(deadline: Deadline) -> None:
@@ -208,13 +233,13 @@ class RemoteStore(Store):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _retried(self, what: str, request: Callable[[Deadline], _T]) -> _T:
-        """Repeats `request(deadline)`, with pauses, until it returns or raises anything but a `TransientError`.
+        """Return `request(deadline)`, which is retried after each `TransientError`, with pauses.
 
         Raises:
-            StorageError: the time is over. It counts from the first attempt.
+            StorageError: If the time limit, which starts with the first attempt, is exceeded, or the store is closed.
         """
         failures: list[str] = []
-        stop = self._stop  # another thread that closes the store replaces it
+        stop = self._stop  # a local variable, because `close` replaces the event
         with slot(self._host, stop):
             deadline = Deadline(self._patience, stop)
             while True:
@@ -225,7 +250,7 @@ class RemoteStore(Store):
                     self._patience.reached = True
                     return found
                 except TransientError as error:
-                    failure = error.with_traceback(None)  # which would refer to this frame
+                    failure = error.with_traceback(None)  # the traceback would refer to this frame
                 failures.append(str(failure))
                 pause = pause_s(len(failures), failure.after_s, deadline)
                 if deadline.left(failure.unreachable) <= pause:
@@ -234,7 +259,14 @@ class RemoteStore(Store):
                 deadline.sleep(pause)
 
     def _refusal(self, path: str, status: int, words: str = "", after_s: float | None = None) -> Exception:
-        """The exception for an HTTP status, which `words` says in messages. The server asks for a pause of `after_s` s."""
+        """Return the exception for an HTTP status.
+
+        Args:
+            path: Path of the file.
+            status: HTTP status, or 0 if it is unknown.
+            words: Description of the failure for messages. Default: the HTTP status.
+            after_s: Pause that the server requests, in seconds.
+        """
         where, words = self.where(path), words or f"HTTP {status}"
         if status in (404, 410):
             return missing_file(where, path, words)
@@ -247,11 +279,11 @@ class RemoteStore(Store):
     # -- the cache
 
     def _name(self, path: str) -> str:
-        """The file's name in the cache, whatever its version."""
+        """Return the name of a file in the cache, which does not depend on its version."""
         return f"{self._source} {path}"
 
     def _known_size(self, path: str) -> int | None:
-        """The size from a request, of this run or of the run that filled the cache."""
+        """Return the size of a file if a request of this run, or of the run that filled the cache, has returned it."""
         if path not in self._sizes and self._cache is not None and self.frozen:
             size = self._cache.size(self._name(path))
             if size is not None:
@@ -259,7 +291,10 @@ class RemoteStore(Store):
         return self._sizes.get(path)
 
     def _tag(self, cache: DiskCache, path: str) -> str:
-        """The file's version in the cache; empty if it is unknown. Asks for it if something of the file is cached."""
+        """Return the current version of a file as it is named in the cache, or an empty string if it is unknown.
+
+        If part of the file is cached and its version is unknown, a request is sent.
+        """
         if self.frozen:
             return "frozen"
         if path not in self._tags and cache.size(self._name(path)) is not None:
@@ -267,19 +302,19 @@ class RemoteStore(Store):
         return self._tags.get(path, "")
 
     def _read_cached(self, cache: DiskCache, path: str, start: int, stop: int) -> bytes:
-        """Bytes of a file: whole blocks from the cache, and those that are not there over the network."""
+        """Read a range in whole blocks, from the cache if possible. Blocks that are missing are fetched and cached."""
         first, last, fetched = start // BLOCK, -(-stop // BLOCK), 0
         name = self._name(path)
         blocks = cache.read(name, self._tag(cache, path), first, last)
         if None in blocks:
             with cache.fetching(name, first, last):
-                # Another process may have fetched them while this one waited.
+                # Another process may have fetched the blocks while this one waited for the lock.
                 blocks = cache.read(name, self._tag(cache, path), first, last)
                 for there, run in itertools.groupby(range(first, last), lambda number: blocks[number - first] is not None):
                     numbers = list(run)
                     begin, end = numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK
                     known_end = min(end, self._sizes.get(path, end))
-                    if there or begin >= known_end:  # beyond the end of a file whose size was unknown before
+                    if there or begin >= known_end:  # cached, or beyond the end of the file, whose size is known by now
                         continue
                     data = self._fetch(path, begin, known_end)
                     if tag := self._tag(cache, path):

@@ -1,4 +1,4 @@
-"""Retries within a time limit, and a bound on concurrent requests to a host."""
+"""Time limits and pauses of retries, and a limit on concurrent requests to a host."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from urllib.parse import urlsplit, urlunsplit
 from dali_stream.errors import StorageError
 from dali_stream.storage import logs
 
-AGAIN = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that may not last
-PER_HOST = 32  # requests at a time, of all stores of this process
+AGAIN = (408, 425, 429, 500, 502, 503, 504)  # retryable HTTP statuses
+PER_HOST = 32  # maximum number of concurrent requests to a host, from all stores of this process
 
 _TIMEOUT_S = 10.0
-_CLOSE_S = 2.0  # how long a request may take to end after its store was closed
-_IDLE_S = 0.5  # how long a thread waits for the next request before it ends
-_WAKE_S = 0.2  # how often a thread that waits for an answer checks whether to stop
+_CLOSE_S = 2.0  # time that a request has to end after its store was closed
+_IDLE_S = 0.5  # time after which an idle thread ends
+_WAKE_S = 0.2  # interval at which a thread that waits checks whether to stop
 _T = TypeVar("_T")
 
 _slots: dict[str, threading.BoundedSemaphore] = {}
-os.register_at_fork(after_in_child=_slots.clear)  # a child would wait for slots that threads of its parent hold
+os.register_at_fork(after_in_child=_slots.clear)  # a child would wait for slots that only threads of its parent release
 
 
 class TransientError(Exception):
     """Retryable failure.
 
     Args:
-        reason: what happened, without credentials.
-        after_s: the server asks for a pause of so many seconds.
-        unreachable: there was no connection to the host.
+        reason: Description of the failure, without credentials.
+        after_s: Pause that the server requests, in seconds, or None.
+        unreachable: Whether the failure is that no connection to the host was made.
     """
 
     def __init__(self, reason: str, after_s: float | None = None, *, unreachable: bool = False) -> None:
@@ -46,16 +46,16 @@ class TransientError(Exception):
 
 
 class Patience:
-    """How long requests to one host are retried.
+    """Time limits of requests to one host.
 
     Args:
-        total_s: seconds for a request, all attempts and pauses together. None: 60, or 5 until the first connection was
-            made: without one, the address is wrong or this machine has no network.
+        total_s: Time limit of a request including all attempts and pauses, in seconds. Default: 60, or 5 if no connection has
+            been made yet, because then the address is probably wrong or this machine has no network.
 
     Attributes:
-        total_s: as given, or 60.
-        first_s: seconds for the first connection.
-        reached: whether a connection has been made.
+        total_s: Time limit of a request, in seconds.
+        first_s: Time limit of a request until the first connection is made, in seconds.
+        reached: Whether a connection has been made.
     """
 
     def __init__(self, total_s: float | None = None) -> None:
@@ -64,11 +64,15 @@ class Patience:
 
 
 class Deadline:
-    """The time for a request, all its attempts and pauses together. An event ends it earlier.
+    """Time limit of a request including all attempts and pauses. It starts when the object is created.
+
+    Args:
+        patience: Time limits of requests to the host.
+        stop: Event that ends the request early.
 
     Attributes:
-        connecting: what failed if the time is over now, while the request looks for a host; else empty.
-        abandoned: nobody waits for the request any more.
+        connecting: Reason to report if the time ends now, while the request resolves the host's name. Otherwise empty.
+        abandoned: Whether the caller no longer waits for the request.
     """
 
     def __init__(self, patience: Patience, stop: threading.Event) -> None:
@@ -77,25 +81,32 @@ class Deadline:
         self._start = time.monotonic()
 
     def allowed_s(self, unreachable: bool = False) -> float:
-        """Seconds in all, for a host that answers or for one that could not be reached."""
+        """Return the time limit in seconds.
+
+        Args:
+            unreachable: Whether the last attempt could not connect to the host. Default: False.
+        """
         return self.patience.first_s if unreachable and not self.patience.reached else self.patience.total_s
 
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self._start
 
     def left(self, unreachable: bool = False) -> float:
-        """Seconds that are left; 0 or less when the time is over."""
+        """Return the remaining seconds, which are 0 or less when the time is over. See `allowed_s` for `unreachable`."""
         return 0.0 if self.abandoned or self.stop.is_set() else self.allowed_s(unreachable) - self.elapsed()
 
     def sleep(self, seconds: float) -> None:
-        """Waits, until the event at the latest."""
+        """Wait for `seconds`, or until the event if that is earlier."""
         self.stop.wait(seconds)
 
 
 @contextmanager
 def slot(host: str, stop: threading.Event) -> Iterator[None]:
-    """Holds one of the `PER_HOST` connection slots of a host. Waits until there is one, or until the event."""
+    """Hold one of the `PER_HOST` connection slots of a host.
+
+    Waits until a slot is free. If the event `stop` is set earlier, the body runs without a slot.
+    """
     slots = _slots.setdefault(host, threading.BoundedSemaphore(PER_HOST))
     while not (held := slots.acquire(timeout=_WAKE_S)) and not stop.is_set():
         pass
@@ -107,26 +118,42 @@ def slot(host: str, stop: threading.Event) -> Iterator[None]:
 
 
 def seconds(given: Any, found: str) -> float:
-    """The value itself, a time. `found` is what the error says that it is."""
+    """Return a time as a float.
+
+    Args:
+        given: Value that a user has passed.
+        found: Text of the error before the value.
+
+    Raises:
+        ValueError: If the value is not a positive, finite number.
+    """
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
         raise ValueError(f"{found}{given!r}; give a positive number of seconds")
     return float(given)
 
 
 def silence_s(options: Mapping[str, Any]) -> float:
-    """`timeout` of storage options: seconds without a byte, after which an attempt has failed."""
+    """Return the storage option `timeout`, the time limit for each wait for further bytes in seconds. Default: 10."""
     return seconds(options.get("timeout", _TIMEOUT_S), "storage_options has timeout=")
 
 
 def cleaned(url: str) -> str:
-    """A URL for messages, without what may hold credentials: user, password, query and fragment."""
+    """Return a URL for messages, without the parts that may contain credentials: user, password, query and fragment."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def pause_s(attempts: int, after_s: float | None, deadline: Deadline) -> float:
-    """Seconds until the next attempt: what the server asks for, if there is time for a last attempt after it."""
-    # Random up to 0.1 s, 0.2 s, … 4 s, so that many readers do not come back at once.
+    """Return the pause before the next attempt in seconds.
+
+    A pause that the server requests is shortened if it would leave too little time for a last attempt.
+
+    Args:
+        attempts: Number of failed attempts.
+        after_s: Pause that the server requests, in seconds, or None.
+        deadline: Time limit of the request.
+    """
+    # The random part is at most 0.1 s, 0.2 s, … 4 s, so that many readers do not retry at the same time.
     backoff = 0.05 + random.uniform(0, min(0.1 * 2 ** min(attempts - 1, 10), 4))
     if after_s is None:
         return backoff
@@ -134,7 +161,14 @@ def pause_s(attempts: int, after_s: float | None, deadline: Deadline) -> float:
 
 
 def given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: float) -> StorageError:
-    """The error after failures for which no time is left."""
+    """Return the error for a request that was closed or has exceeded its time limit.
+
+    Args:
+        what: Description of the request.
+        failures: Description of each failed attempt.
+        deadline: Time limit of the request.
+        allowed_s: Time limit for the message, in seconds.
+    """
     if deadline.stop.is_set():
         return StorageError(f"{what}: not read, because the store was closed meanwhile")
     tries = f"{len(failures)} {'try' if len(failures) == 1 else 'tries'} in {deadline.elapsed():.1f} s"
@@ -146,12 +180,12 @@ def given_up(what: str, failures: list[str], deadline: Deadline, allowed_s: floa
 
 
 class _Helper:
-    """A thread that makes requests for others, one after the other, until it is given None or nothing for a while."""
+    """Thread that makes requests for other threads, one at a time. It ends after None, or after `_IDLE_S` without a request."""
 
     def __init__(self) -> None:
         self.requests: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self.answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        # A daemon: an interpreter that ends does not wait for a server that hangs.
+        # A daemon thread, so that the interpreter can exit while a server does not respond.
         self.thread = threading.Thread(target=self._work, name="dali_stream request", daemon=True)
         self.thread.start()
 
@@ -171,17 +205,21 @@ class _Helper:
             try:
                 return self.requests.get(timeout=_IDLE_S)
             except Empty:
-                with suppress(ValueError):  # it was taken just now, and a request is on its way
+                with suppress(ValueError):  # `bounded` has just removed it from the list and is about to send a request
                     _idle.remove(self)
                     return None
 
 
-_idle: list[_Helper] = []  # the last one used is the next one to be used
-os.register_at_fork(after_in_child=_idle.clear)  # a child has no threads but its own
+_idle: list[_Helper] = []  # a stack, so that threads that are not needed stay idle and end
+os.register_at_fork(after_in_child=_idle.clear)  # threads of the parent do not exist in a child
 
 
 def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
-    """`request(deadline)` in another thread, which is left behind when the time is over."""
+    """Return `request(deadline)`, which is called in another thread. The thread is abandoned when the time is over.
+
+    Raises:
+        TransientError: If the time is over, or the event of the deadline is set.
+    """
     try:
         helper = _idle.pop()
     except IndexError:
@@ -210,9 +248,9 @@ def bounded(request: Callable[[Deadline], _T], deadline: Deadline) -> _T:
 
 
 def end_idle() -> None:
-    """Ends the threads that wait for requests, and waits for them."""
+    """End the threads that wait for requests, and join them."""
     while _idle:
-        with suppress(IndexError):  # another thread takes the last one
+        with suppress(IndexError):  # another thread has removed the last one
             helper = _idle.pop()
             helper.requests.put(None)
             helper.thread.join()

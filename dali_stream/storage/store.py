@@ -1,4 +1,4 @@
-"""The interface of every kind of storage: sizes, byte ranges, listings."""
+"""Interface of all stores: sizes, byte ranges and listings of files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 
 from dali_stream.errors import DatasetError
 
-SMALL = 1 << 20  # bytes of a file that is read whole, to save round trips
+SMALL = 1 << 20  # a file up to this size in bytes is read in one request
 
 
 @dataclass
 class Traffic:
-    """What reading has cost so far. All zero for files that are read in place.
+    """Requests, bytes and time of all reads so far. All values are zero for local files.
 
     Attributes:
-        requests: answered with bytes.
-        fetched_bytes: of the responses' bodies, those of failed attempts too.
-        retries: attempts after the first.
-        cached_bytes: hits in `cache_dir`.
-        fetch_s: seconds that reads waited for the network, summed over the threads.
+        requests: Number of requests whose responses contained bytes of a file.
+        fetched_bytes: Number of bytes in these responses, including those of attempts that ended early.
+        retries: Number of attempts after the first.
+        cached_bytes: Number of bytes that were read from `cache_dir`.
+        fetch_s: Time that reads waited for the network, in seconds, summed over the threads.
+        lock: Lock that `add` holds.
     """
 
     requests: int = 0
@@ -35,7 +36,7 @@ class Traffic:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: float) -> None:
-        """Adds to attributes; safe from several threads."""
+        """Add to the attributes of these names. Safe to call from several threads."""
         with self.lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
@@ -44,17 +45,17 @@ class Traffic:
 class Store(abc.ABC):
     """Read access to the files below one root. Safe to use from several threads.
 
-    A copy (`copy`, `pickle`) of those that `open_store` returns reads the same files with handles and connections of its own.
+    A copy (`copy`, `pickle`) of a store that `open_store` returns reads the same files with its own handles and connections.
 
     Paths are relative, with forward slashes. Each method raises `DatasetError` if a file is missing, and `StorageError` if its
     bytes cannot be read.
 
     Attributes:
-        address: the root, without credentials; for messages.
-        remote: whether a read takes a request over a network.
-        listings: whether `files` is one listing; else it looks for each name that a file may have.
-        revision: the commit that is read, if the source has commits.
-        traffic: what reading has cost.
+        address: Root without credentials, for messages.
+        remote: Whether reads send requests over a network.
+        listings: Whether the storage can list folders. If not, `files` tries each possible name.
+        revision: Commit that is read, or None if the source has no commits.
+        traffic: Requests, bytes and time of all reads so far.
     """
 
     address: str
@@ -64,56 +65,60 @@ class Store(abc.ABC):
 
     @property
     def traffic(self) -> Traffic:
-        """All zero, for files that are read in place."""
+        """Requests, bytes and time of all reads so far, which are zero for local files."""
         return Traffic()
 
     @abc.abstractmethod
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     @abc.abstractmethod
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file; fewer if the file ends before `stop`."""
+        """Return bytes [start, stop) of a file, or fewer if the file ends before `stop`."""
 
     @abc.abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file of this name."""
+        """Return whether a file exists."""
 
     @abc.abstractmethod
     def files(self, folder: str) -> list[str]:
-        """The files below a folder at any depth, sorted; empty if there is no such folder."""
+        """Return the sorted paths of the files below a folder at any depth. Empty if the folder does not exist."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Closes every handle. The next read opens them again."""
+        """Close all handles. The next read opens them again."""
 
     def session(self) -> Store:
-        """The same files for one of several users. Its `close` ends its own remote reads only."""
+        """Return a view of this store for one of several users. Its `close` ends its own remote reads only."""
         return self
 
     def read_all(self, path: str) -> bytes:
-        """A whole file: of a small one in one read, which brings the size as well."""
+        """Return all bytes of a file. A small file takes one read, since no request for its size is needed."""
         head = self.read(path, 0, SMALL)
         return head if len(head) < SMALL else head + self.read(path, SMALL, self.size(path))
 
     def open(self, path: str, size: int | None = None) -> Ranges:
-        """A seekable file object for libraries that need one. Each of its reads is one `read`. It holds no handle.
+        """Return a seekable file object for libraries that need one. It holds no handle, and each of its reads calls `read`.
 
         Args:
-            path: the file.
-            size: its bytes, if known.
+            path: Path of the file.
+            size: Size of the file in bytes. Default: `self.size(path)`.
         """
         return Ranges(self, path, self.size(path) if size is None else size)
 
     def where(self, path: str) -> str:
-        """The name of a file for messages."""
+        """Return the full name of a file for messages."""
         return f"{self.address.rstrip('/')}/{path}"
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def checked(path: str) -> str:
-    """The path itself, unless it leads out of the root: paths come from metadata that others wrote."""
-    with suppress(UnicodeEncodeError):  # JSON can spell half a surrogate pair, which has no bytes
+    """Return the path itself after checking it, because paths in metadata are not trusted.
+
+    Raises:
+        DatasetError: If the path leads out of the root, or is not the name of a file.
+    """
+    with suppress(UnicodeEncodeError):  # JSON can contain half a surrogate pair, which cannot be encoded
         parts = os.fsdecode(os.fsencode(path)).split("/")
         named = any(part not in ("", ".") for part in parts)
         if named and not path.startswith("/") and ".." not in parts and "\0" not in path and "\\" not in path:
@@ -125,7 +130,7 @@ def checked(path: str) -> str:
 
 
 class Ranges(io.RawIOBase):
-    """A file as `Store.open` gives it. `bytes_read` counts."""
+    """File object that `Store.open` returns. `bytes_read` is the number of bytes that were read from the store."""
 
     def __init__(self, store: Store, path: str, size: int) -> None:
         self._store, self._path, self._at, self._size = store, path, 0, size
@@ -133,7 +138,7 @@ class Ranges(io.RawIOBase):
         self.bytes_read = 0
 
     def hold(self, start: int, stop: int) -> None:
-        """Reads bytes [start, stop) ahead of time. Later reads within them are served from memory."""
+        """Read bytes [start, stop) and keep them in memory, from which later reads within the range are served."""
         self.seek(start)
         self._held.append((start, self.read(stop - start)))
 
@@ -164,12 +169,12 @@ class Ranges(io.RawIOBase):
 
 
 def missing_file(where: str, path: str, words: str = "") -> DatasetError:
-    """Return the error for a file that the metadata refers to and the storage does not have.
+    """Return the error for a file that the metadata refers to and that does not exist.
 
     Args:
         where: Address of the file.
-        path: Path of the file in the dataset. Without the files in `meta/`, no episode can be read.
-        words: Answer of the server.
+        path: Path of the file in the dataset. The advice depends on it: without the files in `meta/`, no episode can be read.
+        words: Response of the server. Default: none.
     """
     remedy = "Copy or fetch it again"
     if not path.startswith("meta/"):

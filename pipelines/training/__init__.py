@@ -1,1 +1,1 @@
-"""What `train.py` is made of: data, policies, checkpoint, journal, charts and the answer to SIGTERM."""
+"""Modules of `train.py`: data, policies, checkpoint, journal, charts and the handler of SIGTERM."""

@@ -1,4 +1,4 @@
-"""The command line of `train.py`."""
+"""Command line of `train.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dali_stream.frame_size import frame_size, join_sizes
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, where there are some, and the description as it is."""
+    """Formatter that shows defaults other than None and False, and does not wrap the description."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         nothing = action.default is None or action.default is False
@@ -18,7 +18,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def parse(argv: Sequence[str] | None, description: str | None = None) -> argparse.Namespace:
-    """The arguments; exits where they are none."""
+    """Parse the command line. Exit if it is invalid."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
     add = parser.add_argument
     add("uri", help="a LeRobot dataset, or a mixture file of several: .yaml, .yml or .json")

@@ -1,4 +1,4 @@
-"""Pictures of a training run: the loss curves, and predicted beside recorded action chunks."""
+"""Charts of a training run: loss curves, and predicted and recorded action chunks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import dali_stream
 from training.data import Data
 from training.policy import ACTION, actions, recorded
 
-MOST_ACTIONS = 6  # columns of action_chunks
+MOST_ACTIONS = 6  # maximum number of actions in `action_chunks`
 
 
 def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Draw the training loss of the journal's entries, and beside it the validation error with that of predicting the mean.
+    """Draw the training loss of the journal's entries, and the validation error with the error of predicting the mean.
 
-    Loss and error have an axis each, since the loss may hold more than an error, and counts padding. All validations have the
-    same error of predicting the mean.
+    Loss and error are drawn in separate axes, because the loss includes padding and possibly other terms. The error of
+    predicting the mean is the same in all validations.
     """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     training, validation = figure.subplots(1, 2)
@@ -44,9 +44,9 @@ def loss_curves(path: Path, entries: list[dict[str, Any]]) -> None:
 
 @torch.no_grad()
 def action_chunks(path: Path, data: Data, policy: nn.Module) -> None:
-    """Draw a row per frame of `data.shown`: a camera, and for each action the recorded and the predicted chunk.
+    """Draw a row for each frame of `data.shown`, with a camera, and the recorded and the predicted chunk of each action.
 
-    The rows of one dataset of a mixture share the y-axes of its actions. Other datasets may record other units.
+    In a mixture, the rows of the same dataset share the y-axes of their actions. Datasets may have different units.
     """
     with dali_stream.Loader(**data.shown) as loader:
         batch = data.train.normalizer(next(iter(loader)))
@@ -106,7 +106,7 @@ def _curve(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[flo
 
 
 def _smooth(values: list[float], share: float = 0.9) -> list[float]:
-    """An exponential mean, without the pull of its beginning (Kingma and Ba 2015, section 3)."""
+    """Return the exponential moving average with bias correction (Kingma and Ba 2015, section 3)."""
     mean, smooth = 0.0, []
     for count, value in enumerate(values, start=1):
         mean = share * mean + (1 - share) * value

@@ -1,4 +1,4 @@
-"""A run's one checkpoint: model, optimizer and loader in a file that is whole or not there."""
+"""Checkpoint of a run: a file with model, optimizer and loader, which is replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Puts `state` at `path` at once: who is killed on the way, or finds the disk full, leaves the checkpoint before."""
+    """Save a state atomically. If the process is killed or the disk is full, the previous checkpoint remains."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
@@ -24,10 +24,14 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path, same: dict[str, Any]) -> dict[str, Any]:
-    """The state at `path`, whose "arguments" have to be `same`.
+    """Load a state.
+
+    Args:
+        path: Path of the checkpoint.
+        same: Arguments of the run that must be equal to those in the checkpoint.
 
     Raises:
-        ValueError: they are not, and the model would be another one; or it is no checkpoint of `train.py`.
+        ValueError: If an argument differs, so that the model would differ, or the file is not a checkpoint of `train.py`.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""Training and validation data: two loaders of one dataset, or of one mixture, with each episode in one of them."""
+"""Training and validation data: two loaders of different episodes of the same dataset or mixture."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ Set = dali_stream.Dataset | dali_stream.Mixture
 
 @dataclass
 class Data:
-    """The loaders, and what a policy has to know of their batches.
+    """Loaders of a run, and the properties of their batches that a policy requires.
 
-    What is validated on comes in the scale of its recording: `train.normalizer` brings it to that of what is trained on.
+    Batches of `val` are not normalized. `train.normalizer` normalizes them in the same way as those of `train`.
 
-    Neither loader goes through `accelerator.prepare`: they are split by rank already, and bring batches to the device.
+    The loaders must not be passed to `accelerator.prepare`. They already shard by rank and return batches on the device.
     """
 
     train: dali_stream.Loader
     val: dali_stream.Loader | None
     shown: dict[str, Any]
-    """Arguments of a loader of what the charts show: a few frames of what is validated on, or else trained on."""
+    """Arguments of the loader for charts, which has a few frames of the validation data, or without it of the training data."""
     cameras: list[str]
     state: int
-    """Width of the state, 0 where there is none."""
+    """Width of the state, or 0 without a state."""
     action_names: list[str]
-    """Name of each action; of a mixture, those of its widest dataset."""
+    """Name of each action. For a mixture, these are the names of the dataset with the most actions."""
     joint_names: dict[str, list[str]]
-    """Names of the actions of each dataset of a mixture, by the dataset's name; empty without one."""
+    """Names of the actions of each dataset of a mixture, by the dataset's name. Empty for a single dataset."""
     tasks: int
     datasets: int
-    """Of the mixture; 1 without one."""
+    """Number of datasets of a mixture, or 1 for a single dataset."""
 
     def close(self) -> None:
-        """Stops both loaders."""
+        """Close both loaders."""
         self.train.close()
         if self.val is not None:
             self.val.close()
 
 
 def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
-    """The data of `train.py`'s arguments.
+    """Open the data of a run.
 
     Raises:
-        ValueError: arguments and dataset do not go together.
-        DaliStreamError: the dataset cannot be read.
+        ValueError: If the arguments do not fit the dataset.
+        DaliStreamError: If the dataset cannot be read.
     """
     ranks, size = accelerator.num_processes, arguments.image_size
     if arguments.batch_size % ranks:
@@ -66,7 +66,7 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
     parts = list(train.datasets.values()) if mixed else [train]
     if ACTION not in train.features or not train.cameras:
         raise ValueError(f"{train.uri} has the keys {', '.join(train.features)}; a camera and {ACTION!r} are needed")
-    fps = min(part.fps for part in parts)  # a chunk's steps, which each of the others has a frame at
+    fps = min(part.fps for part in parts)  # the lowest rate, so that each dataset has a frame at each step of a chunk
     common: dict[str, Any] = {
         "batch_size": arguments.batch_size // ranks,
         "delta_timestamps": {ACTION: [step / fps for step in range(arguments.chunk)]},
@@ -74,13 +74,13 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
         "num_threads": arguments.num_threads,
     }
     plain = common | {"image_size": size}
-    own = (plain if mixed else common) | {  # the augmentation resizes too, but needs frames of one size
+    own = (plain if mixed else common) | {  # the augmentation also resizes, but requires frames of one size
         "normalize": {key: "mean_std" for key in (ACTION, STATE) if key in train.features},
         "seed": arguments.seed,
         "consumers": arguments.consumers,
         "dali_graph": augmented(train.cameras, size),
     }
-    # Each consumer has a part of the episodes of its own, so the 4 frames are of different places.
+    # Each consumer reads other episodes, so the 4 frames are from different episodes.
     one_rank = {"batch_size": 4, "consumers": 4, "last_batch": "pad", "rank": 0, "world_size": 1}
     return Data(
         train=dali_stream.Loader(train, **own),
@@ -96,7 +96,14 @@ def open_data(arguments: Namespace, accelerator: Accelerator) -> Data:
 
 
 def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
-    """What is trained on and what is validated on: a dataset, or a mixture of those that a file names."""
+    """Return the training data and the validation data: two datasets, or two mixtures if the URI is a mixture file.
+
+    The validation data is None if --val-episodes is 0.
+
+    Raises:
+        ValueError: If the options do not fit the URI, or a dataset has too few episodes.
+        DaliStreamError: If a dataset cannot be read.
+    """
     count = arguments.val_episodes
     names = ("revision", "data_files_root", "cache_dir", "clock", "tolerance_s")
     where = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -111,7 +118,7 @@ def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
             train[name], val[name] = divided(given, count, mixed.get("keys", {}).get(name, {}))
         except (ValueError, dali_stream.DaliStreamError) as error:
             raise type(error)(f"dataset {name!r}: {error}") from error
-    # Whatever the shares of what is trained on, every frame that is held out is validated on once.
+    # Weights apply to the training data only. Each frame of the validation episodes is used once.
     alike = {key: mixed[key] for key in ("keys", "missing", "nearest") if key in mixed}
     return dali_stream.Mixture(train, **mixed), dali_stream.Mixture(val, **alike) if count else None
 
@@ -119,24 +126,33 @@ def open_sets(arguments: Namespace) -> tuple[Set, Set | None]:
 def divided(
     where: dict[str, Any], val_episodes: int, keys: dict[str, str] | None = None
 ) -> tuple[dali_stream.Dataset, dali_stream.Dataset | None]:
-    """The episodes of a dataset to train on, and those to validate on. `keys` renames features of its own."""
+    """Split a dataset into training and validation data.
+
+    Args:
+        where: Arguments of `Dataset`.
+        val_episodes: Number of validation episodes.
+        keys: Keys in the mixture of the dataset's own features, for features that are renamed. Default: none.
+
+    Returns:
+        Training data, and validation data or None.
+    """
     whole = dali_stream.Dataset(**where)
     shares = held_out(whole.episodes.tolist(), val_episodes)
     if not shares[1]:
         return whole, None
-    # The commit that was resolved, so that both are of the same.
+    # Both datasets use the resolved commit.
     train, val = (where | {"revision": whole.revision, "episodes": episodes} for episodes in shares)
-    # The statistics of the dataset are of all episodes; what is validated on must have no part in them.
+    # The dataset's own statistics include all episodes. Statistics for training must exclude the validation episodes.
     rows = [key for key in whole.features if (keys or {}).get(key, key) in (ACTION, STATE)]
     train["stats"] = dali_stream.Dataset(**train).compute_stats(rows)
     return dali_stream.Dataset(**train), dali_stream.Dataset(**val)
 
 
 def held_out(episodes: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """The episodes to train on, and `count` of them to validate on, evenly spread.
+    """Return the training episodes, and `count` evenly spaced validation episodes.
 
     Raises:
-        ValueError: nothing is left to train on.
+        ValueError: If no training episode would remain, or `count` is negative.
     """
     if not 0 <= count < len(episodes):
         raise ValueError(f"--val-episodes is {count}, and the dataset has {len(episodes)} episodes; leave one to train on")
@@ -155,7 +171,7 @@ def _joint_names(uri: str, datasets: dict[str, dali_stream.Dataset]) -> dict[str
 
 
 def _names(feature: dict[str, Any]) -> list[str]:
-    """Return a name per action. LeRobot's datasets have them as a list, as a list in a dict, or not at all."""
+    """Return the name of each action. LeRobot's datasets store names as a list, as a list in a dict, or not at all."""
     names = feature.get("names")
     if isinstance(names, dict):
         names = next(iter(names.values()), None)

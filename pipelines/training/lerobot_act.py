@@ -1,4 +1,4 @@
-"""LeRobot's own ACT as a policy of `train.py`, where `lerobot` is installed (written against 0.4.4)."""
+"""Wrapper of LeRobot's ACT as a policy of `train.py`. It requires `lerobot`, and was written for version 0.4.4."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from torch import Tensor, nn
 
 from training.policy import ACTION, STATE, actions, state
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # LeRobot's too: dataset.use_imagenet_stats
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as in LeRobot: dataset.use_imagenet_stats
 
 
 class LeRobotAct(nn.Module):
-    """ACT with LeRobot's defaults: ResNet-18 on ImageNet's weights, 512 wide, with a variational encoder.
+    """ACT with LeRobot's defaults: ResNet-18 with ImageNet weights, width 512 and a variational encoder. It ignores the task.
 
     Args:
-        cameras, action, chunk: as for `policy.ChunkPolicy`. It knows no task.
-        size: (height, width) of the frames.
-        width: of the state.
-        pretrained: begin with ImageNet's weights, which torchvision downloads; else with random ones.
+        cameras: Keys of the frames, see `policy.ChunkPolicy`.
+        size: Size (height, width) of the frames in pixels.
+        width: Width of the state.
+        action: Width of an action.
+        chunk: Number of actions per prediction.
+        pretrained: Whether the backbone starts with ImageNet weights, which torchvision downloads. Otherwise, they are random.
+            Default: True.
 
     Raises:
-        ValueError: LeRobot is not installed, or there is no state, which its variational encoder takes for granted.
+        ValueError: If LeRobot is not installed, or the width of the state is 0. The variational encoder requires a state.
     """
 
     def __init__(
@@ -55,11 +58,11 @@ class LeRobotAct(nn.Module):
             self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """LeRobot's loss: mean absolute error and the weighted divergence of its latent."""
+        """Return LeRobot's loss: the mean absolute error, plus the weighted divergence of the latent variable."""
         return self.act(self._seen(batch))[0]
 
     def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The actions (B, chunk, D) from the current frame on, float32."""
+        """Return the actions from the current frame onwards, float32, shape (B, chunk, D)."""
         return self.act.predict_action_chunk(self._seen(batch)).float()
 
     def _seen(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

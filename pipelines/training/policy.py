@@ -1,11 +1,11 @@
-"""A compact action-chunking policy in plain torch: frames, state and task in, a chunk of actions out.
+"""Compact action-chunking policy in plain torch, which predicts a chunk of actions from frames, state and task.
 
-The shape is that of ACT (Zhao et al. 2023, https://arxiv.org/abs/2304.13705) without its variational encoder: a
-convolutional backbone makes tokens of each frame, a transformer encoder mixes them with the state and the task, and a
-transformer decoder asks them one query per action of the chunk. About 4 million parameters.
+The architecture is that of ACT (Zhao et al. 2023, https://arxiv.org/abs/2304.13705) without the variational encoder. A
+convolutional backbone computes tokens of each frame, and a transformer encoder combines them with the state and the task. A
+transformer decoder has one query for each action of the chunk. The policy has about 4 million parameters.
 
-What `train.py` needs of a policy is what `ChunkPolicy` has: `forward(batch)` is the loss to descend, `predict(batch)` the
-actions. LeRobot's own ACT, in `lerobot_act.py`, has the same two.
+A policy of `train.py` has the methods of `ChunkPolicy`: `forward(batch)` returns the loss, and `predict(batch)` the actions.
+LeRobot's ACT, in `lerobot_act.py`, has the same methods.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ STATE, ACTION = "observation.state", "action"
 
 
 class ChunkPolicy(nn.Module):
-    """Predicts `chunk` actions, in the scale in which they come.
+    """Policy that predicts chunks of actions in the scale of the batches.
 
     Args:
-        cameras: keys of frames (B, 3, H, W) in [0, 1]; all are seen by one backbone.
-        state: width D of "observation.state" (B, D); 0 where there is none.
-        action: width of an action.
-        chunk: actions per prediction.
-        tasks: number of tasks; `task_index` (B,) tells them apart.
-        datasets: of a mixture, whose tasks count from 0 in each; `dataset_index` (B,) tells them apart.
+        cameras: Keys of the frames in batches, with values in [0, 1] and shape (B, 3, H, W). All share one backbone.
+        state: Width D of "observation.state", which has the shape (B, D). 0: no state.
+        action: Width of an action.
+        chunk: Number of actions per prediction.
+        tasks: Number of tasks. Batches have `task_index` of shape (B,).
+        datasets: Number of datasets of a mixture, in each of which tasks are counted from 0. If it is greater than 1, batches
+            have `dataset_index` of shape (B,). Default: 1.
+        width: Width of the tokens. Default: 192.
     """
 
     def __init__(
@@ -40,8 +42,8 @@ class ChunkPolicy(nn.Module):
         self.cameras = list(cameras)
         self.backbone = nn.Sequential(
             nn.Conv2d(3, 32, 4, stride=4), Block(32, 32), Block(32, 64, 2), Block(64, 128, 2), Block(128, width, 2)
-        )  # a token per 32 x 32 pixels
-        self.backbone.to(memory_format=torch.channels_last)  # as the frames lie
+        )  # one token per 32×32 pixels
+        self.backbone.to(memory_format=torch.channels_last)  # the memory format of the frames
         self.state = nn.Linear(state, width) if state else None
         self.task = nn.Embedding(tasks, width)
         self.dataset = nn.Embedding(datasets, width) if datasets > 1 else None
@@ -56,16 +58,16 @@ class ChunkPolicy(nn.Module):
         self.head = nn.Linear(width, action)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss: mean absolute error, as ACT has it. What was not recorded counts as no error.
+        """Return the loss, which is the mean absolute error, as in ACT. The error of numbers that were not recorded is 0.
 
-        It is a mean over all of the batch, padded or not, so that the mean over the ranks is the mean over their batches
-        taken together, and a run is the same run on any number of ranks.
+        The mean includes padding. Therefore the mean over the ranks equals the mean over the whole batch, and the loss does not
+        depend on the number of ranks.
         """
         wrong = (self.predict(batch) - actions(batch)).abs()
         return (wrong * recorded(batch)).mean()
 
     def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The actions (B, chunk, D) from the current frame on, float32."""
+        """Return the actions from the current frame onwards, float32, shape (B, chunk, D)."""
         tokens = [self._see(batch, key, camera) for key, camera in zip(self.cameras, self.camera, strict=True)]
         tokens.append(self.task(batch["task_index"])[:, None])
         if self.dataset is not None:
@@ -76,21 +78,23 @@ class ChunkPolicy(nn.Module):
         return self.head(self.decoder(self.query.expand(len(memory), -1, -1), memory)).float()
 
     def _see(self, batch: Mapping[str, Tensor], key: str, camera: Tensor) -> Tensor:
-        """Tokens (B, N, width) of one camera's frames; zeros where a sample's dataset lacks the camera."""
-        seen = self.backbone(batch[key] * 4 - 2)  # about 0 in the mean, with a deviation of about 1
+        """Return the tokens of a camera's frames, shape (B, N, width). They are 0 if the sample's dataset lacks the camera."""
+        seen = self.backbone(batch[key] * 4 - 2)  # mean about 0, standard deviation about 1
         tokens = seen.flatten(2).transpose(1, 2) + places(*seen.shape[2:], seen.shape[1], seen.device) + camera
         missing = batch.get(f"{key}_is_missing")
         return tokens if missing is None else tokens * ~missing[:, None, None]
 
 
 def actions(batch: Mapping[str, Tensor]) -> Tensor:
-    """The recorded actions (B, chunk, D), also where D is 1, which LeRobot leaves out, or the action is a matrix."""
+    """Return the recorded actions, shape (B, chunk, D). Batches have no dimension D if it is 1, and may have matrices."""
     return batch[ACTION].reshape(*batch["action_is_pad"].shape, -1)
 
 
 def recorded(batch: Mapping[str, Tensor]) -> Tensor:
-    """Which of these numbers were recorded, bool (B, chunk, D): not what lies behind the episode's end, and of a mixture not
-    what a sample's dataset lacks."""
+    """Return a mask of the actions that were recorded, bool, shape (B, chunk, D).
+
+    Actions after the end of the episode were not recorded, nor were actions that a sample's dataset does not have.
+    """
     there = ~batch["action_is_pad"][..., None].expand_as(actions(batch))
     if "action_dim_is_pad" in batch:
         there = there & ~batch["action_dim_is_pad"].reshape(len(there), 1, -1)
@@ -100,12 +104,12 @@ def recorded(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def state(batch: Mapping[str, Tensor]) -> Tensor:
-    """The state (B, D), likewise."""
+    """Return the state, shape (B, D). See `actions`."""
     return batch[STATE].reshape(len(batch[STATE]), -1)
 
 
 class Block(nn.Module):
-    """A residual block of two 3x3 convolutions (He et al. 2016), with group norms, which know nothing of other samples."""
+    """Residual block of two 3×3 convolutions (He et al. 2016) with group norms, which are independent of other samples."""
 
     def __init__(self, inside: int, outside: int, stride: int = 1) -> None:
         super().__init__()
@@ -123,7 +127,17 @@ class Block(nn.Module):
 
 
 def places(height: int, width: int, channels: int, device: torch.device) -> Tensor:
-    """Sines and cosines (height * width, channels) of row and column, as in Carion et al. 2020; `channels` a multiple of 4."""
+    """Return sine and cosine position encodings of rows and columns, as in Carion et al. 2020.
+
+    Args:
+        height: Number of rows.
+        width: Number of columns.
+        channels: Width of the encodings, a multiple of 4.
+        device: Device of the result.
+
+    Returns:
+        Encodings of shape (height * width, channels).
+    """
     rates = torch.exp(torch.arange(channels // 4, device=device) * (-math.log(1e4) * 4 / channels))
     row, column = ((torch.arange(1, size + 1, device=device) / size * math.tau)[:, None] * rates for size in (height, width))
     row, column = row[:, None].expand(-1, width, -1), column[None].expand(height, -1, -1)

@@ -1,4 +1,4 @@
-"""An orderly end on SIGTERM, which is how SLURM, Kubernetes and torchrun ask for one before they kill, and on Ctrl-C."""
+"""Orderly end of a run on Ctrl-C and on SIGTERM, which SLURM, Kubernetes and torchrun send before they kill a process."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import distributed
 
 
 class Preemption:
-    """Notes the signal, and lets the ranks agree on the step at which they stop.
+    """Handler of the signals, with which all ranks stop at the same step.
 
-    To be made before anything that takes long, on the main thread. A rank that stopped by itself would leave the others
-    waiting for its gradients for ever.
+    If a rank stopped alone, the others would wait forever for its gradients. Create the handler in the main thread, before
+    anything that takes long.
     """
 
     def __init__(self) -> None:
         self.signal = 0
-        """The signal that has asked for an end, of any rank since the last `agreed`; 0: none."""
+        """Signal that this rank has received, or after `agreed` the highest signal of all ranks. 0: none."""
         self._group: distributed.ProcessGroup | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
     def agreed(self) -> bool:
-        """Whether any rank has been asked to end. All ranks have to call it at the same step; it does not touch the GPU."""
+        """Return whether any rank has received a signal. All ranks must call it at the same step. It does not use the GPU."""
         if distributed.is_initialized():
             self._group = self._group or distributed.new_group(backend="gloo")
             found = torch.tensor(self.signal, dtype=torch.int32)
@@ -34,8 +34,8 @@ class Preemption:
         return self.signal != 0
 
     def leave(self) -> NoReturn:
-        """Ends this process when all is saved, with the shells' exit code of a program that the signal ended."""
-        # torchrun sends SIGTERM to the others once one has ended, and Python's own handlers are gone while it shuts down.
+        """End this process with the exit code 128 plus the signal, as shells do. Call it after everything is saved."""
+        # torchrun sends SIGTERM to the other processes after one has ended, and Python removes its handlers at shutdown.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + self.signal)
@@ -43,4 +43,4 @@ class Preemption:
     def _note(self, number: int, _: object) -> None:
         self.signal = max(self.signal, number)
         if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)  # a second one is not to wait for anything
+            signal.signal(number, signal.default_int_handler)  # a second Ctrl-C ends the process at once
