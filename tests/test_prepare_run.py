@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_read_fails_alone(demo_copy: Path, tmp_path: Path,
     assert main(["prepare", str(demo_copy), str(tmp_path / "out"), *OPTIONS]) == 1
     said = capsys.readouterr()
     assert "could not be written" in said.err
-    lines = " ".join(said.out.split())
+    lines = "".join(said.out.split())  # long cells are folded anywhere
     assert paths[0].name in lines
     assert "file-001.parquet" in lines
     written = [path.relative_to(tmp_path / "out") for path in videos(tmp_path / "out")]
