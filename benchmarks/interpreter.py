@@ -149,6 +149,8 @@ def watched(stream: Any, frames: Callable[[], float], seconds: int, spy: str) ->
         seen = 0
         for line in out.read_text().splitlines():
             stack, looks = line.rsplit(" ", 1)
+            if not looks.isdecimal():  # py-spy has sometimes written a thread without frames and number
+                continue
             thread = int(re.findall(r"thread \((\d+)\)", stack)[0])
             ran, waited = (now - then for now, then in zip(after.get(thread, (1, 0)), before.get(thread, (0, 0)), strict=True))
             stacks[stack] = int(looks) * ran / (ran + waited)
