@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import urllib.request
 from email.utils import formatdate
 from html import escape
 from pathlib import Path
@@ -209,6 +210,10 @@ class S3:
         self._server.start()
         self.endpoint = "http://{}:{}".format(*self._server.get_host_and_port())
         self.options = {"key": "test-key", "secret": "test-secret", "endpoint_url": self.endpoint}
+        # moto keeps the objects of earlier servers of the same process.
+        request = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
+        with urllib.request.urlopen(request, timeout=30):
+            pass
         self._client().create_bucket(Bucket=self.bucket)
         for key, data in self.files.items():
             self.put(key, data)
