@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.lerobot.row_file import read_schema
 from dali_stream.mp4.index import read_index
 from dali_stream.tools.description import used
+from dali_stream.tools.work import in_threads
 
 THREADS = 16  # nearly all time is spent waiting for responses
 
@@ -65,24 +66,18 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
     progress(0, len(jobs))
     broken: dict[str, str] = {}
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="dali_stream index") as pool:
-        futures: dict[Future[object], str] = {}
+    done = 0
+
+    def ended(path: str, read: Future[object]) -> None:
+        nonlocal done
         try:
-            for path, read in jobs.items():
-                futures[pool.submit(read)] = path
-            for done, future in enumerate(as_completed(futures), start=1):
-                try:
-                    future.result()
-                except (DatasetError, DecodeError) as error:
-                    broken[futures[future]] = str(error)
-                progress(done, len(jobs))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            running = [future for future in futures if not future.cancelled()]
-            dataset.close()  # interrupts reads
-            while wait(running, timeout=0.5).not_done:
-                dataset.close()  # a thread was between two reads
-            raise
+            read.result()
+        except (DatasetError, DecodeError) as error:
+            broken[path] = str(error)
+        done += 1
+        progress(done, len(jobs))
+
+    in_threads(jobs, THREADS, ended, dataset.close)
     return IndexReport(
         files=len(jobs),
         fetched_bytes=traffic.fetched_bytes - fetched,

@@ -30,7 +30,7 @@ def prepared(source: Path | str, out: Path | str, **options: Any) -> PrepareRepo
     return report
 
 
-# Plays ffmpeg: notes its arguments, may change them, may have no NVENC, and else is the real one.
+# Plays ffmpeg: notes its arguments, may change them, and else is the real one.
 _STUB = """#!{python}
 import json, os, sys
 arguments = sys.argv[1:]
@@ -39,19 +39,6 @@ with open({log!r}, "a") as log:
 encoding = any(a.endswith(".mp4") for a in arguments[-1:])
 {body}
 os.execv({real!r}, [{real!r}, *arguments])
-"""
-# NVENC, played by the CPU's encoder.
-PLAYS_NVENC = """
-if "hevc_nvenc" in arguments:
-    at = arguments.index("-preset")
-    del arguments[at : arguments.index("-forced-idr") + 2]
-    arguments[arguments.index("hevc_nvenc")] = "libx265"
-    params = "keyint=2:min-keyint=2:bframes=0:open-gop=0:scenecut=0:log-level=none"
-    arguments[at:at] = ["-preset", "ultrafast", "-profile:v", "main", "-crf", "20", "-x265-params", params]
-"""
-_UNUSED = """
-if any(a.endswith("_nvenc") for a in arguments):
-    sys.exit("[hevc_nvenc @ 0x1] OpenEncodeSessionEx failed: no encode device (1): (no details)")
 """
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -29,12 +30,13 @@ from dali_stream.lerobot import metadata
 from dali_stream.lerobot.features import ENCODING, Feature
 from dali_stream.mp4.index import read_index
 from dali_stream.mp4.timing import TOLERANCE
+from dali_stream.process import reading_threads
 from dali_stream.storage.store import checked
 from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.encoders import CODECS, encoder
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import content_hash
-from dali_stream.tools.work import Work
+from dali_stream.tools.work import in_threads
 
 VERSION = 1  # increased when the same dataset and options are written differently
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -190,7 +192,6 @@ class Planner:
     Args:
         dataset: The source.
         head: Header of the plan.
-        work: Threads that look at the source's files.
 
     Attributes:
         renumber: Whether episodes are left out, so that the others get new numbers.
@@ -198,8 +199,8 @@ class Planner:
 
     renumber = False
 
-    def __init__(self, dataset: Dataset, head: Json, work: Work) -> None:
-        self._dataset, self._head, self._work = dataset, head, work
+    def __init__(self, dataset: Dataset, head: Json) -> None:
+        self._dataset, self._head = dataset, head
         self._file_mb, self._rows_per_group = (head["options"].get(name) for name in ("file_mb", "rows_per_group"))
         videos = [key for key, spec in head["cameras"].items() if spec["mode"] != "images"]
         self._table = dataset.read_table(videos)
@@ -211,17 +212,22 @@ class Planner:
 
     def survey(self) -> None:
         """Look at all source files whose parts are copied. One that cannot be read gets a kind of its own, and fails later."""
-        self._surveyed["data"] = self._look("footers", self._table.data, self._look_at_rows)
+        self._surveyed["data"] = self._look(self._table.data, self._look_at_rows)
         for camera, spec in self._head["cameras"].items():
             if spec["mode"] == "copy":
                 look = functools.partial(self._look_at_video, camera)
-                self._surveyed[camera] = self._look(f"indices of {camera}", self._table.video[camera], look)
+                self._surveyed[camera] = self._look(self._table.video[camera], look)
 
-    def _look(self, stage: str, files: metadata.Files, look: Callable[[str], Group]) -> list[Group]:
+    def _look(self, files: metadata.Files, look: Callable[[str], Group]) -> list[Group]:
         used = set(files.index[self._order].tolist())
-        numbers = [number for number in range(len(files.paths)) if number in used]
-        found = dict(zip(numbers, self._work.each(stage, [files.paths[n] for n in numbers], look), strict=True))
-        return [found.get(number, Group("", 0)) for number in range(len(files.paths))]
+        groups: dict[str, Group] = {}
+        jobs = {path: functools.partial(look, path) for number, path in enumerate(files.paths) if number in used}
+
+        def ended(path: str, group: Future[Group]) -> None:
+            groups[path] = group.result()
+
+        in_threads(jobs, reading_threads(self._store.remote), ended, self._store.close)
+        return [groups.get(path, Group("", 0)) for path in files.paths]
 
     def _look_at_rows(self, path: str) -> Group:
         try:

@@ -28,7 +28,6 @@ from dali_stream.tools.preparation import executors, metadata, plan, task
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
 from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
-from dali_stream.tools.work import Work
 
 PLAN = "meta/prepare/plan.jsonl"
 _CALLS = 1000  # of an executor of the caller's, by default
@@ -239,8 +238,7 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
         return made
     if not isinstance(place, LocalPlace) and place.sizes():
         raise ValueError(f"{place.address} is not empty, and holds no unfinished run; give an empty place")
-    store = dataset.data_store.session()
-    planner = plan.Planner(dataset, head, Work(None, store.close, reading_threads(store.remote)))
+    planner = plan.Planner(dataset, head)
     planner.survey()
     job = head | shared | {"renumber": False, "row_stats": False}
 
