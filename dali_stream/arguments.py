@@ -105,9 +105,9 @@ def picture_size(image_size: tuple[int, int] | None) -> tuple[int, int] | None:
     return positive("the height of image_size", image_size[0]), positive("the width of image_size", image_size[1])
 
 
-def gibibytes(count: int) -> str:
-    """Return bytes in the form that `byte_count` takes, rounded up: "8.4GiB"."""
-    return f"{-(-count * 10 // (1 << 30)) / 10:.1f}GiB"
+def budget_text(count: int) -> str:
+    """Return bytes in the form that `byte_count` takes, rounded up: "8.4GiB", or "20MiB" below 1 GiB."""
+    return f"{-(-count * 10 // (1 << 30)) / 10:.1f}GiB" if count >= 1 << 30 else f"{-(-count // (1 << 20))}MiB"
 
 
 def byte_count(budget: int | str, name: str = "memory_budget") -> int:

@@ -6,19 +6,21 @@
 
 If the training loop waits for batches, the largest part of `wait_s` determines the slow side. If that is `starved_s`, the
 frames are late. Then the limit is the longest stage of the planner thread or of the decode threads, whichever are busier. If
-both are idle most of the time, `prefetch` is too small.
+both are idle most of the time, `prefetch` is too small. `pipeline.model` predicts the gain of the change.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dali_stream import process
-from dali_stream.arguments import gibibytes
+from dali_stream.arguments import budget_text
 from dali_stream.memory_limit import fits
+from dali_stream.pipeline.decodes import decodes_of
+from dali_stream.pipeline.model import Work, work_of
 from dali_stream.schedule.budget import divide, frames_budget, reads_budget
 
 if TYPE_CHECKING:
@@ -37,7 +39,11 @@ _IDLE = 0.5  # a thread that works for less than this share of the time limits n
 JUDGED = 200  # number of batches that are judged, the last ones
 _SNAPSHOT_EVERY = 20  # number of batches per snapshot, which takes about 10 microseconds
 _WORTH = 0.05  # share of the decodes, or of the fetched bytes, above which it is worth more memory to save them
-_LONG_GOP = 2.5  # decoded frames per delivered frame from which re-encoding with a GOP of 2, which needs 1.5, is worthwhile
+_LONG_GOP = 2.5  # decoded frames per delivered frame from which re-encoding with a GOP of 2 is worthwhile
+_SHORT_GOP = 1.5  # decoded frames per delivered frame with a GOP of 2 and no cache
+_SIMULATED = 100  # number of batches that are simulated with a larger memory budget
+_AS_BYTES = 0.4  # bytes that copying a frame as uint8 reads and writes, 1 + 1, divided by those as float32, 1 + 4
+_SAID = 1.05  # gain from which it is worth saying
 
 
 class Recent:
@@ -101,8 +107,9 @@ class Setup:
             decodes no frames, or if this machine has less memory.
         reads_budget: Memory budget that would hold the rows, indices and encoded video in use, in bytes. None if the present
             budget does, or if this machine has less memory.
-        advice: Memory budget in bytes that was simulated during the run, and number of frames decoded per delivered frame, now
-            and with it. None if it is unknown, not worth the memory, or more than the memory of this machine.
+        advice: Function that simulates a larger memory budget. It returns that budget in bytes, and the number of frames
+            decoded per delivered frame, now and with it, or None if the budget is not worth it, or more than the memory of
+            this machine.
         block_bytes: Size of a block of encoded video in bytes.
     """
 
@@ -121,7 +128,7 @@ class Setup:
     keeps_all: bool = False
     frames_budget: int | None = None
     reads_budget: int | None = None
-    advice: tuple[int, float, float] | None = None
+    advice: Callable[[], tuple[int, float, float] | None] = lambda: None
     block_bytes: int = 1 << 16
 
 
@@ -135,7 +142,7 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         warm: See `Setup`.
     """
     sizes = config.sizes(config.on_cpu(source.routes))
-    parts, enough, advice = divide(config.memory_budget, sizes), frames_budget(sizes), source.advice()
+    parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
     frames = enough if sizes.frame_bytes > 0 and config.memory_budget < enough else None
     return Setup(
         num_threads=config.num_threads,
@@ -153,9 +160,18 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         keeps_all=source.keeps_all,
         frames_budget=frames if fits(frames) else None,
         reads_budget=reads if fits(reads := reads_budget(parts, sizes)) else None,
-        advice=advice if advice and fits(advice[0]) else None,
+        advice=lambda: _advice(config, config.on_cpu(source.routes), warm) if frames else None,
         block_bytes=parts.block,
     )
+
+
+def _advice(config: Config, on_cpu: Sequence[str], warm: bool) -> tuple[int, float, float] | None:
+    """Return the effect of twice the memory budget. See `Setup.advice`."""
+    larger = replace(config, memory_budget=2 * config.memory_budget)
+    if not fits(larger.memory_budget):
+        return None
+    now, then = (decodes_of(each, on_cpu, batches=_SIMULATED)[warm] for each in (config, larger))
+    return (larger.memory_budget, now, then) if then <= (1 - _WORTH) * now else None
 
 
 @dataclass(frozen=True)
@@ -167,12 +183,14 @@ class Bottleneck:
             "gather" or "plan" (planner thread), "graph" (copying frames into batches, and DALI), "handover" (from DALI to a
             batch), or "prefetch" if training waits although no stage is busy.
         share: Share of the time that the stage takes of its threads, 0 to 1.
-        text: One to three sentences with the stage, its share and the change that would help most.
+        text: One to three sentences with the stage, its share, and the change that would help most with its predicted gain.
+        gain: Batches per second with that change, divided by those now, as predicted by `pipeline.model`. 1 if unknown.
     """
 
     stage: str
     share: float
     text: str
+    gain: float = 1.0
 
     def __str__(self) -> str:
         return self.text
@@ -198,169 +216,189 @@ def find(times: Mapping[str, float], setup: Setup) -> Bottleneck | None:
     starved, graph = times["starved_s"] / wall, times["graph_s"] / wall
     handover = wait - starved - graph
     if starved >= max(graph, handover):
-        return _upstream(times, setup, wall, wait)
-    if graph >= handover:
+        stage, share, text, change = _upstream(times, setup, wall)
+    elif graph >= handover:
         resizes = " and resizes" if setup.image_size else ""
         decodes = f", which decodes{resizes} the videos," if "dali" in setup.videos.values() else ""
         on_dali = decodes or setup.gpu or setup.dali_graph
-        what = f"The DALI graph{decodes}" if on_dali else "Copying frames into batches"
-        return _found("graph", graph, f"{what} takes", "time", wait, _graph_change(times, setup))
-    return _found("handover", handover, "Handing batches over takes", "time", wait, _handover_change(setup))
+        name = f"The DALI graph{decodes}" if on_dali else "Copying frames into batches"
+        stage, share, text, change = "graph", graph, f"{name} takes {_percent(graph)} of the time", _graph_change(times, setup)
+    else:
+        stage, share, change = "handover", handover, _handover_change(setup)
+        text = f"Handing batches over takes {_percent(handover)} of the time"
+    work = work_of(times, setup.num_threads, setup.cores, setup.remote)
+    gain = change.gain(work)
+    more = f" (about {gain:.1f} times as many batches per second)" if gain >= _SAID else ""
+    text += f", and training waits for batches {_percent(wait)} of the time. What would help most: {change.text}{more}."
+    if stage in ("read", "pack", "decode", "resize") and setup.keeps_all:
+        text += " Later epochs decode nothing, since memory_budget holds all decoded frames."
+    return Bottleneck(stage, share, text, gain)
 
 
-def _upstream(times: Mapping[str, float], setup: Setup, wall: float, wait: float) -> Bottleneck:
+def _upstream(times: Mapping[str, float], setup: Setup, wall: float) -> tuple[str, float, str, _Change]:
     """Return the stage of the planner thread or of the decode threads that delays the frames.
 
     Args:
         times: See `find`.
         setup: Settings of the loader.
         wall: Time that has passed, in seconds.
-        wait: Share of that time that the training loop waits for batches.
+
+    Returns:
+        Stage, its share, the beginning of a sentence that says so, and the change that would help most.
     """
     pool = {key: times[key] / wall / setup.num_threads for key in STAGES["decode threads"]}
     planner = {key: times[key] / wall for key in STAGES["planner"]}
     busy = {"pool": sum(pool.values()), "planner": sum(planner.values())}
     if max(busy.values()) < _IDLE:
-        text = (
-            f"Batches are waited for {_percent(wait)} of the time, while the decode threads work {_percent(busy['pool'])} and "
-            f"the planner {_percent(busy['planner'])} of it. What would help most: "
-            "a larger prefetch, which makes more batches at a time."
-        )
-        return Bottleneck("prefetch", wait, text)
+        text = f"The decode threads work {_percent(busy['pool'])} and the planner {_percent(busy['planner'])} of the time"
+        wait = times["wait_s"] / wall
+        return "prefetch", wait, text, _Change("a larger prefetch, which makes more batches at a time")
     if busy["pool"] >= busy["planner"]:
-        shares, names, whose = (
-            pool,
-            STAGES["decode threads"],
-            f"time of the {setup.num_threads} decode thread{'s' * (setup.num_threads > 1)}",
-        )
+        shares, names = pool, STAGES["decode threads"]
+        threads = f"{setup.num_threads} decode thread{'s' * (setup.num_threads > 1)}"
     else:
-        shares, names, whose = planner, STAGES["planner"], "time of the planner thread"
+        shares, names, threads = planner, STAGES["planner"], "planner thread"
     key = max(shares, key=lambda name: shares[name])
-    change = _change(key, times, setup)
-    if setup.keeps_all and shares is pool:
-        change += ". Later epochs decode nothing, since memory_budget holds all decoded frames"
-    return _found(key.removesuffix("_s"), shares[key], f"{names[key].capitalize()} takes", whose, wait, change)
+    text = f"{names[key].capitalize()} takes {_percent(shares[key])} of the time of the {threads}"
+    return key.removesuffix("_s"), shares[key], text, _change(key, times, setup)
 
 
-def _found(stage: str, share: float, what: str, whose: str, wait: float, change: str) -> Bottleneck:
-    text = f"{what} {_percent(share)} of the {whose}; batches are waited for {_percent(wait)} of the time."
-    return Bottleneck(stage, share, f"{text} What would help most: {change}.")
+class _Change(NamedTuple):
+    """Change that would help.
+
+    Attributes:
+        text: The change, as the end of a sentence.
+        then: Function from the work of a batch to the work after the change. None if the effect is unknown.
+    """
+
+    text: str
+    then: Callable[[Work], Work] | None = None
+
+    def gain(self, work: Work) -> float:
+        """Return the predicted batches per second after the change, divided by those before. 1 if unknown."""
+        return work.seconds / self.then(work).seconds if self.then and work.seconds else 1.0
 
 
-# ---- the change that would help most, as the end of a sentence
-
-
-def _change(key: str, times: Mapping[str, float], setup: Setup) -> str:
+def _change(key: str, times: Mapping[str, float], setup: Setup) -> _Change:
     """Return the change for a stage of the planner thread or of the decode threads."""
-    if key == "decode_s":
+    if key in ("decode_s", "resize_s"):
         return _decode_change(times, setup)
     if key == "read_s" or (key == "rows_s" and setup.remote):
         return _fetch_change(times, setup)
     if key == "pack_s" and (shorter := _shorter_gop(times, setup)):
         return shorter
-    return {
-        "pack_s": "fewer cameras, since packing holds Python's interpreter and threads cannot share it",
-        "resize_s": _more_decoding(setup),
-        "rows_s": f"{_reads_memory(setup)}, which keeps more rows in memory" if setup.reads_budget else "a faster disk",
-        "gather_s": "fewer features or shorter windows (delta_timestamps)",
-        "plan_s": "fewer cameras or shorter windows (delta_timestamps), since one thread plans them all",
-    }[key]
+    rows = f"{_reads_memory(setup)}, which keeps more rows in memory" if setup.reads_budget else "a faster disk"
+    return _Change(
+        {
+            "pack_s": "fewer cameras, since packing holds Python's interpreter and threads cannot share it",
+            "rows_s": rows,
+            "gather_s": "fewer features or shorter windows (delta_timestamps)",
+            "plan_s": "fewer cameras or shorter windows (delta_timestamps), since one thread plans them all",
+        }[key]
+    )
 
 
-def _decode_change(times: Mapping[str, float], setup: Setup) -> str:
+def _decode_change(times: Mapping[str, float], setup: Setup) -> _Change:
     on_cpu = [camera for camera, decoder in setup.videos.items() if decoder == "torchcodec"]
     if setup.gpu and on_cpu and setup.decode == "torchcodec":
-        return 'decode="auto", which decodes on the GPU what the GPU can decode'
+        return _Change('decode="auto", which decodes on the GPU what the GPU can decode')
     if setup.gpu and on_cpu and setup.decode != "fastest":
-        return (
+        return _Change(
             "videos that the GPU decodes (`dali-stream prepare URI OUT --codec hevc`), since the CPU decodes "
             f"{on_cpu[0]} now; Loader.routes has the reason"
         )
     if memory := _frames_memory(times, setup):
         return memory
-    return _shorter_gop(times, setup) or _more_decoding(setup)
+    work = work_of(times, setup.num_threads, setup.cores, setup.remote)
+    shorter, more = _shorter_gop(times, setup), _more_decoding(setup)
+    return max(filter(None, (shorter, more)), key=lambda change: change.gain(work))
 
 
-def _frames_memory(times: Mapping[str, float], setup: Setup) -> str | None:
-    """Return the memory_budget that saves decodes. None if it is unknown, or saves only a few."""
-    if setup.advice:
-        advised, now, then = setup.advice
-        decodes = f"{then:.2f} frames instead of {now:.2f} are decoded for each one delivered"
-        return f'memory_budget="{gibibytes(advised)}", with which {decodes}'
-    if setup.frames_budget is None:
-        return None
-    budget = f'memory_budget="{gibibytes(setup.frames_budget)}", which holds all decoded frames'
-    if setup.warm:
-        return f"{budget}, so that later epochs decode nothing"
-    evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
-    if evicted <= _WORTH * misses:
-        return None
-    again = min(evicted / misses, 1) if misses else 1
-    return f"{budget}, since {_percent(again)} of the decodes repeat what was evicted before its next use"
+def _frames_memory(times: Mapping[str, float], setup: Setup) -> _Change | None:
+    """Return the memory_budget that saves decodes. None if it saves only a few."""
+    if setup.frames_budget is not None:
+        budget = f'memory_budget="{budget_text(setup.frames_budget)}", which holds all decoded frames'
+        evicted, misses = times["frames_evicted_before_use"], times["frames"] - times["frame_cache_hits"]
+        if setup.warm:
+            return _Change(f"{budget}, so that later epochs decode nothing", lambda work: work.scaled(decode=0.0))
+        if evicted > _WORTH * misses:
+            again = min(evicted / misses, 1) if misses else 1.0
+            reason = f"since {_percent(again)} of the decodes repeat what was evicted before its next use"
+            return _Change(f"{budget}, {reason}", lambda work: work.scaled(decode=1 - again))
+    elif advice := setup.advice():
+        larger, now, then = advice
+        decodes = f"with which {then:.2f} frames instead of {now:.2f} are decoded for each one delivered"
+        return _Change(f'memory_budget="{budget_text(larger)}", {decodes}', lambda work: work.scaled(decode=then / now))
+    return None
 
 
-def _fetch_change(times: Mapping[str, float], setup: Setup) -> str:
+def _fetch_change(times: Mapping[str, float], setup: Setup) -> _Change:
     if not setup.remote:
-        return "a faster disk, such as a local SSD with a copy of the dataset"
+        return _Change("a faster disk, such as a local SSD with a copy of the dataset")
     if setup.reads_budget and times["evicted_early"] * setup.block_bytes > _WORTH * times["fetched_bytes"]:
         evicted = f"{times['evicted_early']:.0f} blocks of video were evicted before their last use"
-        return f"{_reads_memory(setup)}, since {evicted}"
+        return _Change(f"{_reads_memory(setup)}, since {evicted}")
     if not setup.cached:
-        return "cache_dir on a local disk, which later epochs and runs read instead of the network"
+        text = "cache_dir on a local disk, which later epochs and runs read instead of the network"
+        return _Change(text, lambda work: work.scaled(network=0.0))
     rate = times["fetched_bytes"] / 1e6 / (times["wait_s"] + times["training_s"])
-    return f"a faster connection, or storage that is nearer, since {rate:.3g} MB/s come over the network now"
+    return _Change(f"a faster connection, or storage that is nearer, since {rate:.3g} MB/s come over the network now")
 
 
-def _graph_change(times: Mapping[str, float], setup: Setup) -> str:
+def _graph_change(times: Mapping[str, float], setup: Setup) -> _Change:
     on_dali = "dali" in setup.videos.values()
     if on_dali and (shorter := _shorter_gop(times, setup)):
-        return shorter
+        return _Change(shorter.text)
     if on_dali and not setup.gpu:
-        return 'decode="torchcodec", since DALI decodes on the CPU here'
+        return _Change('decode="torchcodec", since DALI decodes on the CPU here')
     if setup.dali_graph:
-        return "fewer or cheaper operators in your dali_graph" + ("" if setup.gpu else ", which run on the CPU here")
+        return _Change("fewer or cheaper operators in your dali_graph" + ("" if setup.gpu else ", which run on the CPU here"))
     if setup.image_size is None:
-        return "image_size, since whole frames go through the graph now"
+        return _Change("image_size, since whole frames go through the graph now")
     if not setup.gpu and setup.image_dtype == "float32":
-        return 'image_dtype="uint8", with the conversion to floats in the model: a quarter of the bytes is moved'
+        text = 'image_dtype="uint8", with the conversion to floats in the model: a quarter of the bytes is moved'
+        return _Change(text, lambda work: work.scaled(copy=_AS_BYTES))
     if not on_dali:
         return _more_cores(setup)
     measures = ', or decode="fastest", which measures whether the CPU is faster'
-    return f"a GPU with more decode engines{measures if setup.decode == 'auto' else ''}"
+    return _Change(f"a GPU with more decode engines{measures if setup.decode == 'auto' else ''}")
 
 
-def _handover_change(setup: Setup) -> str:
+def _handover_change(setup: Setup) -> _Change:
     if setup.normalize:
-        return "normalisation inside the model, since normalize= works on the thread that asks for batches"
-    return "whole epochs, since after a loop that is left early the next one starts with a cold pipeline"
+        return _Change("normalisation inside the model, since normalize= works on the thread that asks for batches")
+    return _Change("whole epochs, since after a loop that is left early the next one starts with a cold pipeline")
 
 
-def _shorter_gop(times: Mapping[str, float], setup: Setup) -> str | None:
+def _shorter_gop(times: Mapping[str, float], setup: Setup) -> _Change | None:
     """Return the advice to re-encode the videos with shorter GOPs. None if few frames are decoded per delivered frame."""
     decoded = times["decoded_frames"] / times["frames"] if times["frames"] else 0.0
     if decoded < _LONG_GOP or not setup.videos:
         return None
     codec = "hevc" if setup.gpu else "h264"
-    return (
+    return _Change(
         f"shorter GOPs (`dali-stream prepare URI OUT --codec {codec} --gop 2`), since {decoded:.1f} frames are decoded for "
-        "each one delivered, and about 1.5 with a GOP of 2"
+        f"each one delivered, and about {_SHORT_GOP} with a GOP of 2",
+        lambda work: work.scaled(decode=_SHORT_GOP / decoded),
     )
 
 
-def _more_cores(setup: Setup) -> str:
+def _more_cores(setup: Setup) -> _Change:
     if setup.num_threads < setup.cores:
-        return f"num_threads={setup.cores}, as many as this process has cores"
-    return f"more CPU cores than the {setup.cores} of this process"
+        text = f"num_threads={setup.cores}, as many as this process has cores"
+        return _Change(text, lambda work: replace(work, threads=setup.cores))
+    return _Change(f"more CPU cores than the {setup.cores} of this process")
 
 
-def _more_decoding(setup: Setup) -> str:
+def _more_decoding(setup: Setup) -> _Change:
     """Return the advice to use more cores, or also a GPU if it could decode videos."""
     gpu = setup.videos and not setup.gpu and setup.num_threads >= setup.cores
-    return _more_cores(setup) + (", or a GPU that decodes the videos" if gpu else "")
+    change = _more_cores(setup)
+    return change._replace(text=change.text + (", or a GPU that decodes the videos" if gpu else ""))
 
 
 def _reads_memory(setup: Setup) -> str:
-    return f'memory_budget="{gibibytes(setup.reads_budget or 0)}"'
+    return f'memory_budget="{budget_text(setup.reads_budget or 0)}"'
 
 
 def _percent(share: float) -> str:

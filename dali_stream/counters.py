@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 from dali_stream.tracing import record
 
+_CPU = {  # attribute with the CPU seconds of a stage
+    **dict.fromkeys(("read_s", "pack_s", "decode_s", "resize_s"), "decode_cpu_s"),
+    **dict.fromkeys(("rows_s", "gather_s", "plan_s"), "plan_cpu_s"),
+    "graph_s": "copy_cpu_s",
+}
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -26,6 +31,8 @@ class Counters:
         read_s, pack_s, decode_s, resize_s: Seconds of the stages of the decode threads, added up over the threads.
         rows_s, gather_s, plan_s: Seconds of the stages of the planner thread.
         starved_s, graph_s, training_s, wait_s: Seconds of the thread that iterates. The first two are parts of `wait_s`.
+        decode_cpu_s, plan_cpu_s, copy_cpu_s: CPU seconds of the decode threads, of the planner thread, and of `graph_s` and the
+            threads that help copying.
 
     See `Loader.stats` for the others.
     """
@@ -53,13 +60,16 @@ class Counters:
     evicted_early: int = 0
     indices_read_again: int = 0
     wait_s: float = 0.0
+    decode_cpu_s: float = 0.0
+    plan_cpu_s: float = 0.0
+    copy_cpu_s: float = 0.0
     first_batch_s: float | None = None
     route_changes: int = 0
     audited: int = 0
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread = threading.local()  # its attribute `inner` has the seconds of the stages inside the current one
+        self._thread = threading.local()  # its attribute `inner` has the seconds (wall, CPU) of stages inside the current one
 
     def add(self, **amounts: float) -> None:
         """Add amounts to attributes by name."""
@@ -69,18 +79,30 @@ class Counters:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds of the block to an attribute, without those of other blocks inside it."""
-        outer = getattr(self._thread, "inner", 0.0)
-        self._thread.inner = 0.0
-        started = time.perf_counter()
+        """Add the seconds of the block to an attribute, without those of other blocks inside it, and its CPU seconds."""
+        outer_wall, outer_cpu = getattr(self._thread, "inner", (0.0, 0.0))
+        self._thread.inner = 0.0, 0.0
+        started, began = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
-            stopped = time.perf_counter()
-            seconds = stopped - started
-            self.add(**{stage: seconds - self._thread.inner})
+            stopped, ended = time.perf_counter(), time.thread_time()
+            inner_wall, inner_cpu = self._thread.inner
+            amounts = {stage: stopped - started - inner_wall}
+            if stage in _CPU:
+                amounts[_CPU[stage]] = ended - began - inner_cpu
+            self.add(**amounts)
             record(stage.removesuffix("_s"), started, stopped)
-            self._thread.inner = outer + seconds
+            self._thread.inner = outer_wall + stopped - started, outer_cpu + ended - began
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Add the CPU seconds of the block, in a thread that helps copying."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.add(copy_cpu_s=time.thread_time() - began)
 
 
 def untimed(stage: str) -> AbstractContextManager[None]:

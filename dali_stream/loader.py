@@ -408,6 +408,7 @@ class Loader:
           the planner thread.
         - `read_s`, `pack_s`, `decode_s`, `resize_s`: Reading encoded video or waiting for it, packing it into clips, decoding
           and resizing, added up over the decode threads. The sum is up to `num_threads` seconds per second.
+        - `decode_cpu_s`, `plan_cpu_s`, `copy_cpu_s`: CPU time of the decode threads, of the planner thread, and of copying.
         - `first_batch_s`: Time from construction to the first batch. None before it.
 
         Remote data, with 0 for local data:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from dali_stream.tracing import bound
@@ -26,9 +28,13 @@ class Workers:
     Args:
         name: Name of the threads.
         threads: Number of threads. With 0, `submit` runs the job in the calling thread.
+        around: Context in which a thread runs each job, such as a measurement.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(
+        self, name: str, threads: int, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        self._around = around
         self._jobs: list[_Job] = []  # a heap
         self._changed = threading.Condition()
         self._number = itertools.count()
@@ -71,7 +77,8 @@ class Workers:
     def _work(self) -> None:
         while (taken := self._take()) is not None:
             _, _, future, call, args = taken
-            _run(future, call, args)
+            with self._around():
+                _run(future, call, args)
             del taken, future, call, args  # an idle thread must not keep a job's result alive
 
     def _take(self) -> _Job | None:

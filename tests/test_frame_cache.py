@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,8 +100,7 @@ def least_budget(dataset: Path, arguments: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
-def test_little_memory_is_advised_on_and_changes_no_batch(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "dali_stream")
+def test_little_memory_changes_no_batch(dataset: Path) -> None:
     arguments = ARGUMENTS | {"batch_size": 4, "shuffle": "global"}
     epochs = 3 if "episodes-6" in str(dataset) else 6
     with Loader(dataset, **arguments) as loader:
@@ -116,9 +113,6 @@ def test_little_memory_is_advised_on_and_changes_no_batch(dataset: Path, caplog:
     assert all(equal(mine, other) for mine, other in zip(found, expected, strict=True))
     assert stats["decoded_frames"] > 1.2 * 2 * frames
     assert stats["frame_cache_hits"] > 0
-    told = [record.message for record in caplog.records if "frames per delivered frame; memory_budget=" in record.message]
-    assert len(told) == 1
-    assert re.match(r"GOP \d+ decodes [\d.]+ frames per delivered frame; memory_budget=[\d.]+GiB would bring it to", told[0])
 
 
 def test_a_broken_packet_costs_only_the_batches_that_show_it(written: Callable[..., Path], tmp_path: Path) -> None:

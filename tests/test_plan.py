@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dali_stream
+from dali_stream.pipeline.reading import _reread_remedies
 from dali_stream.schedule import example
-from dali_stream.schedule.advice import Advice, Advisor, reread_remedies
 from dali_stream.schedule.belady import nearest
 from dali_stream.schedule.budget import Sizes, divide, horizon, window_bytes
 
@@ -42,16 +42,6 @@ def test_the_items_with_the_nearest_next_uses_are_kept(items: list[tuple[int, in
     assert sizes[sized].sum() <= room
     for keep in (alike, sized):
         assert max(next_use[keep], default=0) <= min(next_use[~keep], default=9)
-
-
-@pytest.mark.parametrize(("then", "worth"), [(90, True), (99, False)])
-def test_more_memory_is_advised_where_it_saves_decodes(then: int, worth: bool) -> None:
-    larger = SimpleNamespace(full=True)
-    advisor = Advisor(larger, kept=500)  # type: ignore[arg-type]
-    now, with_more = (SimpleNamespace(show=np.zeros((64, 1)), decodes=decodes) for decodes in (100, then))
-    while not advisor.compare(now, with_more):  # type: ignore[arg-type]
-        pass
-    assert advisor.advice() == (Advice(500, 100 / 64, then / 64) if worth else None)
 
 
 def test_indices_of_files_in_use_have_room_beside_the_rows() -> None:
@@ -118,7 +108,7 @@ def test_a_window_needs_its_gops_or_its_stretch(offsets: list[int], expected: in
 def test_remedies_against_reading_twice_fit_the_loader(
     larger: int | None, shuffle: bool | str, remote: bool, cached: bool, named: list[str]
 ) -> None:
-    text = reread_remedies(larger, shuffle, remote, cached)
+    text = _reread_remedies(larger, shuffle, remote, cached)
     words = ("memory_budget", "episode_pool_size", "shuffle=True", "cache_dir")
     assert [word for word in words if word in text] == named
     assert bool(text) == bool(named)

@@ -94,7 +94,7 @@ class Run:
                 self.look_ahead,
             )
         )
-        limits = Limits(self.kept, 2, 1000, 0, self.block, self.look_ahead)
+        limits = Limits(self.kept, 2, 1000, self.block, self.look_ahead)
         planner = BatchPlanner(
             EpisodeTable(self.lengths, [CAMERA], [CAMERA]),
             batches,

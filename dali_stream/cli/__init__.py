@@ -27,6 +27,7 @@ from dali_stream.cli.preview import preview
 from dali_stream.cli.receipt import receipt
 from dali_stream.cli.selftest import selftest
 from dali_stream.cli.stats import stats
+from dali_stream.cli.why import why
 from dali_stream.frame_size import join_sizes
 
 __all__ = ["main"]
@@ -56,6 +57,7 @@ app.command(short_help="Draw a batch as the model sees it.")(preview)
 app.command(short_help="Say when a run has seen an episode.")(receipt)
 app.command(short_help="Compute the statistics that normalize needs.")(stats)
 app.command(short_help="Test NVDEC through DALI on this machine.")(selftest)
+app.command(short_help="Say why a Loader is slow, and what would help.")(why)
 
 
 def _print_version(enabled: bool) -> None:

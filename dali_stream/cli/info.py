@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 import dali_stream
-from dali_stream import Dataset
 from dali_stream.cli import arguments, console
 from dali_stream.errors import counted
 from dali_stream.mixture import open_all
 from dali_stream.tools.description import CameraReport, DatasetReport
 from dali_stream.tools.mixture import MixtureReport, describe_mixture
 
-if TYPE_CHECKING:
-    from dali_stream.tools.forecast import Forecast
-
 _TASKS, _MISSING = 20, 20  # shown in the text
 
 
 def info(
     uris: arguments.Uris,
-    image_size: Annotated[
-        str | None,
-        typer.Option(metavar="HxW", help="Estimate what memory_budget brings at this size; decodes a few frames."),
-    ] = None,
     episodes: arguments.Episodes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     revision: arguments.Revision = None,
@@ -40,27 +32,22 @@ def info(
     """Describe a dataset: episodes, features, cameras, and the decoder that this machine uses for each.
 
     Reads metadata, the index of up to 32 video files per camera, and the rows of one episode, and lists missing and broken
-    files. Only --image-size decodes frames. Exit code 1 if a file is missing or broken, or if a row has no frame.
+    files. Decodes no frame. Exit code 1 if a file is missing or broken, or if a row has no frame.
 
     For several datasets, or a mixture file: the share of each, how often an epoch repeats it, and features that differ.
     """
-    size = arguments.size("--image-size", image_size)
     place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
     place |= arguments.located_by(clock, tolerance_s)
     place |= {"episodes": arguments.numbers("--episodes", episodes)}
     if mixed := arguments.mixture_arguments(uris, storage_options=storage_options, **place):
-        if size:
-            raise ValueError("--image-size needs one dataset, got several")
         _mixture(mixed, as_json)
         return
     with arguments.opened(uris[0], storage_options=storage_options, **place) as dataset:
         report = dali_stream.tools.describe(dataset)
-        forecasts = _forecasts(dataset, size) if size else []
     if as_json:
-        memory = {"memory": [dataclasses.asdict(forecast) for forecast in forecasts]} if size else {}
-        console.print_json(report.as_dict() | memory)
+        console.print_json(report.as_dict())
     else:
-        _say(report, forecasts)
+        _say(report)
     if not report.whole:
         raise typer.Exit(1)
 
@@ -103,35 +90,15 @@ def _remedy(report: MixtureReport, key: str) -> str:
     return ", ".join(sizes if sizes and None not in report.differences[key].values() else [*sizes, "missing: pad"])
 
 
-def _say(report: DatasetReport, forecasts: list[Forecast]) -> None:
+def _say(report: DatasetReport) -> None:
     out = console.results()
     out.print(_summary(report))
     out.print(_features(report))
     if report.cameras:
         out.print(_cameras(report))
         out.print(_routes(report))
-    if forecasts:
-        out.print(_memory(forecasts))
     out.print(_tasks(report))
     _say_missing(report)
-
-
-def _forecasts(dataset: Dataset, image_size: tuple[int, int]) -> list[Forecast]:
-    from dali_stream.tools.forecast import forecast
-
-    with dali_stream.Loader(dataset, image_size=image_size, batch_size=min(64, dataset.num_frames), device="cpu") as loader:
-        return forecast(loader)
-
-
-def _memory(forecasts: list[Forecast]) -> Table:
-    columns = ("memory_budget", "decoded per delivered frame", "first epoch", "about frames/s here")
-    table = console.table(*columns, right=columns)
-    for forecast in forecasts:
-        rate = "no decoding" if forecast.frames_per_s is None else f"{forecast.frames_per_s:.0f}"
-        mebibytes = forecast.memory_budget >> 20
-        budget = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes >> 10} GiB"
-        table.add_row(budget, f"{forecast.decodes:.2f}", f"{forecast.first_decodes:.2f}", rate)
-    return table
 
 
 def _summary(report: DatasetReport) -> Table:

@@ -46,7 +46,7 @@ class DecodePool:
         self.decoders = {key: self._decoder(key, routes[key], slots.get(key)) for key in config.dataset.cameras}
         self._decoded_bytes = 0
         self._workers = Workers("dali_stream decode", config.num_threads)
-        self.copiers = Workers("dali_stream copy", min(config.num_threads, _COPY_THREADS) - 1)
+        self.copiers = Workers("dali_stream copy", min(config.num_threads, _COPY_THREADS) - 1, counters.copying)
 
     def _decoder(self, key: str, route: Route, slot_count: int | None) -> Decoder:
         config, dataset, size = self._config, self._config.dataset, self._config.frame_size(key)

@@ -9,31 +9,26 @@ import queue
 import threading
 from collections.abc import Mapping
 
-from dali_stream.arguments import gibibytes
 from dali_stream.counters import Counters
 from dali_stream.decode.route import Route
-from dali_stream.memory_limit import fits
 from dali_stream.pipeline import columns
 from dali_stream.pipeline.batches import PlannedBatch, closed
 from dali_stream.pipeline.config import Config
 from dali_stream.pipeline.decode_pool import DecodePool
 from dali_stream.pipeline.reading import Reading
-from dali_stream.schedule.advice import Advice
-from dali_stream.schedule.budget import Parts, Sizes, divide, look_ahead, order_horizon
+from dali_stream.schedule.budget import divide, look_ahead, order_horizon
 from dali_stream.schedule.plan import BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
 from dali_stream.tracing import begin_batch
 
 _log = logging.getLogger("dali_stream")
 MEMORY = ("resident_bytes", "row_bytes", "index_bytes", "encoded_bytes", "frame_cache_bytes")  # keys of `Loader.stats`
-_LEAST_ADVISED = 1024  # minimum number of frames of the simulated larger cache
-_COSTLY = 4.0  # number of decoded frames per delivered frame from which the advice is logged as a warning
 
 
 class Planner:
     """Planner of the batches from a position of an epoch. After `start`, it plans one epoch after the other until `close`.
 
-    `_run`, `_plan` and `_tell_advice` run in the planner's thread, and the other methods in the thread of the caller.
+    `_run` and `_plan` run in the planner's thread, and the other methods in the thread of the caller.
 
     Args:
         config: Configuration of the loader.
@@ -60,7 +55,13 @@ class Planner:
             samples(config.order, config.batches, config.rank, epoch, position),
             config.batches.largest,
             {key: config.windows.of(key) for key in on_cpu},
-            _limits(config, parts, sizes),
+            Limits(
+                parts.frames,
+                config.depth,
+                order_horizon(parts, sizes),
+                parts.block,
+                look_ahead(config.batches.batch_size) if dataset.data_store.remote else 0,
+            ),
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
@@ -68,7 +69,7 @@ class Planner:
         self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()
         self._room = threading.Semaphore(config.depth)
-        self.stopping = self._advised = False
+        self.stopping = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dali_stream planner", daemon=True)
 
@@ -108,16 +109,6 @@ class Planner:
         frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
         kinds = *self._reading.bytes_by_kind(), self._planner.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
-
-    def advice(self) -> tuple[int, float, float] | None:
-        """Return the effect of a larger frame cache. None if it is unknown, or not worth the memory.
-
-        Returns:
-            Memory budget of the larger cache in bytes, and number of frames decoded per delivered frame, now and with it.
-        """
-        if (advice := self._planner.advice) is None:
-            return None
-        return self._budget_of(advice), advice.now, advice.then
 
     def close(self) -> None:
         """Stop the planner and its threads, and wait for them. In a forked process, which has no such threads, do nothing."""
@@ -164,32 +155,5 @@ class Planner:
         with timed("gather_s"):
             values = columns.gather(config, self._planner.table, batch, shown)
             texts = columns.take_texts(config, self._planner.table, batch, values, reading.names.result())
-        if self._planner.advice and not self._advised:
-            self._advised = True
-            self._tell_advice(self._planner.advice)
         frames = {key: shown.get(key, batch.frame[:, None]) for key in config.dataset.cameras}
         return PlannedBatch(batch, values | pads, texts, self.pool.start(plan, frames, reading.episodes, stores))
-
-    def _budget_of(self, advice: Advice) -> int:
-        parts = self._reading.parts
-        return self._config.memory_budget + (advice.kept - parts.frames) * parts.frame_bytes
-
-    def _tell_advice(self, advice: Advice) -> None:
-        """Log that more memory would help."""
-        if not fits(budget := self._budget_of(advice)):
-            return
-        gop = max(index.longest_gop for index in self._config.sizes(list(self._planner.frames)).indices.values())
-        shorter = ", and `dali-stream prepare URI OUT --codec h264 --gop 2` to 1.5 or less" if advice.now >= _COSTLY else ""
-        _log.log(
-            logging.WARNING if advice.now >= _COSTLY and self._config.rank == 0 else logging.INFO,
-            "GOP %d decodes %.2f frames per delivered frame; memory_budget=%s would bring it to %.2f%s",
-            *(gop, advice.now, gibibytes(budget), advice.then, shorter),
-        )
-
-
-def _limits(config: Config, parts: Parts, sizes: Sizes) -> Limits:
-    """Return the limits of the look-ahead and of the caches."""
-    frames, remote = int(config.dataset.lengths.sum()), config.dataset.data_store.remote
-    larger = min(max(2 * parts.frames, _LEAST_ADVISED), frames) if parts.frames < frames and parts.frame_bytes else 0
-    ahead = look_ahead(config.batches.batch_size) if remote else 0
-    return Limits(parts.frames, config.depth, order_horizon(parts, sizes), larger, parts.block, ahead)

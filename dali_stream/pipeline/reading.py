@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
+from dali_stream.arguments import budget_text
 from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.cache.video import BlockCache
 from dali_stream.counters import Counters
 from dali_stream.lerobot.rows import RowMemory
 from dali_stream.pipeline.config import Config
-from dali_stream.schedule.advice import reread_remedies
 from dali_stream.schedule.budget import Parts, Sizes, look_ahead, reads_budget
 from dali_stream.schedule.episodes import ROW_SPARE
 from dali_stream.schedule.opening import Opening, Storage
@@ -57,7 +57,7 @@ class Reading:
         self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
         self.names = self._readers.submit(dataset.names)
         self._first: list[Future[None]] = []  # fetches for the first batch
-        self._remedies = reread_remedies(
+        self._remedies = _reread_remedies(
             reads_budget(parts, sizes), config.arguments.shuffle, remote, dataset.cache_dir is not None
         )
 
@@ -135,3 +135,26 @@ def storage(config: Config, sizes: Sizes, parts: Parts) -> Storage:
         index_share=parts.indices,
         look_ahead=look_ahead(config.batches.batch_size) if remote else 0,
     )
+
+
+def _reread_remedies(larger: int | None, shuffle: bool | str, remote: bool, cached: bool) -> str:
+    """Return the end of a message that says how to avoid reading rows, indices or encoded video repeatedly.
+
+    Args:
+        larger: Memory budget that holds the rows, indices and encoded video in use, in bytes. None if a larger budget would
+            not help.
+        shuffle: Argument of the Loader.
+        remote: Whether the dataset is read over a network.
+        cached: Whether the dataset has a `cache_dir`.
+
+    Returns:
+        Text to append to a sentence. Empty if nothing would help.
+    """
+    remedies = [f'a larger memory_budget, such as "{budget_text(larger)}"'] if larger else []
+    if shuffle is True:
+        remedies.append("a smaller episode_pool_size for a new run")
+    if shuffle == "global":
+        remedies.append("shuffle=True for a new run, which draws from few episodes at a time")
+    if remote and not cached:
+        remedies.append("a cache_dir on a local disk")
+    return f". Give {' or '.join(remedies)}" if remedies else ""

@@ -173,10 +173,6 @@ class BatchSource:
         stream = self._stream
         return stream is not None and stream.planner.keeps_all
 
-    def advice(self) -> tuple[int, float, float] | None:
-        """See `Planner.advice`."""
-        return self._stream.planner.advice() if self._stream else None
-
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes. See `Planner.memory`."""
         return self._stream.planner.memory() if self._stream else dict.fromkeys(MEMORY, 0)

@@ -83,9 +83,7 @@ class FrameCache:
         slots: Number of slots, for cached frames and for the frames of the batches in flight.
     """
 
-    def __init__(
-        self, table: EpisodeTable, camera: str, window: Window, *, kept: int, batch_frames: int, in_flight: int
-    ) -> None:
+    def __init__(self, table: EpisodeTable, camera: str, window: Window, kept: int, batch_frames: int, in_flight: int) -> None:
         self._table, self._camera, self._window = table, table.cameras[camera], window
         self._kept, self._in_flight = kept, in_flight
         self.slots = kept + in_flight * batch_frames
@@ -103,11 +101,6 @@ class FrameCache:
     def keeps_all(self) -> bool:
         """Whether the cache has room for every frame of the dataset, so that none is ever evicted."""
         return self._kept >= int(self._table.lengths.sum())
-
-    @property
-    def full(self) -> bool:
-        """Whether the cache has been filled, so that further frames displace cached ones."""
-        return self.cached >= self._kept - self._kept // _SLACK - 1
 
     def slots_of(self, frames: Int64) -> Int64:
         """Return the slot of each frame, or `NONE` for frames that are not cached."""

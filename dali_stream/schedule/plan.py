@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dali_stream.schedule.advice import Advice, Advisor
 from dali_stream.schedule.episodes import EpisodeTable, OpenEpisode
 from dali_stream.schedule.frames import FrameCache, FramePlan
 from dali_stream.schedule.look_ahead import Window
@@ -29,8 +28,6 @@ class Limits:
         kept: Maximum number of decoded frames of each camera that are cached for later batches.
         in_flight: Maximum number of batches that are planned and not delivered yet.
         horizon: Number of samples that the order is read ahead.
-        advise: Number of frames that a larger cache would keep. It is simulated for the first camera, to see whether more
-            memory would help. 0 to simulate none.
         block: Bytes of a block of encoded video.
         look_ahead: Maximum number of batches whose encoded video is fetched ahead.
     """
@@ -38,7 +35,6 @@ class Limits:
     kept: int
     in_flight: int
     horizon: int
-    advise: int = 0
     block: int = BLOCK
     look_ahead: int = 0
 
@@ -82,7 +78,6 @@ class BatchPlanner:
         table: See above.
         frames: {camera: cache of its decoded frames}.
         video: Planner of the encoded video.
-        advice: Effect of a larger frame cache. None until it is known, and if it is not worth the memory.
     """
 
     def __init__(
@@ -104,19 +99,14 @@ class BatchPlanner:
             for camera, values in {**windows, **(uncached or {})}.items()
         }
 
-        def cache(camera: str, kept: int) -> FrameCache:
-            most, in_flight = batch_size * windows[camera].shape[-1], limits.in_flight
-            return FrameCache(self.table, camera, self._windows[camera], kept=kept, batch_frames=most, in_flight=in_flight)
-
-        self.frames = {camera: cache(camera, limits.kept) for camera in windows}
-        self._advised, self.advice = next(iter(windows), ""), None
-        self._advisor = Advisor(cache(self._advised, limits.advise), limits.advise) if self._advised and limits.advise else None
+        self.frames = {
+            camera: FrameCache(table, camera, self._windows[camera], limits.kept, batch_size * each.shape[-1], limits.in_flight)
+            for camera, each in windows.items()
+        }
         fetched = {camera: window for camera, window in self._windows.items() if table.cameras[camera].blocks is not None}
         self.video = VideoPlanner(self.table, fetched, self.frames, limits.block, limits.look_ahead)
         # If nothing is ever evicted, next uses do not matter.
         self._evicts = bool(fetched) or not all(cache.keeps_all for cache in self.frames.values())
-
-    advice: Advice | None
 
     def ahead(self, count: int, most: int | None = None) -> list[Samples]:
         """Return the batches that `plan` will plan next. Read them from the order if necessary.
@@ -163,7 +153,6 @@ class BatchPlanner:
         samples = self._ahead.popleft()
         shown = {window: window.frames(samples) for window in set(self._windows.values())}
         frames = {camera: cache.plan(samples.number, shown[self._windows[camera]]) for camera, cache in self.frames.items()}
-        self._compare(frames, samples.number, shown)
         packets, decoded = {}, {}
         for camera, window in self._windows.items():
             if camera in frames:
@@ -184,14 +173,6 @@ class BatchPlanner:
         frames = {window: np.unique(window.frames(samples)) for window in set(self._windows.values())}
         for window, each in frames.items():
             window.uses.add(samples.number, each, now)
-        caches = [*self.frames.items(), *([(self._advised, self._advisor.larger)] if self._advisor else [])]
-        for camera, cache in caches:
+        for camera, cache in self.frames.items():
             cache.foresee(samples.number, frames[self._windows[camera]])
         self._ahead.append(samples)
-
-    def _compare(self, frames: dict[str, FramePlan], batch: int, shown: Mapping[Window, Int64]) -> None:
-        """Plan the batch for a larger cache as well, until the effect of that cache is known."""
-        if self._advisor:
-            larger = self._advisor.larger.plan(batch, shown[self._windows[self._advised]])
-            if self._advisor.compare(frames[self._advised], larger):
-                self.advice, self._advisor = self._advisor.advice(), None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dali_stream.tools.indexing import IndexReport, index
     from dali_stream.tools.preparation import PreparedCamera, PrepareReport, PrepareStatus, prepare
     from dali_stream.tools.receipts import Receipt, Seen, receipt
+    from dali_stream.tools.remedies import Remedy, Speed, WhyReport, why
 
 __all__ = [
     "Area",
@@ -25,13 +26,17 @@ __all__ = [
     "PrepareStatus",
     "PreparedCamera",
     "Receipt",
+    "Remedy",
     "Seen",
+    "Speed",
     "Status",
+    "WhyReport",
     "describe",
     "doctor",
     "index",
     "prepare",
     "receipt",
+    "why",
 ]
 
 _MODULES = {
@@ -41,6 +46,7 @@ _MODULES = {
     "indexing": ("IndexReport", "index"),
     "preparation": ("PreparedCamera", "PrepareReport", "PrepareStatus", "prepare"),
     "receipts": ("Receipt", "Seen", "receipt"),
+    "remedies": ("Remedy", "Speed", "WhyReport", "why"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -21,6 +21,7 @@ from dali_stream.mp4.hidden import hidden_frames
 from dali_stream.mp4.index import LACKING, VideoIndex, read_index
 from dali_stream.order import Order, default_pools
 from dali_stream.order.batches import Batches
+from dali_stream.pipeline.decodes import decodes, median_gop
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
@@ -29,7 +30,6 @@ from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Check, Result, run_checks
 from dali_stream.tools.diagnosis.rows import FrameTimes, Rows
-from dali_stream.tools.forecast import decodes, median_gop
 
 _SHOWN = 3  # broken files reported per camera
 # The cost of long GOPs.

@@ -1,0 +1,102 @@
+"""`dali-stream why`: why a loader is slow, and what each remedy would bring."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from dali_stream.cli import arguments, console
+from dali_stream.tools.remedies import Speed, WhyReport
+
+_FULL = 0.95  # share of the needed batches per second from which on a loader keeps up
+
+
+def why(
+    uri: arguments.Uri,
+    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Size of the frames. Default: as recorded.")] = None,
+    image_dtype: Annotated[str, typer.Option(metavar="uint8|float32", help="Type of the frames.")] = "float32",
+    batch_size: Annotated[int, typer.Option(metavar="N", parser=arguments.count, help="Samples per batch.")] = 64,
+    window: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=SECONDS", help="A window, such as 'observation.images.top=-0.1,0'. May be repeated."),
+    ] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(metavar="N", parser=arguments.count, help="Decode threads. Default: the number of cores.")
+    ] = None,
+    memory_budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory for caches and prefetching.")] = "4GiB",
+    consumers: Annotated[
+        int | None, typer.Option(metavar="N", parser=arguments.count, help="Consumers of the order. Default: fits the batch.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Device of the batches.")] = "auto",
+    step_ms: Annotated[
+        float | None, typer.Option(metavar="MS", help="Milliseconds of a training step without loading, on the GPU.")
+    ] = None,
+    epochs: Annotated[
+        int, typer.Option(metavar="N", parser=arguments.count, help="Epochs of the run, from which gains are computed.")
+    ] = 10,
+    cameras: arguments.Cameras = None,
+    revision: arguments.Revision = None,
+    data_files_root: arguments.DataFilesRoot = None,
+    cache_dir: arguments.CacheDir = None,
+    storage_options: arguments.StorageOptions = None,
+    clock: arguments.Clock = None,
+    tolerance_s: arguments.ToleranceS = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Say which stage limits a Loader on this machine, and predict the batches per second after each remedy.
+
+    Streams a part of the dataset, and rewrites a few episodes into a temporary folder to measure `prepare`. Takes about a
+    minute. Nothing else should use the machine meanwhile.
+    """
+    from dali_stream.tools import why as study
+
+    if step_ms is not None and step_ms <= 0:
+        raise ValueError(f"--step-ms must be greater than 0, got {step_ms:g}")
+    place: dict[str, Any] = {"revision": revision, "data_files_root": data_files_root, "cache_dir": cache_dir}
+    place |= arguments.located_by(clock, tolerance_s) | {"cameras": arguments.names(cameras)}
+    place["storage_options"] = arguments.json_object("--storage-options", storage_options)
+    loader = {
+        "image_size": arguments.size("--image-size", image_size), "image_dtype": image_dtype, "batch_size": batch_size,
+        "delta_timestamps": arguments.windows("--window", window or []), "num_threads": num_threads,
+        "memory_budget": memory_budget, "consumers": consumers, "device": device,
+    }  # fmt: skip
+    with console.progress(enabled=not as_json) as show:
+        report = study(
+            uri,
+            step_s=None if step_ms is None else step_ms / 1000,
+            epochs=epochs,
+            dataset=place,
+            loader=loader,
+            progress=lambda text: show(0, 1, text),
+        )
+    if as_json:
+        console.print_json(report.as_dict())
+    else:
+        _print(report)
+
+
+def _print(report: WhyReport) -> None:
+    out, table = console.results(), console.pairs()
+    for name, speed in (("first epoch", report.first), ("later epochs", report.later)):
+        decodes = f"{speed.decodes:.2f} frames decoded per delivered frame"
+        table.add_row(name, f"{_rate(speed)} batches/s, limited by {speed.limit}; {decodes}")
+    if report.needed is not None:
+        slow = [
+            name
+            for name, speed in (("the first epoch", report.first), ("later epochs", report.later))
+            if speed.batches_per_s < _FULL * report.needed
+        ]
+        verdict = f"training waits in {' and in '.join(slow)}" if slow else "the loader keeps up"
+        table.add_row("the model needs", f"{report.needed:.3g} batches/s: {verdict}")
+    out.print(table)
+    columns = ("first epoch", "later epochs", "gain")
+    table = console.table("remedy", *columns, "price", right=columns)
+    for remedy in report.remedies:
+        table.add_row(remedy.name, _rate(remedy.first), _rate(remedy.later), f"{remedy.gain:.2f}", remedy.price)
+    out.print(table)
+    typer.echo(f"Predicted batches/s. Gain: batches/s of a run of {report.epochs} epochs, divided by those without the remedy.")
+
+
+def _rate(speed: Speed) -> str:
+    return f"{speed.batches_per_s:.3g}"

@@ -1,0 +1,113 @@
+"""Number of frames that a loader decodes per delivered frame, computed with its own order and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_stream.order.batches import Batches
+from dali_stream.order.order import EpochOrder
+from dali_stream.schedule.budget import divide, order_horizon
+from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
+from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
+from dali_stream.schedule.samples import samples
+
+if TYPE_CHECKING:
+    from dali_stream.mp4.index import VideoIndex
+    from dali_stream.pipeline.config import Config
+
+_BATCHES = 400  # simulated batches of a long epoch, once the cache is full
+
+
+class Decodes(NamedTuple):
+    """Number of frames decoded per delivered frame.
+
+    Attributes:
+        first: In the first epoch.
+        later: In each epoch after it. 0 if the cache holds all frames.
+    """
+
+    first: float
+    later: float
+
+
+def decodes_of(config: Config, cameras: Sequence[str], gop: int | None = None, batches: int = _BATCHES) -> Decodes:
+    """Return the decodes of a loader, averaged over the frames of its cameras.
+
+    Assumes that all files of a camera have the GOPs of its first file.
+
+    Args:
+        config: Configuration of the loader.
+        cameras: Cameras that the CPU decodes.
+        gop: Number of frames of each GOP. Default: that of each camera.
+        batches: Number of simulated batches of a long epoch, once the cache is full.
+    """
+    sizes = config.sizes(cameras)
+    parts, found = divide(config.memory_budget, sizes), dict[tuple[bytes, int], Decodes]()
+    limits = Limits(parts.frames, config.depth, order_horizon(parts, sizes))
+    total, frames = np.zeros(2), 0
+    for camera, index in sizes.indices.items():
+        if camera in cameras:
+            offsets, length = config.windows.widest(camera), gop or median_gop([index])
+            key = offsets.tobytes(), length
+            if key not in found:
+                lengths = config.dataset.lengths
+                found[key] = decodes(lengths, config.order, config.batches, offsets, length, limits, config.rank, batches)
+            total, frames = total + np.array(found[key]) * len(offsets), frames + len(offsets)
+    return Decodes(*(total / max(frames, 1)).tolist())
+
+
+def median_gop(indices: Sequence[VideoIndex]) -> int:
+    """Return the median length of the GOPs of some files, in frames."""
+    return max(int(np.median(np.concatenate([index.gop_lengths for index in indices]))), 1)
+
+
+def decodes(
+    lengths: npt.NDArray[np.int64],
+    order: Callable[[int], EpochOrder],
+    batches: Batches,
+    offsets: npt.NDArray[np.int64],
+    gop: int,
+    limits: Limits,
+    rank: int = 0,
+    most: int = _BATCHES,
+) -> Decodes:
+    """Return the decodes of one camera.
+
+    Args:
+        lengths: Number of frames of each episode, shape (E,).
+        order, batches: Order and batches of an epoch.
+        offsets: Offsets of the window, in frames, shape (T,).
+        gop: Number of frames of each GOP.
+        limits: Number of decoded frames that the cache keeps, and of batches in progress.
+        rank: Rank whose batches are planned.
+        most: Number of simulated batches of a long epoch, once the cache is full.
+    """
+    frames, kept, camera, epoch = int(lengths.sum()), limits.kept, "", batches.count(0)
+    fill = kept // (batches.batch_size * min(gop, 8)) + 1
+    # A GOP that was decoded to its end feeds batches for as long as the cache holds frames, so that has to turn over.
+    steady = fill + max(most, 2 * kept // batches.batch_size)
+    # In a long epoch, batches with a full cache are like those of later epochs. A short one is simulated whole, and so is the
+    # epoch after it: only that one finds frames of the first epoch in the cache.
+    count, later_from = (epoch if kept >= frames else 2 * epoch, epoch) if steady > epoch else (steady, fill)
+    read = samples(order, batches, rank, 0, 0)
+    planner = BatchPlanner(EpisodeTable(lengths, [camera]), read, batches.largest, {camera: offsets}, limits)
+    decoded, shown = np.zeros(2), np.zeros(2)  # in the first epoch, and later
+    for number in range(count):
+        plan = plan_next(planner, lengths, gop).frames[camera]
+        counts = np.array([number < epoch, number >= later_from])
+        decoded, shown = decoded + counts * plan.decodes, shown + counts * plan.show.size
+    return Decodes(*(decoded / np.maximum(shown, 1)).tolist())
+
+
+def plan_next(planner: BatchPlanner, lengths: npt.NDArray[np.int64], gop: int) -> BatchPlan:
+    """Plan the next batch of a dataset whose episodes have GOPs of `gop` frames in all cameras."""
+    [samples] = planner.ahead(1)
+    for episode in planner.closed(samples):
+        frame = np.arange(lengths[episode])
+        located = Located(frame, frame // gop * gop)
+        planner.observe([OpenEpisode(episode, dict.fromkeys(planner.frames, located))])
+    return planner.plan()

@@ -1,0 +1,122 @@
+"""Model of a loader's speed: the seconds per batch, from the work of a batch and the resources that do it.
+
+Decode threads, planner and the thread that iterates work on different batches at the same time, and share the CPU cores. Each
+of them is a resource, with seconds per batch of its own. The busiest resource determines the speed, and the others delay it a
+little, since no queue between them is endless:
+
+    seconds per batch = (Σ rᵢ^p)^(1/p),  p = 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+_WAITING = 0.3  # share of the time that threads wait for bytes from which on the network is taken to be busy all the time
+_P = 6.0  # benchmarks/why.py fits it
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one batch.
+
+    Attributes:
+        decode: CPU seconds of all decode threads.
+        plan: CPU seconds of the planner thread.
+        copy: CPU seconds of copying frames into the batch.
+        deliver: Seconds of the thread that iterates for copying frames, or for the DALI graph.
+        wait: Seconds that the decode threads wait for a disk, added up over the threads.
+        network: Seconds that the network takes for the bytes of a batch.
+        step: Seconds of the training loop between two batches.
+        threads: Number of decode threads.
+        cores: Number of CPU cores.
+    """
+
+    decode: float
+    plan: float
+    copy: float
+    deliver: float
+    wait: float = 0.0
+    network: float = 0.0
+    step: float = 0.0
+    threads: int = 1
+    cores: int = 1
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Seconds per batch that each resource works, {resource: seconds}."""
+        return {
+            "decode threads": (self.decode + self.wait) / self.threads,
+            "planner": self.plan,
+            "copying": self.deliver + self.step,
+            "CPU cores": (self.decode + self.plan + self.copy) / self.cores,
+            "network": self.network,
+        }
+
+    @property
+    def limit(self) -> str:
+        """Resource that works longest."""
+        return max(self.resources, key=lambda name: self.resources[name])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per batch, before the correction of `predicted`."""
+        longest = max(self.resources.values())
+        return longest * sum((r / longest) ** _P for r in self.resources.values()) ** (1 / _P) if longest else 0.0
+
+    def scaled(self, decode: float = 1.0, copy: float = 1.0, network: float = 1.0) -> Work:
+        """Return the work with other amounts of decoding, of copying, and of fetched bytes.
+
+        Args:
+            decode, copy, network: Factors.
+        """
+        return replace(
+            self,
+            decode=self.decode * decode,
+            wait=self.wait * decode,
+            copy=self.copy * copy,
+            deliver=self.deliver * copy,
+            network=self.network * network,
+        )
+
+
+def work_of(times: Mapping[str, float], threads: int, cores: int, remote: bool) -> Work:
+    """Return the work of a batch, averaged over the batches of a measurement.
+
+    Args:
+        times: Growth of the attributes of `Counters` in the measurement, of one batch or more.
+        threads: Number of decode threads.
+        cores: Number of CPU cores that this process may use.
+        remote: Whether the dataset is read over a network.
+    """
+    batches, wall = times["batches"], times["wait_s"] + times["training_s"]
+    busy = sum(times[stage] for stage in ("read_s", "pack_s", "decode_s", "resize_s"))
+    cpu = times["decode_cpu_s"] + times["plan_cpu_s"] + times["copy_cpu_s"]
+    # Decode threads that use no CPU wait for a core, for Python's interpreter, or for bytes. If all cores are busy, they are
+    # taken to wait for cores.
+    idle = max(busy - times["decode_cpu_s"], 0.0) * max(1 - cpu / (cores * wall), 0.0)
+    waiting = max(times["read_s"] / threads, times["rows_s"]) / wall
+    return Work(
+        decode=times["decode_cpu_s"] / batches,
+        plan=times["plan_cpu_s"] / batches,
+        copy=times["copy_cpu_s"] / batches,
+        deliver=times["graph_s"] / batches,
+        wait=0.0 if remote else idle / batches,
+        network=min(waiting / _WAITING, 1.0) * wall / batches if remote else 0.0,
+        step=times["training_s"] / batches,
+        threads=threads,
+        cores=cores,
+    )
+
+
+def predicted(measured: float, work: Work, then: Work) -> float:
+    """Return the seconds per batch of a loader after a change.
+
+    What the model leaves out, such as waiting for Python's interpreter, is assumed to change in proportion.
+
+    Args:
+        measured: Seconds per batch before the change.
+        work: Work of a batch before it.
+        then: Work of a batch after it.
+    """
+    return measured * then.seconds / work.seconds if work.seconds else measured

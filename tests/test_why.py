@@ -1,0 +1,155 @@
+"""Why a loader is slow: a stage that is slowed down is named, and the first remedy helps as predicted.
+
+Stages are slowed down by waiting, which does not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.servers import Server
+
+from dali_stream import Dataset, Loader
+from dali_stream.bottleneck import Bottleneck
+from dali_stream.cli import main
+from dali_stream.decode import torchcodec
+from dali_stream.pipeline.model import Work, predicted
+
+SETTINGS: dict[str, Any] = {"batch_size": 8, "image_size": (32, 40), "image_dtype": "uint8", "device": "cpu"}
+STEP_S = 0.02
+
+
+@pytest.fixture
+def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Each decoded frame takes 4 ms more."""
+    decode, seconds = torchcodec.decode_in_parts, 0.004
+
+    def slow(*arguments: Any) -> Iterator[Any]:
+        for part in decode(*arguments):
+            time.sleep(part[-1] * seconds)
+            yield part
+
+    monkeypatch.setattr(torchcodec, "decode_in_parts", slow)
+    return seconds
+
+
+def run(dataset: Any, epochs: int, step_s: float = 0.0, skip: int = 0, **changed: Any) -> tuple[float, Bottleneck]:
+    """Return the batches per second of the epochs after `skip`, and what limits them."""
+    with Loader(dataset, **SETTINGS | changed) as loader:
+        for epoch in range(epochs):
+            if epoch <= skip:
+                seen: dict[str, Any] = {}
+            for _ in loader:
+                seen = seen or loader.stats()  # after the first batch, whose time includes starting
+                time.sleep(step_s)
+        now, limit = loader.stats(), loader.bottleneck(seen)
+    assert limit is not None
+    seconds = sum(now[key] - seen[key] for key in ("wait_s", "training_s"))
+    return (now["batches"] - seen["batches"]) / seconds, limit
+
+
+def assert_helps_as_predicted(before: tuple[float, Bottleneck], after: float) -> None:
+    rate, limit = before
+    assert limit.gain > 1.2, limit.text
+    assert f"about {limit.gain:.1f} times as many batches per second" in limit.text
+    assert after / rate == pytest.approx(limit.gain, rel=0.25), limit.text
+
+
+def test_one_thread(demo: Path, slow_decoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dali_stream.process.cores", lambda: 2)
+    before = run(demo, 1, num_threads=1)
+    assert before[1].stage == "decode"
+    assert "num_threads=2" in before[1].text
+    after, _ = run(demo, 1, num_threads=2)
+    assert_helps_as_predicted(before, after)
+
+
+@pytest.mark.slow
+def test_a_tiny_budget(demo: Path, slow_decoding: float) -> None:
+    before = run(demo, 3, STEP_S, skip=1, memory_budget="500kB")
+    assert before[1].stage == "decode"
+    budget = re.search(r'memory_budget="([\w.]+)", which holds all decoded frames', before[1].text)
+    assert budget, before[1].text
+    after, limit = run(demo, 3, STEP_S, skip=1, memory_budget=budget[1])
+    assert limit.stage == "training"
+    assert_helps_as_predicted(before, after)
+
+
+@pytest.mark.slow
+def test_long_gops(written: Callable[..., Path], slow_decoding: float) -> None:
+    """With little memory, so that most frames of a GOP are decoded again for each frame."""
+    options = {"memory_budget": "500kB", "num_threads": 2}
+    long, short = (written(episodes=4, size=(128, 160), codec="h264", gop=gop) for gop in (12, 2))
+    before = run(long, 1, **options)
+    assert before[1].stage == "decode"
+    assert "--gop 2" in before[1].text
+    after, _ = run(short, 1, **options)
+    assert_helps_as_predicted(before, after)
+
+
+@pytest.mark.slow
+def test_a_slow_server(demo: Path, tmp_path: Path) -> None:
+    """Of which a run needs nothing any more, if an earlier one has left the bytes in cache_dir."""
+    with Server(demo, bytes_per_s=200_000.0) as server:
+        before = run(server.url, 1, STEP_S)
+        assert before[1].stage in ("read", "rows")
+        assert "cache_dir" in before[1].text
+        run(Dataset(server.url, cache_dir=tmp_path), 1)
+        after, _ = run(Dataset(server.url, cache_dir=tmp_path), 1, STEP_S)
+    assert_helps_as_predicted(before, after)
+
+
+def test_a_slow_consumer(demo: Path) -> None:
+    _, limit = run(demo, 1, 0.05)
+    assert limit.stage == "training"
+    assert limit.gain == 1
+
+
+def test_the_busiest_resource_determines_the_model() -> None:
+    work = Work(decode=0.2, plan=0.001, copy=0.01, deliver=0.01, threads=2, cores=16)
+    assert work.limit == "decode threads"
+    assert work.seconds == pytest.approx(0.1, rel=0.01)
+    assert predicted(0.12, work, work) == pytest.approx(0.12)
+    assert predicted(0.12, work, work.scaled(decode=0.5)) == pytest.approx(0.06, rel=0.01), "in proportion"
+    assert work.scaled(decode=0.0).limit == "copying"
+    assert Work(0.2, 0.001, 0.01, 0.01, network=0.3, threads=2, cores=16).limit == "network"
+    assert Work(0.2, 0.1, 0.1, 0.1, threads=4, cores=2).limit == "CPU cores"
+
+
+@pytest.mark.slow
+def test_the_command_predicts_what_each_remedy_brings(written: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = written(episodes=4, size=(128, 160), codec="h264", gop=12)
+    settings = "--image-size 64x80 --batch-size 8 --memory-budget 4MiB --device cpu"
+    arguments = ["why", str(dataset), *settings.split()]
+    assert main([*arguments, "--num-threads", "1", "--step-ms", "0.01", "--epochs", "3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["needed"] == pytest.approx(100_000)
+    now = (1 / report["first"]["batches_per_s"] + 2 / report["later"]["batches_per_s"]) / 3
+    remedies = {remedy["name"]: remedy for remedy in report["remedies"]}
+    gains = [remedy["gain"] for remedy in report["remedies"]]
+    assert gains == sorted(gains, reverse=True)
+    for remedy in remedies.values():
+        then = (1 / remedy["first"]["batches_per_s"] + 2 / remedy["later"]["batches_per_s"]) / 3
+        assert remedy["gain"] == pytest.approx(now / then)
+    assert {'memory_budget="8MiB"', 'memory_budget="16MiB"', 'image_dtype="uint8"', "prepare --for cpu"} <= set(remedies)
+    assert "prepare --for cpu --size 64x80" in remedies
+    assert remedies['memory_budget="16MiB"']["later"]["decodes"] < remedies['memory_budget="8MiB"']["later"]["decodes"]
+    assert remedies["prepare --for cpu"]["first"]["decodes"] < report["first"]["decodes"]
+    assert "MB of video" in remedies["prepare --for cpu"]["price"]
+    assert main([*arguments, "--step-ms", "0.01"]) == 0
+    text = capsys.readouterr().out
+    assert "training waits in the first epoch and in later epochs" in text
+    assert "prepare --for cpu --size 64x80" in text
+
+
+def test_bad_arguments_of_the_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", str(small), "--step-ms", "0"]) == 2
+    assert "--step-ms must be greater than 0, got 0" in capsys.readouterr().err
+    assert main(["why", str(small), "--batch-size", "500", "--device", "cpu"]) == 2
+    assert "batch" in capsys.readouterr().err
