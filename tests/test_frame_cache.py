@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from support.batches import as_bytes, equal, samples
 from support.slow import examples
 
 from dali_stream import Loader, MemoryBudgetError
-from dali_stream.cli import main
 from dali_stream.decode.resize import resize
 
 TOP = "observation.images.top"
@@ -165,17 +163,3 @@ def test_a_frame_is_resized_the_same_whatever_comes_with_it() -> None:
     for i in range(9):
         np.testing.assert_array_equal(resize(frames[i : i + 1], (20, 30))[0], together[i])
     assert resize(frames, (48, 64)) is frames
-
-
-# ---- dali-stream info
-
-
-def test_info_tells_what_memory_brings(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", str(dataset), "--image-size", "224", "224", "--json"]) == 0
-    [*less, enough] = json.loads(capsys.readouterr().out)["memory"]
-    assert enough["decodes"] == 0
-    assert 1 <= enough["first_decodes"] < 1.4, "of frames that the last batch leaves out too"
-    assert enough["frames_per_s"] is None
-    assert all(found["memory_budget"] < enough["memory_budget"] and found["decodes"] > 0 for found in less)
-    assert main(["info", str(dataset), "--image-size", "224", "224"]) == 0
-    assert "memory_budget" in capsys.readouterr().out

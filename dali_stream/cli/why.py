@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dali_stream.cli import arguments, console
-from dali_stream.tools.remedies import Speed, WhyReport
+
+if TYPE_CHECKING:
+    from dali_stream.tools.remedies import Speed, WhyReport
 
 _FULL = 0.95  # share of the needed batches per second from which on a loader keeps up
 

@@ -35,7 +35,6 @@ _BATCHES = 32  # batches of the measured part of the dataset
 _PREPARED = 6  # batches of the part that is rewritten to measure a remedy
 _LATER = 3  # measured epochs after the first
 _SHORT = 2  # GOP of `prepare --for cpu`
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ class Remedy:
     first: Speed
     later: Speed
     gain: float = 1.0
-    loader: Json = field(default_factory=dict)
-    prepare: Json = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
+    prepare: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class WhyReport:
     epochs: int
     remedies: list[Remedy]
 
-    def as_dict(self) -> Json:
+    def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
         return asdict(self)
 
@@ -191,7 +190,7 @@ class _Study:
     """
 
     def __init__(
-        self, uri: str | os.PathLike[str], given: Json, options: Json, whole: Dataset, full: Loader,
+        self, uri: str | os.PathLike[str], given: dict[str, Any], options: dict[str, Any], whole: Dataset, full: Loader,
         progress: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._uri, self._given, self._options, self._whole, self._full = uri, given, options, whole, full
@@ -252,7 +251,7 @@ class _Study:
         """Yield remedies that rewrite the dataset, measured on a small part of it."""
         size, part = self._config.image_size, self._part(_PREPARED)
         smaller = size is not None and any(self._whole.picture_size(camera) != size for camera in self._whole.videos)
-        kinds: list[Json] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
+        kinds: list[dict[str, Any]] = [{"for_": "cpu"}, {"for_": "cpu", "size": size}]
         for options in kinds[: 1 + smaller]:
             name = "prepare --for cpu" + (f" --size {size[0]}x{size[1]}" if size and "size" in options else "")
             self._progress(f"rewriting {len(part)} episodes with {name}")
@@ -284,7 +283,11 @@ class _Study:
         return self._streamed(f"streaming with {name}={value!r}", self._given | {"episodes": self._part(_BATCHES)}, changed)
 
     def _streamed(
-        self, name: str, given: Json, changed: Mapping[str, Any] | None = None, uri: str | os.PathLike[str] | None = None
+        self,
+        name: str,
+        given: dict[str, Any],
+        changed: Mapping[str, Any] | None = None,
+        uri: str | os.PathLike[str] | None = None,
     ) -> _Measured:
         """Stream several epochs, the first one several times if it has few batches.
 

@@ -1,0 +1,136 @@
+"""How well `dali-stream why` predicts: each remedy that can be applied on this machine is applied, and measured.
+
+    python benchmarks/why.py g1=path/to/g1 franka=path/to/franka demo=.demo/dataset --report FILE
+
+For each dataset and setting of the Loader, predictions and measurements alternate. A prediction is the median of the
+repetitions, and so is a measurement. The error of a prediction is relative to the measured batches per second. The report has
+it beside the spread of the measurements, (largest - smallest) / median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from argument_types import count, new_file
+
+from dali_stream import Dataset, Loader
+from dali_stream.tools import environment, prepare, why
+
+LEAST = 1.1  # measured gain from which a remedy counts
+LATER = 3  # measured epochs after the first
+SETTINGS: dict[str, dict[str, Any]] = {  # beside image_size
+    "default": {},
+    "one thread": {"num_threads": 1},
+    "little memory": {"memory_budget": "QUARTER"},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datasets", nargs="+", metavar="NAME=PATH", help="Local datasets.")
+    parser.add_argument("--repeat", type=count, default=3, help="Predictions and measurements of each setting.")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--report", type=new_file, help="JSON file to write.")
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"least_gain": LEAST, "repeat": arguments.repeat, "cases": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for named in arguments.datasets:
+            name, _, path = named.partition("=")
+            for setting in arguments.settings:
+                report["cases"] += cases(name, path, setting, arguments.repeat, Path(folder))
+    report |= summary(report["cases"]) | environment.ran_on("cpu")
+    if arguments.report:
+        arguments.report.write_text(environment.report_json(report, indent=1) + "\n")
+    print({key: report[key] for key in ("counted", "median_error", "worst_error")})
+    return 0
+
+
+def cases(name: str, path: str, setting: str, repeat: int, folder: Path) -> list[dict[str, Any]]:
+    """Return the predictions and measurements of one dataset and setting, of the first epoch and of later ones."""
+    options: dict[str, Any] = {"image_size": (224, 224), "batch_size": 64, "device": "cpu"} | SETTINGS[setting]
+    if options.get("memory_budget") == "QUARTER":  # of the memory of all decoded frames
+        with contextlib.closing(Dataset(path)) as dataset:
+            options["memory_budget"] = dataset.num_frames * len(dataset.cameras) * 224 * 224 * 3 // 4
+            options["batch_size"] = min(64, dataset.num_frames // 32)
+    predictions: dict[tuple[str, str], list[float]] = {}
+    measured: dict[tuple[str, str], list[float]] = {}
+    for _ in range(repeat):
+        report = why(path, loader=options)
+        applied: list[tuple[str, str, dict[str, Any]]] = [("none", path, {})]
+        for remedy in [*report.remedies]:
+            if remedy.prepare:
+                applied.append((remedy.name, prepared(path, folder, name, remedy.prepare), {}))
+            elif remedy.loader:
+                applied.append((remedy.name, path, remedy.loader))
+        speeds = {"none": report} | {remedy.name: remedy for remedy in report.remedies}
+        for remedy_name, dataset_path, changed in applied:
+            rates = rate(dataset_path, options | changed)
+            for epoch, measured_rate in zip(("first", "later"), rates, strict=True):
+                key = remedy_name, epoch
+                predictions.setdefault(key, []).append(getattr(speeds[remedy_name], epoch).batches_per_s)
+                measured.setdefault(key, []).append(measured_rate)
+    found = []
+    for (remedy_name, epoch), rates in measured.items():
+        rate_now = statistics.median(measured["none", epoch])
+        predicted, middle = statistics.median(predictions[remedy_name, epoch]), statistics.median(rates)
+        found.append(
+            {
+                "dataset": name,
+                "setting": setting,
+                "remedy": remedy_name,
+                "epoch": epoch,
+                "predicted_batches_per_s": predicted,
+                "measured_batches_per_s": middle,
+                "measured_gain": middle / rate_now,
+                "error": predicted / middle - 1,
+                "spread": (max(rates) - min(rates)) / middle,
+            }
+        )
+        print(
+            f"{name}, {setting}, {remedy_name}, {epoch}: predicted {predicted:.4g}, measured {middle:.4g} batches/s, error "
+            f"{predicted / middle - 1:+.0%}, spread {found[-1]['spread']:.0%}, gain {middle / rate_now:.2f}",
+            flush=True,
+        )
+    return found
+
+
+def rate(path: str, options: dict[str, Any]) -> tuple[float, float]:
+    """Return the measured batches per second of the first epoch, and of later epochs."""
+    rates = []
+    with Loader(path, **options) as loader:
+        for epochs in (1, LATER):
+            seen: dict[str, Any] = {}
+            for _ in range(epochs):
+                for _ in loader:
+                    seen = seen or loader.stats()  # after the first batch, whose time includes starting
+            now = loader.stats()
+            seconds = sum(now[key] - seen[key] for key in ("wait_s", "training_s"))
+            rates.append((now["batches"] - seen["batches"]) / seconds)
+    return rates[0], rates[1]
+
+
+def prepared(path: str, folder: Path, name: str, options: dict[str, Any]) -> str:
+    """Return the path of the dataset rewritten with some options, which is written once."""
+    out = folder / f"{name} {sorted(options.items())}"
+    prepare(path, out, **options)
+    return str(out)
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors of the predictions for remedies that help."""
+    errors = [abs(case["error"]) for case in found if case["remedy"] != "none" and case["measured_gain"] > LEAST]
+    return {
+        "counted": len(errors),
+        "median_error": statistics.median(errors) if errors else None,
+        "worst_error": max(errors, default=None),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
