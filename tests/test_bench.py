@@ -50,17 +50,7 @@ def test_rates_are_what_came_over_the_time_that_it_took(
     assert found["decode_s_total"] == found["stage_s_total"]["decode_s"] > 0
     assert found["stage_s_total"]["graph_s"] + found["stage_s_total"]["starved_s"] <= found["wait_s_total"]
     assert found["bottleneck"]["stage"] != "training", "there is no model"
-    assert found["bottleneck"]["text"].startswith(
-        (
-            "Decoding takes",
-            "Copying frames into batches takes",
-            "The DALI graph takes",
-            "Packing",
-            "Reading",
-            "Resizing",
-            "The decode",
-        )
-    )
+    assert re.match("Decoding|Copying|The DALI graph|Packing|Reading|Resizing|The decode", found["bottleneck"]["text"])
     assert found["cpu_s_per_sample"] > 0
     # A GOP has two frames, and a window clamps and repeats some; what was under way at either end counts on one side only.
     assert 0.2 < found["decoded_per_delivered_frame"] < 5
