@@ -193,22 +193,22 @@ class Loader:
         # Accelerate reads these attributes of a loader to split it by rank, or to skip batches.
         if name in ("sampler", "batch_sampler"):
             raise AttributeError(
-                f"a Loader has no {name}: it is split by rank already, and continues where it was through load_state_dict. Use "
-                "it as it is, without accelerate's prepare_data_loader or skip_first_batches"
+                f"A Loader has no {name}, since it splits batches by rank and resumes with load_state_dict. Do not pass it to "
+                "accelerate's prepare_data_loader or skip_first_batches"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            "a Loader cannot be copied or pickled, because its threads and its DALI pipeline belong to this one object; copy "
-            "its dataset and its state_dict() instead, and make another Loader of them"
+            "A Loader cannot be copied or pickled, because its threads and its DALI pipeline belong to this object. Copy its "
+            "dataset and its state_dict(), and make another Loader from them"
         )
 
     def __getitem__(self, index: object) -> NoReturn:
         # A DataLoader calls this method if its dataset is a Loader.
         raise TypeError(
-            "a Loader has no items to pick: iterate it, `for batch in loader`. It takes the place of a torch DataLoader and is "
-            "not given to one; num_threads= and prefetch= set what num_workers= and prefetch_factor= set there"
+            "A Loader cannot be indexed. Iterate it, `for batch in loader`. It takes the place of a torch DataLoader, so do "
+            "not pass it to one. num_threads and prefetch correspond to num_workers and prefetch_factor"
         )
 
     def __repr__(self) -> str:
@@ -285,8 +285,8 @@ class Loader:
         check_version(state, "Loader", "dataset")
         if not self.dataset.has_fingerprint(state.get("dataset")):
             raise ResumeError(
-                f"the state is of another dataset or of other episodes: its fingerprint is {state.get('dataset')}, and that of "
-                f"{self.dataset.uri} is {self.dataset.fingerprint}; resume with the dataset and the episodes of that run"
+                f"The state is of another dataset or of other episodes. Its fingerprint is {state.get('dataset')}, but that "
+                f"of {self.dataset.uri} is {self.dataset.fingerprint}. Resume with the dataset and the episodes of that run"
             )
         taken = noted(state, self._config.arguments.shuffle, self._given_pools)
         config = replace(self._config, arguments=self._config.arguments._replace(**taken))
@@ -549,8 +549,8 @@ class Loader:
         missing = [key for key in self.normalizer.modes if key not in batch]
         if missing:
             raise ValueError(
-                f"normalize names {missing[0]!r}, and dali_graph returned no such key but {', '.join(batch)}. Features are "
-                "normalised by key after dali_graph: keep the key there, or give normalize a dict without it"
+                f"normalize has the key {missing[0]!r}, but dali_graph returned only {', '.join(batch)}. Features are "
+                "normalized by key after dali_graph. Return this key from dali_graph, or remove it from normalize"
             )
         return self.normalizer(batch)
 
@@ -564,21 +564,21 @@ class Loader:
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise DaliStreamError(
-                f"this loader was made in process {self._pid} and is used in {os.getpid()}, after a fork, where its threads "
-                "and its GPU context do not exist; make the Loader in the process that uses it"
+                f"This Loader was made in process {self._pid}, but it is used in {os.getpid()} after a fork, where its threads "
+                "and its GPU context do not exist. Make the Loader in the process that uses it"
             )
         if self._closed:
-            raise DaliStreamError("this loader is closed; make a new one")
+            raise DaliStreamError("This Loader is closed. Make a new one")
 
     def _check_not_begun(self, method: str) -> None:
         self._check_usable()
         if self._began:
-            raise ResumeError(f"{method} was called after iteration began; call it on a new Loader, before iterating")
+            raise ResumeError(f"{method} must be called before iteration begins. Call it on a new Loader")
 
     def _check_current(self, iteration: int) -> None:
         self._check_usable()
         if iteration != self._iteration:
-            raise DaliStreamError("another iteration of this loader has begun; a loader serves one at a time")
+            raise DaliStreamError("Another iteration of this Loader has begun. A Loader can only be iterated once at a time")
 
     def _end_epoch(self) -> None:
         """Move on to the next epoch from a loaded position after which the epoch has no batch."""

@@ -39,7 +39,9 @@ def open_dataset(dataset: Dataset | Mixture | str | os.PathLike[str]) -> Dataset
         )
     if isinstance(dataset, Mapping) or (isinstance(dataset, (str, os.PathLike)) and is_mixture_file(dataset)):
         how = "Mixture(datasets)" if isinstance(dataset, Mapping) else "Mixture.from_file(path)"
-        raise ValueError(f"dataset is {str(dataset)[:80]!r}; make a mixture of it: Loader(dali_stream.{how}, ...)")
+        raise ValueError(
+            f"dataset must be one dataset or a Mixture, got {str(dataset)[:80]!r}. Use Loader(dali_stream.{how}, ...)"
+        )
     return dataset if isinstance(dataset, (Dataset, Mixture)) else Dataset(dataset)
 
 

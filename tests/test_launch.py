@@ -108,6 +108,6 @@ def test_accelerate_leaves_the_loader_as_it_is_or_is_told_why_not(demo: Path, ac
     with Loader(demo, batch_size=8, device="cpu") as loader:
         assert accelerator.prepare(loader) is loader
         for wrong in (accelerator.prepare_data_loader, lambda given: skip_first_batches(given, 2)):
-            with pytest.raises(AttributeError, match=r"split by rank already.*load_state_dict"):
+            with pytest.raises(AttributeError, match=r"splits batches by rank.*load_state_dict"):
                 wrong(loader)
         assert not hasattr(loader, "batch_sampler")

@@ -133,7 +133,7 @@ def test_a_small_memory_budget_changes_nothing_but_the_traffic(demo: Path) -> No
 
 def test_a_memory_budget_below_one_batch_says_so(demo: Path) -> None:
     with (
-        pytest.raises(dali_stream.DaliStreamError, match=r"memory_budget is 4096 bytes.*give a larger memory_budget"),
+        pytest.raises(dali_stream.DaliStreamError, match=r"memory_budget must be at least .*got 4096.*larger memory_budget"),
         Loader(Dataset(demo, cameras=[]), batch_size=16, memory_budget="4KiB") as loader,
     ):
         next(iter(loader))

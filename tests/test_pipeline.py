@@ -237,7 +237,7 @@ def test_an_operator_that_fails_is_named(dataset: Dataset) -> None:
     def wrong(nodes: Nodes) -> Nodes:
         return nodes | {TOP: fn.crop(nodes[TOP], crop=(4000, 10), out_of_bounds_policy="error")}
 
-    with pytest.raises(DaliStreamError, match="an operator of the DALI pipeline failed: Slice can't be placed"):
+    with pytest.raises(DaliStreamError, match="An operator of the DALI pipeline failed: Slice can't be placed"):
         first(dataset, wrong)
 
 
@@ -248,7 +248,7 @@ def test_a_video_decoder_of_the_function_that_fails_is_an_error(dataset: Dataset
     def wrong(nodes: Nodes) -> Nodes:
         return nodes | {"video": fn.decoders.video(types.Constant(no_video, device="cpu"), device="cpu")}
 
-    with pytest.raises(DaliStreamError, match=r"an operator of the DALI pipeline failed: .*video"):
+    with pytest.raises(DaliStreamError, match=r"An operator of the DALI pipeline failed: .*video"):
         first(dataset, wrong)
 
 

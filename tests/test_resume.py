@@ -445,9 +445,9 @@ def test_a_state_comes_before_the_first_batch(rows: Dataset) -> None:
     with make(rows) as loader:
         state = loader.state_dict()
         for _ in loader:
-            with pytest.raises(ResumeError, match="called after iteration began; call it on a new Loader"):
+            with pytest.raises(ResumeError, match=r"must be called before iteration begins\. Call it on a new"):
                 loader.load_state_dict(state)
-        with pytest.raises(ResumeError, match="after iteration began"):
+        with pytest.raises(ResumeError, match="before iteration begins"):
             loader.load_state_dict(state)
 
 

@@ -236,7 +236,7 @@ def test_indices_that_the_budget_does_not_keep_are_told(
 
 @pytest.mark.parametrize("budget", [1000, 40_000])
 def test_a_budget_below_one_batch_is_refused_up_front(server: Server, budget: int) -> None:
-    with pytest.raises(DaliStreamError, match=rf"memory_budget is {budget} bytes, and a batch of 32 .* give a larger"):
+    with pytest.raises(DaliStreamError, match=rf"must be at least .*got {budget}: a batch of 32 .* larger"):
         Loader(server.url, batch_size=32, memory_budget=budget)
 
 

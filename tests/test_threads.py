@@ -122,7 +122,7 @@ def test_after_close_in_the_middle_of_an_epoch(demo: Path) -> None:
         next(iterator)
         loader.close()
         assert not any("dali_stream" in name for name in traces()[0])
-        with pytest.raises(DaliStreamError, match="this loader is closed; make a new one"):
+        with pytest.raises(DaliStreamError, match=r"This Loader is closed\. Make a new one"):
             next(iterator)
 
 
@@ -259,7 +259,7 @@ def test_use_after_close_is_refused(demo: Path) -> None:
         lambda: iter(loader), loader.state_dict, lambda: loader.load_state_dict(state), lambda: loader.routes
     ]  # fmt: skip
     for use in uses:
-        with pytest.raises(DaliStreamError, match="this loader is closed; make a new one"):
+        with pytest.raises(DaliStreamError, match=r"This Loader is closed\. Make a new one"):
             use()
     assert loader.stats()["batches"] == 0
     assert len(loader) > 0
@@ -271,7 +271,7 @@ def test_one_iteration_at_a_time(demo: Path) -> None:
         next(first)
         second = iter(loader)
         next(second)
-        with pytest.raises(DaliStreamError, match="another iteration of this loader has begun"):
+        with pytest.raises(DaliStreamError, match="Another iteration of this Loader has begun"):
             next(first)
         assert loader.state_dict()["epoch"] == 1
         next(second)  # the one that began last continues
@@ -340,7 +340,7 @@ def test_a_refused_copy_of_a_loader_costs_it_nothing(demo: Path) -> None:
         for copied in COPIES.values():
             beside = [] if copied is copy.copy else [(dataset, loader)]  # of which the first is copied, and dropped
             for given in (loader, *beside):
-                with pytest.raises(TypeError, match=r"^a Loader cannot be copied or pickled, because .* make another Loader"):
+                with pytest.raises(TypeError, match=r"^A Loader cannot be copied or pickled, because .* make another Loader"):
                     copied(given)
         assert before.items() <= handles().items()  # the planner may open another file meanwhile
         found += batches

@@ -278,7 +278,7 @@ def test_what_does_not_go_together_is_said_in_a_line(
         ([], "is there already; train on from it with --resume"),
         (["--resume", "--chunk", 9], "is of chunk=8, and this run has chunk=9"),
         (["--resume", "--seed", 1], "the state is of the order"),
-        (["--resume", "--val-episodes", 1], "the state is of another dataset or of other episodes"),
+        (["--resume", "--val-episodes", 1], "The state is of another dataset or of other episodes"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(

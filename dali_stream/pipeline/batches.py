@@ -65,4 +65,4 @@ def with_time_axis(config: Config, camera: str, frames: Array) -> Array:
 
 def closed() -> DaliStreamError:
     """Return the error for a thread that waits for a batch while another thread closes the loader."""
-    return DaliStreamError("the loader was closed while a batch was waited for")
+    return DaliStreamError("The Loader was closed while another thread waited for a batch")

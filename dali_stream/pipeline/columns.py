@@ -87,8 +87,8 @@ def take_texts(config: Config, table: EpisodeTable, samples: Samples, columns: d
             except KeyError as error:
                 place = next(d for d, n in zip(which, numbers, strict=True) if n not in tables[d])
                 raise DatasetError(
-                    f"{dataset.names_place(key, place)}: has no {index} {error}, which rows of the dataset "
-                    f"name; it has {len(tables[place])}. Copy the dataset again"
+                    f"{dataset.names_place(key, place)}: rows of the dataset refer to {index} {error}, which is missing. The "
+                    f"file has {len(tables[place])}. Copy the dataset again"
                 ) from error
     if dataset_names := dataset.dataset_names:
         texts[DATASET] = [dataset_names[d] for d in which]

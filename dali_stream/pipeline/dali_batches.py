@@ -67,7 +67,7 @@ class DaliBatches:
             if change := self._route_change(error.explanation):
                 raise change from error.__cause__
             raise DaliStreamError(
-                f"an operator of the DALI pipeline failed: {error.explanation}; see the error it was raised from"
+                f"An operator of the DALI pipeline failed: {error.explanation}. See the error that caused this one"
             ) from error.__cause__
         self._audit(batch)
         for key, layout in iterator.layouts.items():

@@ -89,8 +89,8 @@ class Finisher:
             raise first
         if len(failed) > (most := int(share * rows + 1e-9)):  # 0.29 * 100 is 28.999999999999996
             raise DecodeError(
-                f"{len(failed)} of the {rows} samples of a batch cannot be decoded, and max_substitutes={share:g} allows "
-                f"{most} to be substituted. The first: {first}"
+                f"{len(failed)} of the {rows} samples of a batch cannot be decoded, but max_substitutes={share:g} allows only "
+                f"{most} substitutes. The first error: {first}"
             ) from first
         return good
 

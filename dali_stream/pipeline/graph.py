@@ -90,7 +90,7 @@ def build(
     used = _ancestors(nodes.values())
     for camera in config.dataset.cameras if user is not None else ():
         if _place(given[camera]) not in used:
-            _log.warning("dali_graph drops %s, which is decoded nevertheless; leave it out of the dataset's cameras", camera)
+            _log.warning("dali_graph drops %s, which is still decoded. Leave it out of the dataset's cameras", camera)
     return pipeline, list(nodes)
 
 

@@ -156,7 +156,7 @@ class BatchSource:
                 return stream.next()
             except RouteChange as change:
                 if self.decode == "dali":
-                    raise DecodeError(f'decode="dali": {change}; decode="auto" continues with torchcodec') from change
+                    raise DecodeError(f'decode="dali": {change}. Use decode="auto" to continue with torchcodec') from change
                 # The pipeline is rebuilt at this position. If the data is broken, torchcodec's error names the sample.
                 self.stop()
                 self._counters.add(route_changes=1)

@@ -98,8 +98,9 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     if least > budget:
         enough = next(bound for bound in _bounds(budget) if _least(sizes, bound) <= bound)
         raise MemoryBudgetError(
-            f"memory_budget is {budget} bytes, and a batch of {sizes.batch_size} samples can need about {enough} for the rows, "
-            "indices and encoded video of its episodes; give a larger memory_budget, or a smaller batch_size"
+            f"memory_budget must be at least about {enough} bytes, got {budget}: a batch of {sizes.batch_size} samples can "
+            "need that for the rows, indices and encoded video of its episodes. Use a larger memory_budget or a smaller "
+            "batch_size"
         )
     encoded = min(_in_use(sizes), max(budget // 2, least))
     frames = int(sizes.lengths.sum())

@@ -198,8 +198,8 @@ class Opening:
         if self.items.free + self._storage.more < 0:
             raise MemoryBudgetError(
                 f"memory_budget leaves {self._storage.room + self._storage.more} bytes for rows, indices and encoded video, "
-                f"and the rows and indices of one batch take {sum(self.items.bytes_by_kind)}; give a larger memory_budget, "
-                "or a smaller batch_size"
+                f"but the rows and indices of one batch take {sum(self.items.bytes_by_kind)}. Use a larger memory_budget or a "
+                "smaller batch_size"
             )
         ready: list[int] = []
         for batch in self._newly_due():

@@ -123,8 +123,8 @@ class VideoPlanner:
             missing[camera] = needed[~blocks.held[needed]]
         if not self._make_room(missing, now, now):
             raise MemoryBudgetError(
-                f"memory_budget leaves {self.room} bytes for encoded video, and a batch needs {self._bytes(missing)} beside "
-                f"{self.bytes} in use; give a larger memory_budget, or a smaller batch_size"
+                f"memory_budget leaves {self.room} bytes for encoded video, of which {self.bytes} are in use, but a batch "
+                f"needs {self._bytes(missing)} more. Use a larger memory_budget or a smaller batch_size"
             )
         self._fetch(now, now, missing)
         self._fetch_ahead(now, ahead)
