@@ -177,6 +177,28 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
 
 
+def test_the_compatibility_page_has_the_versions_of_the_project() -> None:
+    """Those of pyproject.toml, constraints.txt and the reports with LeRobot."""
+    page = (ROOT / "docs/compatibility.md").read_text()
+    rows = {cells[1].strip(): cells[2:4] for line in page.splitlines() if len(cells := line.split("|")) == 5}
+    project, constraints = (ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()
+    for name in ("torch", "torchcodec"):
+        allowed, tested = rows[name]
+        assert re.search(rf'"{name}>=([\d.]+)"', project)[1] in allowed  # type: ignore[index]
+        assert re.search(rf"^{name}==([\d.]+)", constraints, re.MULTILINE)[1] in tested  # type: ignore[index]
+    assert 'requires-python = ">=3.10,<3.14"' in project
+    assert rows["Python"][0].strip() == "3.10 to 3.13"
+    assert project.count(">=2.3,<2.5") == 2
+    assert rows["DALI"][0].startswith(" 2.3 and 2.4")
+    for name, version in re.findall(r"^(nvidia-dali-cuda\d+)==([\d.]+)", constraints, re.MULTILINE):
+        assert f"`{name}` {version}" in rows["DALI"][1]
+    for path in sorted((ROOT / "benchmarks/results").glob("lerobot_train_*.json")):
+        report = json.loads(path.read_text())
+        assert report["lerobot"]["lerobot"] in rows["LeRobot"][1]
+        for name in ("torch", "torchcodec"):
+            assert report["versions"][name].partition("+")[0] in rows[name][1]
+
+
 # ----------------------------------------------------------------------- the built site
 
 
