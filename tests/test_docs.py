@@ -255,6 +255,38 @@ def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
         assert 'location.protocol==="file:"&&(window.Worker=' in workers[0].read_text(), page
 
 
+GALLERY = {
+    "window": "action (3, 20, 4)",
+    "mixture": "first: 233 samples of 270 frames, 67% of the epoch",
+    "resume": "the batches are those of an uninterrupted epoch: True",
+    "remote": "second run: 349 frames, ",
+    "augmentation": "same seed, same pixels: True same pixels with another seed: False",
+    "graph": "decoder: dali",
+}
+"""What the examples of the gallery print, among other things."""
+
+
+def test_the_gallery_shows_what_its_examples_print_and_draw(site: Path) -> None:
+    page, text = site / "gallery.html", " ".join(text_of(site / "gallery.html").split())
+    assert [path.removeprefix("gallery/") for path in Resources(page).others if path.startswith("gallery/")] == [
+        f"{name}.png" for name in GALLERY
+    ]
+    for name, printed in GALLERY.items():
+        assert printed in text, name
+        assert " ".join((ROOT / f"docs/gallery/{name}.py").read_text().split()) in text, name
+        with Image.open(site / f"gallery/{name}.png") as picture:
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 20, name  # more than an empty plot
+
+
+def test_an_example_that_fails_is_an_error(demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "demo").symlink_to(demo)
+    (tmp_path / "broken.py").write_text("import dali_stream\n\ndali_stream.Dataset('nowhere')\n")
+    command = [sys.executable, str(ROOT / "docs/gallery/run.py"), "broken.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'File "broken.py", line 3' in done.stderr
+
+
 def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
