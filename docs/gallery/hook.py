@@ -28,7 +28,8 @@ _outputs: dict[str, str] = {}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Run the examples, and add their pictures to the site."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # the same pictures on every machine
         command = [sys.executable, str(FOLDER / "run.py")]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -10,7 +10,7 @@ windows = {
     camera: [-1.0, -0.5, 0.0],  # seconds
     "action": [step / dataset.fps for step in range(20)],
 }
-with dali_stream.Loader(dataset, batch_size=3, delta_timestamps=windows, seed=33) as loader:
+with dali_stream.Loader(dataset, batch_size=3, delta_timestamps=windows, seed=33, device="cpu") as loader:
     batch = next(iter(loader))
 
 for key in (camera, f"{camera}_is_pad", "action", "action_is_pad", "task"):
