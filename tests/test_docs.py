@@ -157,6 +157,16 @@ def test_a_page_of_a_trainer_is_short() -> None:
     assert [path.name for path in pages if len(path.read_text().split()) > 300] == []
 
 
+def test_a_page_begins_with_a_sentence() -> None:
+    """After its title, and before headings, code, tables and pictures."""
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+        if page.name != "contributing.md":  # it includes CONTRIBUTING.md
+            after = re.search(r"^# [^\n]+\n\n(.*?)(?:\n\n|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+            assert after, page
+            assert not after[1].startswith(("#", "```", "|", "![", "- ")), page
+            assert re.search(r"[.:]\*{0,2}(?:\s|$)", after[1]), page
+
+
 def test_every_public_name_has_a_page() -> None:
     """Of the API reference, with a complete example."""
     pages = {path: path.read_text() for path in PAGES if path.parent.name == "api"}
