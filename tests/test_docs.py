@@ -273,7 +273,7 @@ GALLERY = {
     "augmentation": "same seed, same pixels: True same pixels with another seed: False",
     "graph": "decoder: dali",
 }
-"""What the examples of the gallery print, among other things."""
+"""A part of the output of each example of the gallery."""
 
 
 def test_the_gallery_shows_what_its_examples_print_and_draw(site: Path) -> None:

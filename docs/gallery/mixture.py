@@ -7,7 +7,7 @@ import dali_stream
 
 parts = {
     "first": dali_stream.Dataset("demo", episodes=[0, 1, 2]),
-    "last": dali_stream.Dataset("demo", episodes=[3]),  # stands for another dataset
+    "last": dali_stream.Dataset("demo", episodes=[3]),  # takes the place of another dataset
 }
 mixture = dali_stream.Mixture(parts, weights={"first": 2, "last": 1})
 print(mixture)
