@@ -180,7 +180,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     known = sides(arguments.lerobot_python, arguments.workers)
     for name in arguments.only or ():
         if not any(side.name.startswith(name) for side in known):
-            raise ValueError(f"--only must name one of {', '.join(side.name for side in known)}, got {name!r}")
+            raise ValueError(f"--only must name a peer, got {name!r}. Available: {', '.join(side.name for side in known)}")
     chosen = [side for side in known if side.name.startswith(tuple(arguments.only or ("",)))]
     compared = chosen if chosen and chosen[0].name == OWN else [known[0], *chosen]
     deltas = windows(arguments.mode, dataset)
