@@ -1,10 +1,10 @@
-"""How much damage in an MP4 comes out as a wrong frame without an error.
+"""Measure how often damage in an MP4 file delivers a wrong frame without an error.
 
     python benchmarks/damage.py FILE.mp4 [FILE.mp4 ...] [--trials 60] [--json]
 
-Damages one encoded frame of a file at a time, decodes its GOP the way the loader does, and holds the frames against those
-of the whole file: an error, frames that are right all the same, or wrong ones. MP4 has no checksums, so what leaves a
-possible bitstream cannot be found for certain; the numbers depend on the codec, the encoder and the content.
+The program damages one packet of a file at a time, decodes its GOP as the loader does, and compares the frames with those of
+the undamaged file. The result is an error, right frames, or wrong frames. MP4 has no checksums, so damage that leaves a valid
+bitstream is not always found. The numbers depend on the codec, the encoder and the content.
 """
 
 from __future__ import annotations

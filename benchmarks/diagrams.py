@@ -1,12 +1,13 @@
-"""The drawings of the README and the docs that are not charts of loaders: the path of a frame, what the frame cache saves, the
-shares of a mixture, and what threads do.
+"""Drawings of the README and the docs that are not charts of loaders.
+
+They show the path of a frame, the savings of the frame cache, the shares of a mixture, and the work of threads.
 
     python benchmarks/diagrams.py path --out docs/figures/path.svg
     python benchmarks/diagrams.py cache --report benchmarks/results/frame_cache.json --out docs/figures/frame_cache.svg
     python benchmarks/diagrams.py shares --out docs/figures/shares.svg
     python benchmarks/diagrams.py trace --report benchmarks/results/trace_g1_2cores.json --out docs/figures/trace.svg
 
-`make figures` draws all. Each is a function of its arguments alone, so a test compares the committed file with it.
+`make figures` draws all of them. Each depends on its arguments only, so a test compares the committed file with it.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def shares() -> str:
 
 
 def trace(report: dict[str, Any]) -> str:
-    """What each thread does, over time."""
+    """Return the work of each thread over time."""
     spans = [event for event in report["traceEvents"] if event["ph"] == "X" and event["name"] in STAGE_COLORS]
     names = {event["tid"]: event["args"]["name"] for event in report["traceEvents"] if event["ph"] == "M"}
     threads = sorted({span["tid"] for span in spans}, key=lambda tid: (names[tid] != "MainThread", names[tid]))
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--out", type=new_file, required=True, help="the SVG")
     arguments = parser.parse_args()
     if (arguments.drawing in ("cache", "trace")) != (arguments.report is not None):
-        parser.error("--report goes with `cache` and `trace`, which need it")
+        parser.error("`cache` and `trace` need --report, and the other drawings do not take it")
     given = [json.loads(arguments.report.read_text())] if arguments.report else []
     arguments.out.write_text({"path": path, "cache": cache, "shares": shares, "trace": trace}[arguments.drawing](*given))
 

@@ -1,7 +1,7 @@
-"""The floor of an epoch in which every frame is decoded once: plain threads, and nothing of a loader.
+"""The floor of an epoch in which every frame is decoded once, by plain threads without a loader.
 
 One thread per core decodes its part of the files in file order with torchcodec, resizes each frame with the loader's kernel,
-and drops it. FFmpeg's processes, which decode and convert to RGB the same files without resizing, are timed beside it.
+and drops it. For comparison, FFmpeg's processes decode the same files and convert them to RGB, without resizing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dali_stream.cache.indices import IndexCache
 from dali_stream.decode.resize import resize
 from dali_stream.decode.torchcodec import frames_at_once
 
-Part = tuple[Path, int, int]  # a file, and the frames of it in the order in which they are shown
+Part = tuple[Path, int, int]  # a file, and a range of its frames in display order
 
 
 def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
@@ -30,7 +30,7 @@ def parts(dataset: dali_stream.Dataset, threads: int) -> list[list[Part]]:
         for path in dict.fromkeys(dataset.table.video[camera].paths):
             episode = int(np.flatnonzero([path == p for p in _paths(dataset, camera)])[0])
             table = indices.of(camera, episode, dataset.data_store)
-            place = np.argsort(table.display_order)  # when each packet is shown
+            place = np.argsort(table.display_order)  # position of each packet in display order
             starts = np.append(place[table.keyframes], len(table))
             runs += [(Path(dataset.data_store.where(path)), a, b) for a, b in itertools.pairwise(starts)]
     ends = np.cumsum([b - a for _, a, b in runs])

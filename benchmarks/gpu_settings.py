@@ -1,13 +1,13 @@
-"""How fast and how right the DALI route is under each setting of DALI's executor, on an idle and on a busy GPU.
+"""Measure speed and correctness of the DALI route with each setting of DALI's executor, on an idle and on a busy GPU.
 
     python benchmarks/gpu_settings.py ROOT [--device cuda] [--threads 4 8 16] [--seconds 3] [--out FILE]
 
-The settings: streams (one for all operators, one per backend, one per operator) and concurrency (whether independent operators,
-such as the decoders of two cameras, run at a time). torchcodec stands beside them. For each, frames/s of the Loader while the
-GPU has nothing else to do and while it multiplies matrices; and, per setting, the frames that differ from torchcodec's where
-batches are held (`dali_stream/tools/selftest/lockstep.py`). With `--device cpu` only the program itself is tried.
+The settings are the streams (one for all operators, one per backend, one per operator) and the concurrency (whether independent
+operators, such as the decoders of two cameras, run at the same time). For each setting, and for torchcodec, the report has the
+frames/s of the Loader on an idle GPU and on one that multiplies matrices. It also has the number of frames that differ from
+torchcodec's while batches are kept (`dali_stream/tools/selftest/lockstep.py`). `--device cpu` only tests this program.
 
-Not run on a GPU yet. The Loader uses one stream until this shows that more are faster, with every frame right.
+Not run on a GPU yet. The Loader uses one stream until this program shows that more streams are faster and every frame is right.
 """
 
 from __future__ import annotations

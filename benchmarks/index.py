@@ -1,11 +1,11 @@
-"""How long `dali-stream index` takes for a bucket of many objects.
+"""Measure the time of `dali-stream index` for a bucket of many objects.
 
     python benchmarks/index.py ROOT [--objects 10000] [--rounds 1] [--json]
 
-ROOT is a local dataset of LeRobot v2.1, whose episodes are repeated (as hard links) until there are enough files. nginx serves
-them on loopback as an anonymous S3 bucket, without latency, so what is measured is the work on this machine: nginx's share of
-it, too. Every round begins with an empty cache. Caches are removed at the end: ext4 creates files more slowly for some minutes
-after many were deleted. Wait that long between runs to compare, or set TMPDIR to a folder in memory.
+ROOT is a local dataset of LeRobot v2.1. Its episodes are repeated as hard links, up to the requested number of files. nginx
+serves them on loopback as an anonymous S3 bucket, without latency. The program therefore measures the work on this machine,
+including that of nginx. Every round begins with an empty cache. Caches are removed at the end, because ext4 creates files more
+slowly for some minutes after many were deleted. Wait that long between runs, or set TMPDIR to a folder in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
     arguments = parser.parse_args()
     nginx = find_nginx()
     if nginx is None:
-        print("index: skipped, since there is no nginx here: apt-get install nginx")
+        print("index: skipped, because nginx is not installed: apt-get install nginx")
         return 0
     rounds = []
     write = partial(repeat, arguments.root, objects=arguments.objects)

@@ -1,14 +1,14 @@
-"""How long the interpreter is held per delivered frame: what bounds how many decode threads can work at once.
+"""Measure how long the interpreter is held per delivered frame, which limits how many decode threads can work at once.
 
     python benchmarks/interpreter.py URI [--over http|s3 [--latency-ms 50] [--megabytes-per-s 40]] [--mode single|sarm]
                                          [--batch-size 64] [--seconds 20] [--rounds 3] [--json]
 
-py-spy (https://github.com/benfred/py-spy) looks at a Loader with one decode thread 500 times a second, in its first epoch and
-with frames resized to 224×224, and counts when a thread
-holds the interpreter, anywhere in the process. The share of the time, over the frames that came in it, is the cost of a frame;
-where it was spent is listed by function, with the calls below it. A thread that the system took off its core still holds the
-interpreter: what a thread waited for a core, by /proc/*/schedstat, is taken off its looks in proportion. With --over, URI is
-a local folder, which another process serves as benchmarks/remote.py does.
+py-spy (https://github.com/benfred/py-spy) samples a Loader with one decode thread 500 times a second, in its first epoch and
+with frames resized to 224×224, and counts the samples in which any thread of the process holds the interpreter. Their share of
+the time, divided by the number of delivered frames, is the cost of a frame. The report lists it by function, including the
+calls that a function makes. A thread that the system took off its core still holds the interpreter. The samples of a thread are
+therefore reduced in proportion to the time that it waited for a core, according to /proc/*/schedstat. With --over, URI is a
+local folder, which another process serves as in benchmarks/remote.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import dali_stream
 from dali_stream.tools import environment
 from dali_stream.tools.bench.measure import endless, take, windows
 
-RATE = 500  # looks a second
+RATE = 500  # samples per second
 LISTED = 15
 
 

@@ -1,12 +1,12 @@
-"""How well batches are mixed: what consumers and episode_pool_size do. No files are needed.
+"""Measure how well batches are mixed, depending on consumers and episode_pool_size. No files are needed.
 
     python benchmarks/mixing.py --json > benchmarks/results/mixing.json    # some minutes
     python benchmarks/mixing.py --report benchmarks/results/mixing.json --figure docs/mixing.svg
 
-The second prints the tables of docs/order.md and draws its figure.
+The second command prints the tables of docs/order.md and draws its figure.
 
-Every order is held against a full shuffle of the same frames (NumPy's), which is what "i.i.d." stands for here. A batch is a
-global batch: what all ranks train on in one step. See `Mixing` for what is measured.
+Every order is compared with a full shuffle of the same frames by NumPy, which is called "i.i.d." here. A batch is a global
+batch: the samples of all ranks in one step. `Mixing` describes the measured quantities.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Mixing:
     """How well the batches of an order are mixed.
 
     Attributes:
-        variance: of batch means, of quantities that differ from episode to episode, divided by what it is where each sample is
-            drawn independently of the others: 1 is i.i.d., less is better than that.
-        autocorrelation: of the episodes' shares in batches, over the lags 1 to 8 the one that is farthest from 0. Near 1, a
-            batch shows the same episodes as one shortly before.
-        episodes: distinct ones in a batch, on average.
+        variance: Variance of batch means of a quantity that differs from episode to episode, divided by the variance for
+            independently drawn samples. 1 is i.i.d., and smaller is better.
+        autocorrelation: Autocorrelation of the episodes' shares in batches, that of the lags 1 to 8 with the largest absolute
+            value. Near 1, a batch shows the same episodes as a batch shortly before it.
+        episodes: Mean number of distinct episodes in a batch.
     """
 
     variance: float
@@ -97,7 +97,7 @@ def mixing(epochs: Iterable[Array], lengths: Array, stride: int) -> Mixing:
 
 
 def case(batch_size: int, ranks: int, episodes: int, consumers: int, pool: int, batches: int = 1000) -> Case:
-    """Measures one order over so many batches, about, in epochs of at least 40."""
+    """Measure an order over about `batches` batches, in epochs of at least 40."""
     stride = batch_size * ranks
     lengths = made_up(episodes, stride)
     epochs = max(round(batches * stride / lengths.sum()), 1)

@@ -1,8 +1,8 @@
-"""The decode floor of the DALI route: NVDEC's engines, each at the speed of one that decodes a file from its beginning on.
+"""The decode floor of the DALI route: all engines of NVDEC, each at the speed of an engine that decodes a file sequentially.
 
     floor [frames/s] = engines × frames/s of one engine / frames decoded per frame delivered
 
-Not run on a GPU yet. On a CPU, DALI's software decoder (VP9) stands for an engine, and there are as many as threads.
+Not run on a GPU yet. On a CPU, DALI's software decoder (VP9) takes the place of an engine, with one engine per thread.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TIMED_S = 2.0
 
 
 def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame: Callable[[], float]) -> Callable[[], float]:
-    """A call that measures all cameras anew and returns the floor in frames/s.
+    """Return a function that measures all cameras and returns the floor in frames/s.
 
     Args:
-        dataset: whose first episodes are decoded.
-        gpu: the CUDA device; None on a CPU.
-        threads: of the loader's decoders.
-        per_frame: frames that are decoded per frame delivered.
+        dataset: Dataset whose first episodes are decoded.
+        gpu: Index of the CUDA device. None for the CPU.
+        threads: Number of threads of the loader's decoders.
+        per_frame: Function that returns the number of decoded frames per delivered frame.
     """
     engines, runs = [], []
     for camera in dataset.videos:
@@ -48,7 +48,7 @@ def make(dataset: dali_stream.Dataset, gpu: int | None, threads: int, per_frame:
 
 
 def _decoder(clip: dali.Encoded, gpu: int | None) -> Callable[[], None]:
-    """A call that decodes the clip and returns when its frames are there."""
+    """Return a function that decodes the clip and waits for its frames."""
     pipeline = dali.pipeline(lambda: [clip], 1, gpu, 1, prefetch=1)
     pipeline.build()
 

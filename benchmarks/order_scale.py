@@ -1,10 +1,10 @@
-"""What the order costs for a dataset of any size: no files are needed.
+"""Measure the time and memory of the order for a dataset of any size. No files are needed.
 
     python benchmarks/order_scale.py [--episodes 1000000] [--length 100] [--consumers 64] [--datasets 1] [--json]
 
-Times planning (the order made and its first batch read) and fast-forward by a million positions of one rank, for world
-sizes from 1 to the number of consumers, and takes the peak memory of the process. With --datasets, the episodes are those of a
-mixture of so many, with weights of 1 to 5 and as many samples in an epoch as there are frames.
+The program times planning (making the order and reading its first batch) and skipping a million positions of one rank, for
+world sizes from 1 to the number of consumers. It also reports the peak memory of the process. With --datasets N, the episodes
+are divided among the N datasets of a mixture, with weights of 1 to 5 and as many samples per epoch as frames.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dali_stream.tools import environment
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the order costs for a dataset of any size")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--episodes", type=count, default=1_000_000)
     parser.add_argument("--length", type=count, default=100, help="frames of an episode")
     parser.add_argument("--consumers", type=count, default=64)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(episodes: int, length: int, consumers: int, datasets: int) -> dict[str, Any]:
-    """Times one order after the other."""
+    """Measure one order after the other."""
     made = functools.partial(order, episodes, length, consumers, datasets)
     result: dict[str, Any] = {"frames": len(made()), "episodes": episodes, "datasets": datasets, "consumers": consumers}
     result["plan_s"] = timed(lambda: made().read(0, 64))

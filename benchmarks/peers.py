@@ -169,7 +169,7 @@ def parsed() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs all sides in turns."""
+    """Run all sides in turns."""
     if not arguments.root.is_dir():
         raise ValueError(f"{arguments.root} is no folder. The peers read only local datasets; give the folder of one")
     dataset = dali_stream.Dataset(arguments.root.resolve())
@@ -180,7 +180,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     known = sides(arguments.lerobot_python, arguments.workers)
     for name in arguments.only or ():
         if not any(side.name.startswith(name) for side in known):
-            raise ValueError(f"--only names {name!r}, and there are {', '.join(side.name for side in known)}")
+            raise ValueError(f"--only must name a peer, got {name!r}. Available: {', '.join(side.name for side in known)}")
     chosen = [side for side in known if side.name.startswith(tuple(arguments.only or ("",)))]
     compared = chosen if chosen and chosen[0].name == OWN else [known[0], *chosen]
     deltas = windows(arguments.mode, dataset)

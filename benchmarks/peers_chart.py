@@ -98,7 +98,7 @@ def chart(reports: list[Report]) -> str:
 
 
 def epochs(side: Report) -> list[tuple[str, float, list[float]]]:
-    """What each bar of a loader says: words beside its name, the median and the rounds."""
+    """Return the words beside the name, the median and the rounds of each bar of a loader."""
     if not side.get("second_epoch_rounds"):
         return [("", side["frames_per_s"], side["rounds"])]
     second = side["second_epoch_frames_per_s"], side["second_epoch_rounds"]
@@ -139,7 +139,7 @@ def named(side: Report) -> str:
 
 
 def title(report: Report) -> str:
-    """What was asked for."""
+    """Return a line with the request: mode, size and batch size."""
     given = report["arguments"]
     height, _, width = given.get("image_size", "None").strip("[]()").partition(", ")
     resized = f" of {height}×{width}" if width else ""

@@ -1,7 +1,7 @@
 """Training as a queue model: the loader's schedule, replayed against the bandwidth and latency of a network.
 
-What is read when, and in which order, is the schedule's (`dali_stream.schedule`), as in a Loader. Reads take a fetch thread
-each, wait for their round trips, and then share the link, one after the other.
+As in a Loader, the schedule (`dali_stream.schedule`) decides what is read, when and in which order. Each read takes a fetch
+thread, waits for its round trips, and then uses the link. Reads use the link one after the other.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ MOST_EPISODES = 4_000_000  # more are left out, since no simulated run gets to t
 
 
 class Recording:
-    """A dataset that is nowhere, laid out as LeRobot writes: many episodes to a file, a row group each.
+    """Invented dataset with the layout of LeRobot: many episodes per file, with a row group for each.
 
-    All episodes are of one length, and all encoded frames of one size.
+    All episodes have the same length, and all packets the same size.
 
     Args:
-        bytes_in_all: of encoded video.
-        episode_s, fps: seconds and frames per second of an episode.
-        cameras: how many.
-        bitrate: bits per second of a camera.
-        gop: distance of keyframes.
+        bytes_in_all: Size of the encoded video in bytes.
+        episode_s, fps: Length of an episode in seconds, and frames per second.
+        cameras: Number of cameras.
+        bitrate: Bits per second of a camera.
+        gop: Distance of keyframes in frames.
     """
 
     def __init__(self, bytes_in_all: float, episode_s: float, fps: float, cameras: int, bitrate: float, gop: int = 2) -> None:
@@ -71,7 +71,7 @@ class Recording:
         """The index of a video file: an episode begins with a keyframe."""
         frame, every = np.tile(np.arange(self.frames), self.in_video), np.arange(self.frames * self.in_video)
         sync = np.flatnonzero(frame % self.gop == 0)
-        # What FFmpeg writes: 4 bytes a frame and a keyframe, 16 a chunk of a second.
+        # As FFmpeg writes it: 4 bytes per frame and per keyframe, and 16 per chunk of one second.
         moov = 1024 + 4 * len(every) + 4 * len(sync) + 16 * int(len(every) / self.fps)
         size = np.full(len(every), self.packet)
         return video_index(
@@ -81,7 +81,7 @@ class Recording:
         )  # fmt: skip
 
     def open(self, episode: int, block: int) -> OpenEpisode:
-        """Where the frames of an episode are, with blocks of `block` bytes."""
+        """Return an open episode, with the locations of its frames in blocks of `block` bytes."""
         frames = np.arange(self.frames)
         first = episode % self.in_video * self.frames
         packet, keyframe = first + frames, first + frames - frames % self.gop
@@ -91,13 +91,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class Training:
-    """What a rank does.
+    """Work of a rank.
 
     Attributes:
-        step_s: seconds of a training step, between getting a batch and asking for the next.
-        decode_frames_per_s: of the rank's decode threads together; None: decoding takes no time.
-        frame_bytes: of a decoded frame.
-        warmup: the share of the steps in which waiting is told apart, since the pools fill then.
+        step_s: Time of a training step in seconds, from receiving a batch to requesting the next.
+        decode_frames_per_s: Speed of all decode threads of the rank together. None if decoding takes no time.
+        frame_bytes: Size of a decoded frame in bytes.
+        warmup: Share of the steps at the beginning, in which the pools fill. Waiting in these steps is reported separately.
     """
 
     batch_size: int
@@ -116,17 +116,17 @@ class Training:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """Result of a simulated run.
 
     Attributes:
-        waits: per step, seconds that the slowest rank waited for its batch; the first from the start on.
-        step_s: see `Training`.
-        seconds: from the start to the end of the last step.
-        fetched: per step, bytes that all ranks have fetched when its batch was there.
-        evicted, requests: of all ranks, see `Loader.stats`.
-        decodes: frames that are decoded, per frame that is shown.
-        peak_resident: the largest of a rank.
-        warmup: steps of it.
+        waits: Time that the slowest rank waited for each batch, in seconds. The first one is counted from the start.
+        step_s: See `Training`.
+        seconds: Time from the start to the end of the last step, in seconds.
+        fetched: Bytes that all ranks had fetched when each batch was ready.
+        evicted, requests: Numbers of all ranks. See `Loader.stats`.
+        decodes: Decoded frames per delivered frame.
+        peak_resident: Largest memory of a rank in bytes.
+        warmup: Number of steps of the warm-up.
     """
 
     waits: list[float]
@@ -141,13 +141,13 @@ class Outcome:
 
     @property
     def wait_share(self) -> float:
-        """Of the time after the warm-up, the share that training waits."""
+        """Share of the time after the warm-up in which training waits."""
         waits = self.waits[self.warmup :]
         return sum(waits) / max(sum(waits) + len(waits) * self.step_s, 1e-9)
 
     @property
     def waiting_steps(self) -> float:
-        """The share of the steps after the warm-up that wait, longer than a hundredth of their length."""
+        """Share of the steps after the warm-up that wait for more than a hundredth of their length."""
         return float(np.mean([wait > self.step_s / 100 for wait in self.waits[self.warmup :]]))
 
 
@@ -155,19 +155,19 @@ def simulate(
     recording: Recording, training: Training, bytes_per_s: float, latency_s: float, world: int = 1, ranks: int = 1,
     patience_s: float = math.inf,
 ) -> Outcome:  # fmt: skip
-    """Trains for some steps.
+    """Simulate some training steps.
 
     Args:
-        recording: what is shown.
-        training: what a rank does.
-        bytes_per_s, latency_s: what each rank has of the network: its share of the bandwidth, the latency of a request.
-        world: ranks that share the order.
-        ranks: of them, the first so many are simulated, and wait for each other in every step.
-        patience_s: ends the run early when so many seconds were waited after the warm-up.
+        recording: Dataset.
+        training: Work of each rank.
+        bytes_per_s, latency_s: Share of the bandwidth of each rank in bytes per second, and latency of a request in seconds.
+        world: Number of ranks that share the order.
+        ranks: Number of ranks that are simulated, beginning with rank 0. They wait for each other in every step.
+        patience_s: Waiting time after the warm-up at which the run ends early, in seconds.
 
     Raises:
-        ValueError: the ranks cannot share the order, or there is no batch.
-        MemoryBudgetError: memory_budget does not hold a batch.
+        ValueError: If the ranks cannot share the order, or the epoch has no batch.
+        MemoryBudgetError: If memory_budget does not hold a batch.
     """
     running = [_Rank(recording, training, Network(bytes_per_s, latency_s), rank, world) for rank in range(ranks)]
     warmup, depth = int(training.steps * training.warmup), running[0].depth
@@ -197,7 +197,7 @@ def simulate(
 
 @dataclass(order=True)
 class Job:
-    """A read: so many round trips, one after the other, and then so many bytes."""
+    """A read: `trips` round trips one after the other, then `size` bytes."""
 
     priority: tuple[int, ...]
     number: int
@@ -214,29 +214,29 @@ class Network:
         self.now, self.requests = 0.0, 0
         self._free = FETCHERS
         self._queue: list[Job] = []
-        self._events: list[tuple[float, int, bool, Job]] = []  # (time, number, whether the bytes are there, job)
+        self._events: list[tuple[float, int, bool, Job]] = []  # (time, number, whether the bytes have arrived, job)
         self._number = itertools.count()
         self._link_free = 0.0
-        self._times, self._bytes = [0.0], [0]  # bytes that are there from a time on
+        self._times, self._bytes = [0.0], [0]  # bytes that have arrived by each time
 
     def fetched(self, at: float) -> int:
-        """Bytes that were there at some time."""
+        """Return the number of bytes that had arrived at a time."""
         return self._bytes[bisect.bisect_right(self._times, at) - 1]
 
     def submit(self, priority: tuple[int, ...], trips: int, size: int) -> Job:
-        """Has something read, from now on."""
+        """Request a read now."""
         job = Job(priority, next(self._number), trips, size)
         heapq.heappush(self._queue, job)
         return job
 
     def advance(self, until: float) -> None:
-        """Lets time pass."""
+        """Let time pass."""
         while self._step(until):
             pass
         self.now = max(self.now, until)
 
     def wait(self, job: Job) -> float:
-        """Lets time pass until a job is done; returns when that was."""
+        """Let time pass until a job is done, and return the time of its end."""
         while job.done > self.now and self._step(math.inf):
             pass
         return job.done
@@ -317,12 +317,12 @@ class _Rank:
         self._batches: list[tuple[float, list[Job], int]] = []  # when it was planned, what it needs, its decodes
         self._first: list[Job] = []
         self._decoder_free = self._clock = 0.0
-        for camera in cameras:  # what a Loader looks at when it is made
+        for camera in cameras:  # a Loader reads these when it is created
             self._clock = network.wait(network.submit((), 2, HEAD + index.index_bytes))
             self.opening.observe((camera, 0), index.nbytes)
 
     def plan(self, room: float) -> None:
-        """Plans the next batch, when there is room for it."""
+        """Plan the next batch as soon as the look-ahead has room for it."""
         network, opening, planner = self.network, self.opening, self.planner
         network.advance(self._clock)
         for read in opening.request(planner.ahead(1 + opening.horizon(len(self._batches)))):
@@ -369,7 +369,7 @@ class _Rank:
         return [number for camera, number in self.opening.items.take_evicted() if not camera and first_row[number] >= 0]
 
     def ready(self, batch: int) -> float:
-        """When a batch is there, if it was planned."""
+        """Return the time at which a planned batch is ready."""
         planned, jobs, decodes = self._batches[batch]
         there = max([planned, *(self.network.wait(job) for job in jobs)])
         rate = self._training.decode_frames_per_s

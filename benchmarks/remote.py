@@ -1,14 +1,14 @@
-"""How near a dataset on a slow network comes to the same dataset on the local disk.
+"""Compare the speed of a dataset on a slow network with that of the same dataset on the local disk.
 
     python benchmarks/remote.py ROOT [--over http|s3] [--latency-ms 50] [--megabytes-per-s 40] [--batch-size 64] [--rounds 5]
                                      [--json]
 
-Serves the folder ROOT over HTTP or S3 on loopback, from a process of its own, with a latency for each request and a bandwidth
-for all together. In each round four loaders take turns, with the same order: local; remote with empty caches (cold); remote
-in its second epoch, out of memory; remote with nothing but a filled `cache_dir`. Rates are of an epoch without its first
-batch, whose time is given by itself, and are compared with the local disk's of the same round. The server takes time of the
-same cores: "server elsewhere" is the rate without that. Memory is touched before each loader, since the host of a virtual
-machine may provide it at the first touch, and slowly: as much as all decoded frames take, up to 5 GiB.
+A separate process serves the folder ROOT over HTTP or S3 on loopback, with a latency for each request and a bandwidth for all
+requests together. In each round, four loaders take turns with the same order: local; remote with empty caches (cold); remote in
+the second epoch, from memory; remote with a filled `cache_dir` only. A rate is that of an epoch without its first batch, whose
+time is reported separately. It is compared with the rate of the local disk in the same round. The server uses the same cores;
+"server elsewhere" is the rate without its time. Memory for all decoded frames, up to 5 GiB, is touched before each loader,
+because the host of a virtual machine may provide memory slowly at the first touch.
 """
 
 from __future__ import annotations

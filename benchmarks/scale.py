@@ -209,7 +209,7 @@ def _count_opened() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a dataset of DROID's size costs")
+    parser = argparse.ArgumentParser(description="Measure time and memory for a dataset of DROID's size")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--episodes", type=count, default=76_000)
     parser.add_argument("--batches", type=count, default=2000)

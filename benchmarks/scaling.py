@@ -1,13 +1,14 @@
-"""How cost grows: with threads, batch size, window, GOP, episodes, consumers, pool size and ranks.
+"""Measure how cost grows with threads, batch size, window, GOP, episodes, consumers, pool size and ranks.
 
     python benchmarks/scaling.py [--axes threads,batch,...] [--quick] [--rounds 3] [--json] [--out FILE]
 
-Each axis is a table of values and costs, medians over rounds in which all values take turns, with the exponent of the power
-law that fits best (least squares of logarithms): 1 is in proportion, 0 no growth, -1 a share for each. Where two straight
-lines fit far better than one, the value at which they meet is where the cost bends, with the exponents on its two sides.
+Each axis is a table of values and costs. Costs are medians over rounds in which all values take turns. The table has the
+exponent of the power law that fits best (least squares of logarithms): 1 is proportional growth, 0 no growth, and -1 inverse
+proportion. If two straight lines fit far better than one, the cost bends at the value at which they meet, and the table has the
+exponents on both sides.
 
-What decodes runs the real Loader on small demo datasets that are written first (frames of 128×160, two cameras). The order and
-the metadata need no video: episodes have 100 frames, and the order of up to a million of them is made as it is for training.
+Axes that decode use a Loader on small demo datasets, which are written first (frames of 128×160, two cameras). The order and
+the metadata need no video. Their episodes have 100 frames, and the order of up to a million of them is made as for training.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Axis:
 
 
 def axes(folder: Path, quick: bool) -> dict[str, Callable[[], Axis]]:
-    """All axes, by name. What they need is written to the folder when they are made."""
+    """Return all axes by name. An axis writes the data that it needs to the folder when it is made."""
     frames = QUICK_FRAMES if quick else FRAMES
     episodes = 500 if quick else 10_000
 
@@ -151,11 +152,11 @@ def loading(root: Path, frames: int, window: int = 1, batch_size: int = 32, thre
 
 
 def ordering(episodes: int, consumers: int = 64, pool: int = 8, world: int = 1) -> Figures:
-    """What an order costs.
+    """Measure an order.
 
     Returns:
-        Seconds and memory to make it and read its first batch; seconds for each million positions of a rank; seconds until a
-        rank that is resumed in the middle of the epoch, or a million positions in, has its first batch.
+        Seconds and memory for making it and reading its first batch; seconds per million positions of a rank; seconds until the
+        first batch of a rank that is resumed in the middle of the epoch, or after a million positions.
     """
     lengths = np.full(episodes, LENGTH)
     total = episodes * LENGTH
@@ -263,12 +264,12 @@ def main(given: list[str] | None = None) -> int:
 def _names(known: list[str], text: str) -> list[str]:
     wanted = text.split(",")
     if unknown := [name for name in wanted if name not in known]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no axis; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown axis {unknown[0]!r}; available: {', '.join(known)}")
     return wanted
 
 
 def measure(names: Iterable[str], quick: bool, rounds: int) -> dict[str, Any]:
-    """Measures the axes one after the other, and prints each."""
+    """Measure the axes one after the other, and print each."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         known = axes(Path(folder), quick)

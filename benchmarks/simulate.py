@@ -1,13 +1,14 @@
-"""Whether a cluster's network keeps up with training, on a laptop: the loader's schedule replayed by a queue model.
+"""Simulate whether a cluster's network keeps up with training, with the loader's schedule and a queue model, on a laptop.
 
     python benchmarks/simulate.py --nodes 64 --dataset-tb 100 --bandwidth-gbps 25 [--latency-ms 50] [--step-ms 200] [--json]
 
-What is read when, decoded, kept and dropped is what the loader's schedule says. Network and decoder are queues
-(queue_model.py), and the dataset is made up, laid out as LeRobot writes.
+The loader's schedule decides what is read, decoded, kept and dropped, and when. Network and decoder are queues
+(queue_model.py). The dataset is invented, with the layout of LeRobot.
 
-What that leaves out: the time of the interpreter; decoding, unless --decode-fps gives its speed; lost packets, retries, limits
-of a server or of a connection, and cache_dir. Of the ranks, which are alike, `--ranks` are simulated, each with its share of
-its node's bandwidth, and wait for each other in every step. With more, the slowest of them is slower.
+The simulation leaves out the time of the interpreter; decoding, unless --decode-fps gives its speed; lost packets, retries,
+limits of a server or of a connection, and cache_dir. All ranks do the same work, so only `--ranks` of them are simulated. Each
+has its share of the bandwidth of its node, and they wait for each other in every step. The more ranks are simulated, the slower
+is the slowest of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_FRAMES, MOST_TB = 1_000_000, 1_000_000
 
 
 def main(given: list[str] | None = None) -> int:
-    """The program; `given` are its arguments, those of the command line by default."""
+    """Run the program with arguments, by default those of the command line."""
     arguments = _parser().parse_args(join_sizes(given))
     try:
         report = plan(arguments)
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--episode-seconds", type=positive, default=30.0)
     add("--fps", type=positive, default=30.0)
     add("--cameras", type=count, default=3)
-    add("--bitrate-mbps", type=positive, default=4.0, help="of a camera")
+    add("--bitrate-mbps", type=positive, default=4.0, help="bitrate of a camera")
     add("--gop", type=count, default=2, help="distance of keyframes, in frames")
     add("--bandwidth-gbps", type=positive, default=10.0, help="of a node, in 10^9 bits")
     add("--latency-ms", type=not_negative, default=50.0, help="of a request")
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Cluster:
-    """What the arguments describe, and runs of it with something changed."""
+    """Cluster and training that the arguments describe, and runs of them, also with changes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         a = arguments
@@ -112,47 +113,47 @@ class Cluster:
 
     @property
     def demand(self) -> float:
-        """Bytes per second and node of encoded video that training at full speed uses up, each frame being shown once."""
+        """Encoded video that training at full speed uses, if it shows each frame once, in bytes per second and node."""
         samples_per_s = self.training.batch_size / self.training.step_s * self.gpus
         return samples_per_s * self.recording.packet * len(self.recording.cameras)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of encoded video of the episodes that a rank draws from."""
+        """Size of the encoded video of the episodes that a rank draws from, in bytes."""
         consumers = max(self.training.consumers // self.world, 1)
         episodes = min(consumers * self.training.pool, -(-self.recording.num_episodes // self.world) + consumers)
         return episodes * self.recording.episode_bytes
 
     @property
     def share_bytes(self) -> float:
-        """Bytes of encoded video that a rank shows in an epoch, about: segments are cut within episodes."""
+        """Approximate size of the encoded video that a rank shows in an epoch, in bytes. Segments are cut within episodes."""
         return self.recording.bytes_in_all / self.world
 
     @property
     def fits(self) -> bool:
-        """Whether all that a rank shows stays in its memory, so that it is fetched once and never again."""
+        """Whether all video of a rank stays in its memory, so that it is fetched only once."""
         return self.share_bytes < self.training.memory_budget // 2
 
     def judged(self, outcome: Outcome, bandwidth: float) -> bool | None:
-        """Whether it keeps up. None where it waits before the pools are full, which says nothing of the time after that."""
+        """Return whether the network keeps up. None if training waits before the pools are full, which does not show it."""
         if bandwidth < self.demand and not self.fits:
             return False
         return keeps_up(outcome) or (False if self.filled(outcome) else None)
 
     def filled(self, outcome: Outcome) -> bool:
-        """Whether the pools were full when judging began."""
+        """Return whether the pools were full at the end of the warm-up."""
         full = min(self.pool_bytes, 0.9 * self.share_bytes, self.training.memory_budget // 2)
         return outcome.fetched[outcome.warmup] >= full * self.ranks
 
     def run(self, bandwidth: float | None = None, *, whole: bool = True, **changes: Any) -> Outcome:
-        """Trains with a node's bandwidth, and with changes of the training. Not `whole`: until it is clear that it waits."""
+        """Simulate with a bandwidth per node and changes of the training. If not `whole`, stop as soon as it waits too long."""
         training = dataclasses.replace(self.training, **changes)
         share = (bandwidth or self.bandwidth) / self.gpus
         patience = math.inf if whole else _patience(training)
         return simulate(self.recording, training, share, self.latency_s, self.world, self.ranks, patience)
 
     def smallest_bandwidth(self, as_it_is: bool) -> float | None:
-        """Bytes per second of a node that keep up, if any do; `as_it_is`: whether those that there are do."""
+        """Return the smallest bandwidth of a node that keeps up, if any. `as_it_is` is the result for the available one."""
 
         def keeps(bandwidth: float) -> bool:
             if (bandwidth >= self.bandwidth) == as_it_is:
@@ -163,20 +164,21 @@ class Cluster:
 
 
 def _patience(training: Training) -> float:
-    """Seconds of waiting with which a run does not keep up any more, however it continues."""
+    """Return the seconds of waiting after which a run cannot keep up any more."""
     left = training.steps - int(training.steps * training.warmup)
     return KEEPS_UP * left * training.step_s / (1 - KEEPS_UP)
 
 
 def keeps_up(outcome: Outcome) -> bool:
-    """Whether training hardly waits once the pools are full."""
+    """Return whether training hardly waits after the pools are full."""
     return outcome.wait_share <= KEEPS_UP
 
 
 def smallest(keeps: Callable[[float], bool], start: float, most: float = 16.0) -> float | None:
-    """The smallest bandwidth that keeps up, within `PRECISION`: out from `start` until the answer changes, then by bisection.
+    """Return the smallest bandwidth that keeps up, within `PRECISION`.
 
-    None where `most` times `start` does not keep up; a `most`-th of it where that does.
+    The search begins at `start`, moves away from it until the answer changes, and then bisects. It returns None if `most` times
+    `start` does not keep up, and the last tested bandwidth if even `start` divided by `most` does.
     """
     low = high = start
     enough, factor = keeps(start), 1.25
@@ -192,7 +194,7 @@ def smallest(keeps: Callable[[float], bool], start: float, most: float = 16.0) -
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Simulates what is there, the smallest bandwidth that would do, and what else would help."""
+    """Simulate the cluster as it is, and find the smallest bandwidth that keeps up and other remedies."""
     began = time.perf_counter()
     cluster = Cluster(arguments)
     outcome = cluster.run()
@@ -235,10 +237,10 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def advice(cluster: Cluster, outcome: Outcome, verdict: bool | None, least: float | None) -> list[str]:
-    """What would help, each of it tried."""
+    """Return remedies, each of which was simulated."""
     found = []
     if cluster.fits:
-        found.append("all that a rank shows fits into its memory_budget: once that is fetched, the network has nothing to do")
+        found.append("all video of a rank fits into its memory_budget, so nothing is fetched after the first pass")
     if outcome.evicted:
         found += _more_room(cluster)
     if not cluster.filled(outcome):
@@ -257,7 +259,7 @@ def advice(cluster: Cluster, outcome: Outcome, verdict: bool | None, least: floa
 
 
 def _more_room(cluster: Cluster) -> list[str]:
-    """Ways to fetch no byte twice: a budget that holds the pools, or pools that the budget holds."""
+    """Return ways to fetch no byte twice: a budget that holds the pools, or pools that fit into the budget."""
     training, found = cluster.training, []
     room = int(cluster.pool_bytes * 2.6)  # half of the budget is for decoded frames
     changes: list[tuple[str, dict[str, Any]]] = []
@@ -280,11 +282,11 @@ def _less(outcome: Outcome, cluster: Cluster) -> str:
         * cluster.recording.packet
         * len(cluster.recording.cameras)
     )
-    return f"{outcome.fetched[-1] / used:.1f} times what was shown, pools included"
+    return f"{outcome.fetched[-1] / used:.1f} times the video that was delivered, including the pools"
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     given, gib = report["arguments"], 2**30
     episodes = f"{report['episodes']} episodes" + (f", {MOST_EPISODES} laid out" if report["episodes"] > MOST_EPISODES else "")
     verdict = {True: "keeps up", False: "stalls", None: "undecided"}[report["keeps_up"]]
@@ -308,5 +310,5 @@ def text(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    logging.getLogger("dali_stream").setLevel(logging.ERROR)  # what it warns of stands in the report
+    logging.getLogger("dali_stream").setLevel(logging.ERROR)  # the report contains its warnings
     sys.exit(main())

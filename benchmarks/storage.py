@@ -1,11 +1,11 @@
-"""What a range read costs with each client: requests/s, MB/s, CPU time and interpreter time per request.
+"""Measure range reads with each client: requests/s, MB/s, CPU time and interpreter time per request.
 
     python benchmarks/storage.py [--ranges 16384 65536 4194304] [--threads 1 16] [--clients NAME ...] [--seconds 3] [--json]
 
-nginx (Debian's package) serves a file of 64 MiB on loopback, which the clients read as an object of an anonymous S3 bucket or
-over HTTP: dali_stream's stores as they are, with retries, checks and pinned versions; and for comparison obstore, http.client,
-urllib3 and s3fs without any of these, where they are installed. The interpreter's time is by py-spy, as in interpreter.py, in
-a run of its own. nginx takes its share of the same cores.
+nginx (Debian's package) serves a file of 64 MiB on loopback. The clients read it as an object of an anonymous S3 bucket or over
+HTTP. They are the stores of dali_stream, with retries, checks and pinned versions, and for comparison obstore, http.client,
+urllib3 and s3fs without any of these, if they are installed. py-spy measures the time of the interpreter in a separate run, as
+in interpreter.py. nginx uses the same cores.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Read = Callable[[int, int], bytes]
 
 
 def find_nginx() -> str | None:
-    """Its path, if it is installed; Debian has it outside of a user's PATH."""
+    """Return the path of nginx, if it is installed. On Debian, its folder is not in the PATH of users."""
     return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
@@ -66,7 +66,7 @@ def main() -> int:
     arguments = parser.parse_args()
     nginx = find_nginx()
     if nginx is None:
-        print("storage: skipped, since there is no nginx here: apt-get install nginx")
+        print("storage: skipped, because nginx is not installed: apt-get install nginx")
         return 0
     spy = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     rows = []

@@ -1,10 +1,10 @@
-"""The reports of `dali-stream bench` in one table, summary.csv, and a page with plots that needs no network.
+"""Summarize the reports of `dali-stream bench` in a table, summary.csv, and a page with plots that needs no network.
 
     python benchmarks/summarize.py DIR [--json]
 
-Reads DIR/*.json, and DIR/*.failed, which benchmarks/slurm/matrix.sh leaves where a measurement failed. Writes
-DIR/summary.csv and DIR/summary.html. A report that cannot be read is a row that says so, and the exit code is 1 then. Needs
-matplotlib.
+The program reads DIR/*.json, and DIR/*.failed, which benchmarks/slurm/matrix.sh writes if a measurement fails. It writes
+DIR/summary.csv and DIR/summary.html. A report that cannot be read gets a row with the error, and the exit code is 1. matplotlib
+is required.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.text import Text
 
 from dali_stream.bottleneck import STAGES
 
-COLUMNS = {  # of a report: their names with units, and what one of the unit is in the report's own
+COLUMNS = {  # of a report: names with units, and the value of that unit in the unit of the report
     "frames_per_s_node": ("frames/s", 1), "samples_per_s": ("samples/s", 1), "first_batch_latency_s": ("first batch, s", 1),
     "p50_sample_latency_ms": ("wait p50, ms", 1), "p95_sample_latency_ms": ("wait p95, ms", 1),
     "p99_sample_latency_ms": ("wait p99, ms", 1), "decoded_per_delivered_frame": ("decoded per frame", 1),
@@ -38,16 +38,16 @@ COLUMNS = {  # of a report: their names with units, and what one of the unit is 
 SECONDS = ("decode_s_total", "fetch_s_total", "wait_s_total", "wallclock_s")  # in summary.csv only: the page has shares of them
 LINES = {"wait_s": "waiting for batches", "decode_s": "decoding, all threads", "fetch_s": "fetching, all requests"}
 HEAD = ("source", "mode", "decode", "decoders", "ranks", "nodes", "batch_size", "status")
-NAMED = HEAD[:3]  # what a measurement is called
-MAY_LACK = ("peak_gpu_bytes", "decoded_per_delivered_frame")  # a figure, where there is no GPU or no video
+NAMED = HEAD[:3]  # the parts of the label of a measurement
+MAY_LACK = ("peak_gpu_bytes", "decoded_per_delivered_frame")  # values that are None without a GPU or without video
 MODES = {
     "single": "the current frame of all cameras",
     "sarm": "windows: 8 frames of all cameras, 1 s apart",
     "action_chunk": "the current frame of all cameras, and the next 50 actions",
 }
 HOW = {
-    "what is measured": "A consumer without a model asks for batches, waits until each is on the device, and drops it.",
-    "frames/s, samples/s": "what was delivered over wall-clock time, after the warm-up, per node",
+    "measurement": "A consumer without a model asks for batches, waits until each is on the device, and drops it.",
+    "frames/s, samples/s": "delivered frames or samples per second of wall-clock time, after the warm-up, per node",
     "first batch": "from making the Loader to its first batch",
     "wait p50, wait p95, wait p99": "percentiles of the time from asking for a batch until it is on the device",
     "decoded per frame": "frames that the decoder had to decode for each frame delivered, because of keyframes",
@@ -57,7 +57,7 @@ HOW = {
 
 
 class Found(NamedTuple):
-    """What a folder holds: a row for each measurement, and the whole reports of those that went well."""
+    """Contents of a folder: a row for each measurement, and the complete reports of successful ones."""
 
     rows: list[dict[str, Any]]
     reports: list[dict[str, Any]]
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def read(folder: Path) -> Found:
-    """The reports, what cannot be read as one, and the measurements that failed. Other JSON is passed over."""
+    """Read the reports, unreadable files, and failed measurements. Other JSON files are ignored."""
     rows, reports, bad = [], [], []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -112,13 +112,13 @@ def read(folder: Path) -> Found:
 
 
 def named(path: Path) -> dict[str, str]:
-    """What the name of a file says of its measurement, whose label has no "-" where matrix.sh gave it."""
+    """Return the parts of a measurement's label from the name of its file. matrix.sh writes no other "-" into names."""
     parts = path.stem.rsplit("-", 2)
     return dict(zip(HEAD, parts, strict=False)) if len(parts) == 3 else {"source": path.stem}
 
 
 def row(report: dict[str, Any]) -> dict[str, Any]:
-    """A report's plain figures. Raises ValueError where it lacks any that the table, the page or the plots show."""
+    """Return the values of a report. Raises ValueError if a value of the table, the page or the plots is missing."""
     try:
         decoders = ", ".join(sorted({route["decoder"] for route in report["routes"].values()}))
         points = [(key, point[key]) for point in report["timeline"] for key in ("s", *LINES)]
@@ -136,14 +136,14 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def shares(report: dict[str, Any]) -> dict[str, float]:
-    """Per stage, its share of the time of the threads that have it: one a rank, or the decode threads."""
+    """Return the share of each stage in the time of its threads: one per rank, or the decode threads."""
     wall = report["wallclock_s"] * report["ranks"]
     threads = {"decode threads": report["num_threads"]}
     return {key: report["stage_s_total"][key] / wall / threads.get(who, 1) for who, keys in STAGES.items() for key in keys}
 
 
 def facts(report: dict[str, Any]) -> dict[str, str]:
-    """What was measured, on what and how."""
+    """Return a description of machine, dataset, settings, decoder and versions."""
     on, size = report["machine"], report["image_size"]
     cameras = ", ".join(f"{name.rpartition('.')[2]} {height}×{width}" for name, (height, width) in report["cameras"].items())
     return {
@@ -164,7 +164,7 @@ def facts(report: dict[str, Any]) -> dict[str, str]:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """A table of the measurements that went well, its first row the names of the columns that any of them has."""
+    """Return a table of the successful measurements. Its first row has the names of all columns that are not empty."""
     well = [each for each in rows if "verdict" in each]
     keys = [key for key in COLUMNS if any(each[key] for each in well)]
     found = [["measurement", "decoder", *(COLUMNS[key][0] for key in keys)]]
@@ -175,12 +175,12 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def label(measurement: dict[str, Any]) -> str:
-    """What a measurement is called."""
+    """Return the name of a measurement."""
     return " ".join(str(measurement[key]) for key in NAMED if key in measurement)
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(measurement, what limits it, or what became of it) in words."""
+    """Return (name of a measurement, its verdict or its error) for each measurement."""
     return [
         (label(each), f"{text(each['frames_per_s_node'])} frames/s. {each['verdict']}" if "verdict" in each else each["status"])
         for each in rows
@@ -188,7 +188,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def text(value: Any) -> str:
-    """A number to three digits or more."""
+    """Return a number as text with at least three digits."""
     if isinstance(value, (int, float)):
         digits = 0 if abs(value) >= 100 or value == int(value) else 1 if abs(value) >= 10 else 2
         return f"{value:.{digits}f}"
@@ -196,9 +196,9 @@ def text(value: Any) -> str:
 
 
 def page(rows: list[dict[str, Any]], reports: list[dict[str, Any]]) -> str:
-    """The page: verdicts, tables, what was measured and three plots, all in one file."""
+    """Return the page as HTML: verdicts, tables, descriptions and three plots."""
     said = "".join(f"<li><b>{html.escape(name)}</b>: {html.escape(verdict)}</li>\n" for name, verdict in verdicts(rows))
-    parts = {"What limits it": f"<ul>{said}</ul>"}
+    parts = {"Verdicts": f"<ul>{said}</ul>"}
     if reports:
         modes = {f"mode {report['mode']}": MODES.get(report["mode"], "") for report in reports}
         times = [["share of time, %", *(name for stages in STAGES.values() for name in stages.values())]]
@@ -206,8 +206,8 @@ def page(rows: list[dict[str, Any]], reports: list[dict[str, Any]]) -> str:
         threads = "".join(f"<th colspan={len(stages)}>{who}</th>" for who, stages in STAGES.items())
         parts |= {
             "Figures": grid(cells(rows)),
-            "Where the time goes": grid(times, f"<tr><th></th>{threads}</tr>"),
-            "What was measured": listed({**circumstances(reports), **HOW, **modes}),
+            "Share of time by stage": grid(times, f"<tr><th></th>{threads}</tr>"),
+            "Conditions": listed({**circumstances(reports), **HOW, **modes}),
             **dict(drawn(reports)),
         }
     body = "\n".join(f"<h2>{title}</h2>\n{part}" for title, part in parts.items())
@@ -225,19 +225,19 @@ svg {{ max-width: 100%; height: auto }}</style></head><body>
 
 
 def grid(cells: list[list[str]], above: str = "") -> str:
-    """A table, its first row the names of the columns, with another row above."""
+    """Return a table as HTML. The first row of cells has the names of the columns, and `above` is a row before it."""
     head, *body = [[html.escape(each) for each in row] for row in cells]
     rows = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>", *(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in body)]
     return "\n".join(["<table>", above, *rows, "</table>"])
 
 
 def listed(entries: dict[str, str]) -> str:
-    """Names and what they mean."""
+    """Return names and their descriptions as HTML."""
     return "<dl>" + "\n".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in entries.items()) + "</dl>"
 
 
 def circumstances(reports: list[dict[str, Any]]) -> dict[str, str]:
-    """What `facts` says of all reports: once where they agree, else with the measurements it holds for."""
+    """Return the `facts` of all reports: once if they agree, and otherwise with the names of their measurements."""
     found = {}
     for name in facts(reports[0]):
         by_value: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""What keeping decoded frames brings on this machine: first epochs with the frame cache and without it, in turns.
+"""Measure the effect of the frame cache on this machine, with first epochs with the cache and without it in turns.
 
     python benchmarks/with_cache.py URI [URI ...] [--image-size 224 224] [--without 8MiB] [--rounds 3] [--json]
 
-Without it, memory_budget holds little more than one batch needs, so that nearly every frame is decoded again for each use.
+Without the cache, memory_budget holds little more than one batch, so nearly every frame is decoded again for each use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("uri", nargs="+", help="LeRobot v3 datasets")
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--image-size", type=frame_size, default=(224, 224), metavar="HxW")
-    parser.add_argument("--without", default="8MiB", help="the memory_budget that stands for no cache")
+    parser.add_argument("--without", default="8MiB", help="memory_budget of the epochs without the cache")
     parser.add_argument("--rounds", type=count, default=3, help="rounds; the medians are compared")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args(join_sizes())

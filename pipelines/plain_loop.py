@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Behaviour cloning in a plain PyTorch loop")
     parser.add_argument("uri", help="a LeRobot v3 dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint.pt, the same for all processes")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, or start if it has none")
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     parser.add_argument("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(join_sizes(argv))
     arguments.out.mkdir(parents=True, exist_ok=True)
     if (file := arguments.out / "checkpoint.pt").exists() and not arguments.resume:
-        parser.error(f"{file} is there already; continue from it with --resume, or name another --out")
+        parser.error(f"{file} already exists; continue from it with --resume, or name another --out")
     if arguments.batch_size % RANKS:
         parser.error(f"--batch-size is {arguments.batch_size}, of all {RANKS} processes together; give a multiple of {RANKS}")
     gpu = arguments.device == "auto" and torch.cuda.is_available()

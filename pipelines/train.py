@@ -99,7 +99,7 @@ class Run:
         self.console = Console(stderr=True, quiet=not accelerator.is_main_process)
         self.file = arguments.out / "checkpoint.pt"
         if self.file.exists() and (arguments.dummy or not arguments.resume):
-            raise ValueError(f"{self.file} is there already; train on from it with --resume, or name another --out")
+            raise ValueError(f"{self.file} already exists; continue from it with --resume, or name another --out")
         arguments.out.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(arguments.out / ".lock")
         if accelerator.is_main_process:
@@ -148,7 +148,7 @@ class Run:
         return True
 
     def _cut_short(self, preemption: Preemption) -> bool:
-        saved = "" if self.arguments.dummy else ", saved; --resume continues from there"
+        saved = "" if self.arguments.dummy else ", saved; --resume continues from this step"
         self.console.print(f"{signal.Signals(preemption.signal).name}: ended at step {self.step}{saved}")
         return False
 
@@ -219,7 +219,7 @@ class Run:
         """
         if not self.sound:
             raise FloatingPointError(
-                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved from there on; resume "
+                f"a gradient was not finite, at step {self.step} or shortly before, so nothing is saved after it; resume "
                 "from the last checkpoint with a smaller --learning-rate, or a smaller --clip"
             )
 

@@ -89,6 +89,10 @@ def test_files_that_are_named_exist() -> None:
     folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
     named = in_code(rf"(?<![\w./-])(?:(?:{folders})/[\w./-]*|[\w./-]+\.(?:py|md|toml|txt|sh)\b)")
     assert len(named) > 20
+    # A file that an example of a change makes: a diff that begins with a docstring.
+    made = [m[1] for _, m in in_code(r"^\+\+\+ (\S+)\n\+\"\"\"")]
+    assert len(made) == 1
+    named = [(where, m) for where, m in named if m[0] not in made]
     assert [(where, m[0]) for where, m in named if not any((at / m[0]).exists() for at in (ROOT, ROOT / "dali_stream"))] == []
 
 
@@ -153,6 +157,16 @@ def test_a_page_of_a_trainer_is_short() -> None:
     assert [path.name for path in pages if len(path.read_text().split()) > 300] == []
 
 
+def test_a_page_begins_with_a_sentence() -> None:
+    """After its title, and before headings, code, tables and pictures."""
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+        if page.name != "contributing.md":  # it includes CONTRIBUTING.md
+            after = re.search(r"^# [^\n]+\n\n(.*?)(?:\n\n|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+            assert after, page
+            assert not after[1].startswith(("#", "```", "|", "![", "- ")), page
+            assert re.search(r"[.:]\*{0,2}(?:\s|$)", after[1]), page
+
+
 def test_every_public_name_has_a_page() -> None:
     """Of the API reference, with a complete example."""
     pages = {path: path.read_text() for path in PAGES if path.parent.name == "api"}
@@ -171,6 +185,28 @@ def test_the_site_has_every_page_once() -> None:
 
     named = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
+
+
+def test_the_compatibility_page_has_the_versions_of_the_project() -> None:
+    """Those of pyproject.toml, constraints.txt and the reports with LeRobot."""
+    page = (ROOT / "docs/compatibility.md").read_text()
+    rows = {cells[1].strip(): cells[2:4] for line in page.splitlines() if len(cells := line.split("|")) == 5}
+    project, constraints = (ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()
+    for name in ("torch", "torchcodec"):
+        allowed, tested = rows[name]
+        assert re.search(rf'"{name}>=([\d.]+)"', project)[1] in allowed  # type: ignore[index]
+        assert re.search(rf"^{name}==([\d.]+)", constraints, re.MULTILINE)[1] in tested  # type: ignore[index]
+    assert 'requires-python = ">=3.10,<3.14"' in project
+    assert rows["Python"][0].strip() == "3.10 to 3.13"
+    assert project.count(">=2.3,<2.5") == 2
+    assert rows["DALI"][0].startswith(" 2.3 and 2.4")
+    for name, version in re.findall(r"^(nvidia-dali-cuda\d+)==([\d.]+)", constraints, re.MULTILINE):
+        assert f"`{name}` {version}" in rows["DALI"][1]
+    for path in sorted((ROOT / "benchmarks/results").glob("lerobot_train_*.json")):
+        report = json.loads(path.read_text())
+        assert report["lerobot"]["lerobot"] in rows["LeRobot"][1]
+        for name in ("torch", "torchcodec"):
+            assert report["versions"][name].partition("+")[0] in rows[name][1]
 
 
 # ----------------------------------------------------------------------- the built site
@@ -227,6 +263,38 @@ def test_the_site_can_be_searched_from_the_disk(site: Path) -> None:
         workers = [page.parent / name for name in Resources(page).scripts if name.endswith("iframe-worker.js")]
         assert workers, page
         assert 'location.protocol==="file:"&&(window.Worker=' in workers[0].read_text(), page
+
+
+GALLERY = {
+    "window": "action (3, 20, 4)",
+    "mixture": "first: 233 samples of 270 frames, 67% of the epoch",
+    "resume": "the batches are those of an uninterrupted epoch: True",
+    "remote": "second run: 349 frames, ",
+    "augmentation": "same seed, same pixels: True same pixels with another seed: False",
+    "graph": "decoder: dali",
+}
+"""A part of the output of each example of the gallery."""
+
+
+def test_the_gallery_shows_what_its_examples_print_and_draw(site: Path) -> None:
+    page, text = site / "gallery.html", " ".join(text_of(site / "gallery.html").split())
+    assert [path.removeprefix("gallery/") for path in Resources(page).others if path.startswith("gallery/")] == [
+        f"{name}.png" for name in GALLERY
+    ]
+    for name, printed in GALLERY.items():
+        assert printed in text, name
+        assert " ".join((ROOT / f"docs/gallery/{name}.py").read_text().split()) in text, name
+        with Image.open(site / f"gallery/{name}.png") as picture:
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 20, name  # more than an empty plot
+
+
+def test_an_example_that_fails_is_an_error(demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "demo").symlink_to(demo)
+    (tmp_path / "broken.py").write_text("import dali_stream\n\ndali_stream.Dataset('nowhere')\n")
+    command = [sys.executable, str(ROOT / "docs/gallery/run.py"), "broken.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'File "broken.py", line 3' in done.stderr
 
 
 def text_of(page: Path) -> str:

@@ -262,7 +262,7 @@ def test_what_cannot_be_compared_is_one_line(
         (
             demo,
             ["--only", "torch", "lerobut"],
-            "--only names 'lerobut', and there are dali_stream, torchcodec, lerobot, 0 workers",
+            "--only must name a peer, got 'lerobut'. Available: dali_stream, torchcodec, lerobot, 0 workers",
         ),
         (demo, [], "less than two batches; give a smaller one"),
     ]

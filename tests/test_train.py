@@ -274,8 +274,8 @@ def test_what_does_not_go_together_is_said_in_a_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--resume", "--dummy"], "is there already"),
-        ([], "is there already; train on from it with --resume"),
+        (["--resume", "--dummy"], "already exists"),
+        ([], "already exists; continue from it with --resume"),
         (["--resume", "--chunk", 9], "is of chunk=8, and this run has chunk=9"),
         (["--resume", "--seed", 1], "the state is of the order"),
         (["--resume", "--val-episodes", 1], "The state is of another dataset or of other episodes"),

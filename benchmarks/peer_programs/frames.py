@@ -1,4 +1,4 @@
-"""Whether a peer delivered the frames that it was to deliver."""
+"""Comparison of the frames that a peer delivered with the requested frames."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 import numpy as np
 
-# Mean absolute differences, of 255. Decoders differ in how they bring colour to full resolution (NVDEC by about 3); frames
-# differ from their neighbours by less than that in slow scenes, so a frame also has to be as near to its own frame as to
-# the two before and after.
+# Mean absolute differences, of 255. Decoders upsample chroma differently (NVDEC by about 3). In slow scenes, frames differ less
+# than that from their neighbours. Therefore a frame must also be as near to the requested frame as to the two frames before and
+# after it.
 TOLERANCE = 4.0
 MARGIN = 0.05
 NEIGHBOURS = (-1, 1, -2, 2)
-SHOWN = 5  # differences that are told
+SHOWN = 5  # differences in the report
 
 
 def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
-    """Holds what a peer wrote (`serve.Delivered.write`) against the order that was recorded.
+    """Compare the results of a peer (`serve.Delivered.write`) with the recorded order.
 
     Args:
-        results: the peer's file.
-        recorded: a `Recorded`.
-        follows: whether the peer was given the order. One that shuffles by itself has to deliver rows that exist, none twice
-            in an epoch, and to each its own frames.
+        results: File of the peer.
+        recorded: A `Recorded`.
+        follows: Whether the peer follows the recorded order. A peer that shuffles by itself must deliver existing rows, none
+            of them twice in an epoch, and the frames of each row.
 
     Returns:
-        `equal`; `samples` and `frames` compared; `worst_difference` of a frame from its frame, mean absolute of 255;
-        `differences`, the first few in words.
+        `equal`; the numbers of compared `samples` and `pictures`; `worst_difference`, the largest mean absolute difference of a
+        frame, of 255; `differences`, a text for each of the first few.
     """
     with np.load(results) as file:
         found = dict(file)
@@ -37,7 +37,7 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
         for at, shown in zip(found["checked"], found[f"pictures_{n}"], strict=True):
             episode, frame = int(found["episode_index"][at]), int(found["frame_index"][at])
             if not recorded.has(episode, frame):
-                continue  # told by the rows
+                continue  # `_rows` reports it
             due = recorded.window(camera, episode, frame).tolist()
             if len(due) != len(shown):
                 wrong.append(f"sample {at}: {len(shown)} frames of {camera} came, and {len(due)} were to come")
@@ -56,7 +56,7 @@ def check(results: Path, recorded: Any, follows: bool) -> dict[str, Any]:
 
 
 def merged(checks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was found in all turns of a peer, in the form of one."""
+    """Return the results of all turns of a peer as one result."""
     return {
         "equal": all(found["equal"] for found in checks),
         "samples": sum(found["samples"] for found in checks),
@@ -67,7 +67,7 @@ def merged(checks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rows(found: dict[str, np.ndarray], recorded: Any, follows: bool) -> list[str]:
-    """What is wrong with the rows' numbers."""
+    """Return the errors in the numbers of rows."""
     index, episode, frame = (found[key] for key in ("index", "episode_index", "frame_index"))
     if follows:
         due = list(zip(recorded.episode.tolist(), recorded.frame.tolist(), strict=True))
@@ -85,7 +85,7 @@ def _rows(found: dict[str, np.ndarray], recorded: Any, follows: bool) -> list[st
 
 
 def _picture(recorded: Any, camera: str, episode: int, wanted: int, picture: np.ndarray) -> tuple[float, str | None]:
-    """How far a frame is from its frame, and what is wrong with it."""
+    """Return the difference of a frame from the requested one, and the error, if any."""
     name = f"{camera} of episode {episode}, frame {wanted}"
     reference = recorded.picture(camera, episode, wanted)
     if reference.shape != picture.shape:

@@ -1,7 +1,7 @@
-"""The plain loop around a decoder of whole files, as one writes it oneself: no rows, no batches made ahead.
+"""Plain loop around a decoder of whole files, as a user would write it, without rows and without prefetching.
 
-The recorded order says in which file each frame lies and which one of that file it is, so the loop has nothing to look up,
-and its first batch no metadata to read. Each thread keeps a decoder for each file that it has met.
+The recorded order contains the file of each frame and its number in that file. The loop therefore looks nothing up, and reads
+no metadata for its first batch. Each thread keeps a decoder for each file that it has opened.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Decode = Callable[[list[int]], torch.Tensor]  # numbers of frames in a file -> u
 
 
 def batches(spec: Spec, open_file: Callable[[str], Decode], threads: int) -> Iterator[Batch]:
-    """Batches of float frames in [0, 1] in the recorded order, each batch split evenly between threads.
+    """Yield batches of float frames in [0, 1] in the recorded order, each batch split evenly between threads.
 
-    Frames lie in memory with their channels last, as they are decoded and as this package's Loader has them too.
+    Frames have their channels last in memory, as they are decoded, and as those of the Loader of this package.
     """
     own = threading.local()
 

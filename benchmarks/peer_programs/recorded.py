@@ -88,11 +88,11 @@ class Recorded:
         return list(files)
 
     def has(self, episode: int, frame: int) -> bool:
-        """Whether there is such a frame."""
+        """Return whether a frame exists."""
         return 0 <= episode < len(self.lengths) and 0 <= frame < self.lengths[episode]
 
     def index(self, episode: int, frame: int) -> int | None:
-        """The number of a frame's row; None where there is no such frame."""
+        """Return the number of a frame's row, or None if the frame does not exist."""
         return int(self._first[episode]) + frame if self.has(episode, frame) else None
 
     def window(self, camera: str, episode: Any, frame: Any) -> np.ndarray:
@@ -101,7 +101,7 @@ class Recorded:
         return np.clip(frames, 0, self.lengths[episode][..., None] - 1)
 
     def seconds(self, camera: str, episode: Any, frame: Any) -> np.ndarray:
-        """When frames are shown in their files."""
+        """Return the times of frames in their files, in seconds."""
         return self._starts[camera][episode] + self._times[self._first[episode] + frame]
 
     def _picture(self, camera: str, episode: int, frame: int) -> np.ndarray:

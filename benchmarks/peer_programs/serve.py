@@ -1,10 +1,10 @@
-"""What all peer programs have in common: batches on request, timed where they are made.
+"""Common part of all peer programs, which deliver batches on request and time them in their own process.
 
-A peer program is started as `python PROGRAM SPEC.json` and talks in lines of JSON. It says {"ready": versions} once all is
-imported. To each {"go": n} it takes n batches as fast as they come and answers {"seconds": s}; the first one also opens the
-dataset. To {"end": true} it writes what it delivered and answers {"written": samples}.
+A peer program is started as `python PROGRAM SPEC.json` and communicates in lines of JSON. It writes {"ready": versions} after
+all imports. On {"go": n}, it takes n batches as fast as possible and answers {"seconds": s}; the first request also opens the
+dataset. On {"end": true}, it writes the delivered data and answers {"written": samples}.
 
-Needs numpy and torch alone, since it runs in the environments of other loaders too.
+This module needs only numpy and torch, because it also runs in the environments of other loaders.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ ROWS = ("index", "episode_index", "frame_index")
 
 
 def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], imports: Sequence[str] = ()) -> None:
-    """Answers until stdin ends.
+    """Answer requests until stdin ends.
 
     Args:
-        batches: opens the dataset of a spec (see `peers.spec`), and yields batches without end.
-        packages: whose versions belong into the report.
-        imports: modules that a loader would import with its first batch, whose time is not to be that of an import.
+        batches: Function that opens the dataset of a spec (see `peers.spec`) and yields an endless stream of batches.
+        packages: Packages whose versions the report contains.
+        imports: Modules that a loader imports with its first batch. They are imported beforehand, so that they are not timed.
     """
-    # A group of its own can be stopped and continued as one, workers included. Where the benchmark is killed, the kernel
-    # ends a group that it leaves stopped.
+    # A separate process group can be stopped and continued as a whole, with its workers. If the benchmark is killed, the kernel
+    # ends a stopped group.
     os.setpgrp()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints does not get between the answers
+    os.dup2(2, 1)  # so that output of libraries does not mix with the answers
 
     def say(**answer: Any) -> None:
-        answers.write(f"\n{json.dumps(answer)}\n")  # on a line of its own, whatever was printed before
+        answers.write(f"\n{json.dumps(answer)}\n")  # on a separate line, also after an unfinished one
         answers.flush()
 
     for name in imports:
-        with contextlib.suppress(ImportError):  # a loader that can do without it does
+        with contextlib.suppress(ImportError):  # the loader works without it
             importlib.import_module(name)
     spec = json.loads(Path(sys.argv[1]).read_text())
     delivered = Delivered(spec)
@@ -69,7 +69,7 @@ def serve(batches: Callable[[Spec], Iterator[Batch]], packages: Sequence[str], i
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of packages; "unknown" where one is not installed but lies on the path."""
+    """Return the versions of packages. "unknown" if a package is on the path without being installed."""
     found = dict.fromkeys(packages, "unknown")
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -78,7 +78,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 class Delivered:
-    """What the consumer was given: the rows' numbers of all samples, and the frames of a few."""
+    """Record of the delivered data: the numbers of all rows, and the frames of a few samples."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -88,7 +88,7 @@ class Delivered:
         self._samples = 0
 
     def take(self, stream: Iterator[Batch], count: int) -> Batch:
-        """Takes batches and drops each before the next; returns the last one."""
+        """Take batches, drop each before the next, and return the last one."""
         for left in reversed(range(count)):
             batch = next(stream, None)
             if batch is None:
@@ -104,14 +104,14 @@ class Delivered:
         return batch
 
     def keep_frames(self, batch: Batch) -> None:
-        """Copies the frames of some samples of the batch that came last; no more, since the next batches are being made."""
+        """Copy the frames of some samples of the last batch. Only a few, because the next batches are already in progress."""
         few = self._spec["check"]
         self._checked.append(self._samples - len(batch["index"]) + np.arange(len(batch["index"][:few])))
         for key, kept in self._pictures.items():
             kept.append(batch[key][:few].clone())
 
     def write(self) -> int:
-        """Writes it to where the spec says: rows (N,), and of the `checked` ones frames (n, steps, C, H, W) per camera."""
+        """Write rows (N,), and frames (n, steps, C, H, W) per camera of the `checked` samples, to the file in the spec."""
         arrays: dict[str, Any] = {key: np.concatenate(found) for key, found in self._rows.items()}
         for n, kept in enumerate(self._pictures.values()):
             found = torch.cat(kept).mul(255).round().to(torch.uint8).cpu()

@@ -23,7 +23,7 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add = parser.add_argument
     add("uri", help="a LeRobot dataset, or a mixture file of several: .yaml, .yml or .json")
     add("--out", type=Path, required=True, help="folder of the run")
-    add("--resume", action="store_true", help="continue from the checkpoint in --out; without one there, start")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out, or start if it has none")
     add("--max-steps", type=int, default=20_000, help="steps of the optimizer, over all epochs")
     add("--batch-size", type=int, default=32, help="samples of a step, of all processes together")
     add("--chunk", type=int, default=50, help="actions of a chunk, a frame apart")
@@ -43,9 +43,9 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--consumers", type=int, help="of the order; a run can continue on any number of processes that divides it (default: "
         "chosen for --batch-size)")  # fmt: skip
     add("--num-threads", type=int, help="of each process's decoders (default: its cores)")
-    add("--device", choices=("auto", "cpu"), default="auto", help="auto takes the GPU where there is one")
+    add("--device", choices=("auto", "cpu"), default="auto", help="auto takes the GPU if one exists")
     add("--revision", help="branch, tag or commit of a dataset on the Hub (default: its main branch)")
-    add("--data-files-root", help="where data/ and videos/ lie, if not beside meta/")
+    add("--data-files-root", help="address of data/ and videos/, if they are not beside meta/")
     add("--cache-dir", help="folder for fetched bytes of a remote dataset")
     add("--clock", choices=("timestamp", "frame_index"), help="column that locates the frame of a row; frame_index for "
         "wall-clock timestamps (default: timestamp)")  # fmt: skip

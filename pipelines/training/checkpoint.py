@@ -37,7 +37,7 @@ def load(path: Path, same: dict[str, Any]) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         why = str(error).partition("\n")[0][:200] or type(error).__name__
-        raise ValueError(f"{path} cannot be read ({why}); remove it, and start anew") from error
+        raise ValueError(f"{path} cannot be read ({why}); remove it, and start again") from error
     if not isinstance(state, dict) or "arguments" not in state:
         raise ValueError(f"{path} is no checkpoint of train.py; name another --out")
     if differing := [name for name, value in same.items() if state["arguments"].get(name) != value]:

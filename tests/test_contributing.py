@@ -1,0 +1,61 @@
+"""The changes that CONTRIBUTING.md works through: made in a copy of the checkout, they pass their tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+CHANGES = re.findall(r"^### (Change \d): [^\n]*\n(.*?)(?=^##)", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def apply(diff: str, root: Path) -> tuple[str, str]:
+    """Make a change: replace the old lines of the file that its first line names, append to the file, or make it.
+
+    Returns:
+        Path of the file, and the new lines.
+    """
+    name, *lines = diff.splitlines()
+    path = root / name.removeprefix("+++ ")
+    old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+    new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+    before = path.read_text() if path.exists() else ""
+    if old:
+        assert before.count(old) == 1, (name, old)
+        path.write_text(before.replace(old, new))
+    else:
+        path.write_text(f"{before}\n\n{new}" if before else new)
+    return name.removeprefix("+++ "), new
+
+
+def test_the_changes_are_short() -> None:
+    """At most 32 lines each, with their tests."""
+    assert [title for title, _ in CHANGES] == ["Change 1", "Change 2", "Change 3"]
+    lines = {title: len(re.findall(r"^\+(?!\+\+)(?=.)", text, re.MULTILINE)) for title, text in CHANGES}
+    assert max(lines.values()) <= 32, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("title", "text"), CHANGES, ids=[title for title, _ in CHANGES])
+def test_a_change_passes_its_test_and_the_linters(title: str, text: str, tmp_path: Path) -> None:
+    for folder in ("dali_stream", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    changed = [apply(diff, tmp_path) for diff in re.findall(r"^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    [(file, test)] = [(file, new) for file, new in changed if file.startswith("tests/")]
+    [case] = re.findall(r"^def (test_\w+)", test, re.MULTILINE)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for command in (
+        ["pytest", "-q", "-p", "no:cacheprovider", f"{file}::{case}"],
+        ["ruff", "check", "--no-cache", *(file for file, _ in changed)],
+        ["ruff", "format", "--no-cache", "--check", *(file for file, _ in changed)],
+    ):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
