@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,9 @@ from support.datasets import (
     read_rows,
     write_odd,
 )  # fmt: skip
+from support.videos import hevc
 
-from dali_stream import Dataset, DatasetError, Loader
+from dali_stream import Dataset, DatasetError, DecodeError, Loader
 from dali_stream.demo import read_identities
 from dali_stream.lerobot.dataset import NEEDED
 
@@ -328,6 +330,22 @@ def test_depth_video_is_passed_over_with_one_line_and_refused_where_it_is_select
     assert f"feature '{SIDE}' is a depth map of more than 8 bits, and cameras are decoded to 8 bits a channel" in said
     with pytest.raises(ValueError, match=f"Camera '{SIDE}' is a depth map of more than 8 bits.* Available: {TOP}$"):
         Dataset(demo_copy, cameras=[TOP, SIDE])
+
+
+def test_depth_video_without_a_mark_is_an_error(demo_copy: Path) -> None:
+    """And not frames of 8 bits: all bits of a distance matter."""
+    for file in (demo_copy / "videos" / SIDE).rglob("*.mp4"):
+        gray = hevc(2, pixels="gray12le")
+        command = ["ffmpeg", "-v", "error", "-i", str(file), *gray, "-y", str(file.with_suffix(".gray.mp4"))]
+        subprocess.run(command, check=True)
+        file.with_suffix(".gray.mp4").rename(file)
+    with (
+        Loader(demo_copy, batch_size=4) as loader,
+        pytest.raises(DecodeError, match=rf"{SIDE}.*got a depth map of 12 bits\. Leave {SIDE} out of cameras"),
+    ):
+        next(iter(loader))
+    with Loader(Dataset(demo_copy, cameras=[TOP]), batch_size=4) as loader:
+        assert TOP in next(iter(loader))
 
 
 @pytest.mark.parametrize("image_size", [None, (120, 130)])

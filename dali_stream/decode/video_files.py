@@ -93,6 +93,11 @@ class VideoFiles:
                 f"{self._source.data_store.where(index.path)}: has frames of {video.height}×{video.width}, and "
                 f"meta/info.json promises {size[0]}×{size[1]}"
             )
+        if video.chroma == "gray" and video.depth > 8:
+            raise DecodeError(
+                f"{self._source.data_store.where(index.path)}: Gray video must have 8 bits per value, got a depth map of "
+                f"{video.depth} bits. Leave {self.key} out of cameras"
+            )
 
     def named(self, episode: int, frames: Array, index: VideoIndex, error: DecodeError) -> DecodeError:
         """Return an error whose message starts with the camera, the episode, the frames and the file."""
