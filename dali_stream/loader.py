@@ -207,7 +207,7 @@ class Loader:
     def __getitem__(self, index: object) -> NoReturn:
         # A DataLoader calls this method if its dataset is a Loader.
         raise TypeError(
-            "A Loader cannot be indexed. Iterate it, `for batch in loader`. It takes the place of a torch DataLoader, so do "
+            "A Loader has no items. Iterate it, `for batch in loader`. It takes the place of a torch DataLoader, so do "
             "not pass it to one. num_threads and prefetch correspond to num_workers and prefetch_factor"
         )
 

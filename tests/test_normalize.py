@@ -134,7 +134,7 @@ def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normal
     def renamed(nodes: dict[str, Any]) -> dict[str, Any]:
         return {"actions" if key == ACTION else key: node for key, node in nodes.items()}
 
-    with pytest.raises(ValueError, match=r"normalize names 'action', and dali_graph returned no such key but .*actions"):
+    with pytest.raises(ValueError, match=r"normalize has the key 'action', but dali_graph returned only .*actions"):
         batches(Dataset(demo, cameras=[]), dali_graph=renamed, normalize=normalize)
 
 

@@ -100,7 +100,7 @@ def test_a_step_that_no_epoch_has_is_refused(rows: Dataset) -> None:
         loader.resume(epoch=3, batch=5)
         assert (loader.epoch, loader.batch_index) == (4, 0)
         next(iter(loader))
-        with pytest.raises(ResumeError, match="resume was called after iteration began"):
+        with pytest.raises(ResumeError, match="resume must be called before iteration begins"):
             loader.resume(epoch=0, batch=0)
 
 

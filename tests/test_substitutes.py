@@ -169,7 +169,7 @@ def test_a_larger_share_of_a_batch_is_an_error(root: Path) -> None:
     assert len(batches(root, batch_size=9, max_substitutes=most / 9)) == 3
     with pytest.raises(DecodeError) as raised:
         batches(root, batch_size=9, max_substitutes=(most - 0.5) / 9)
-    said = f"{most} of the 9 samples of a batch cannot be decoded, and max_substitutes="
+    said = f"{most} of the 9 samples of a batch cannot be decoded, but max_substitutes="
     assert str(raised.value).startswith(said)
     assert f"allows only {most - 1} substitutes. The first error: {ODD_CAMERA}: episode " in str(raised.value)
 

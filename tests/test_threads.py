@@ -232,7 +232,7 @@ def test_after_an_error_when_the_pipeline_runs(demo: Path) -> None:
             return nodes | {TOP: fn.crop(nodes[TOP], crop=(4000, 4000), out_of_bounds_policy="error")}
 
         loader = Loader(demo, batch_size=8, dali_graph=wrong)
-        with pytest.raises(DaliStreamError, match="an operator of the DALI pipeline failed: Slice can't be placed"):
+        with pytest.raises(DaliStreamError, match="An operator of the DALI pipeline failed: Slice can't be placed"):
             next(iter(loader))
         loader.close()
 
