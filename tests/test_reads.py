@@ -242,7 +242,7 @@ def test_only_what_was_read_can_be_too_much(size: int, fits: bool) -> None:
     if fits:
         assert sorted(opening.ready()) == [0, 1, 2, 3]
     else:
-        with pytest.raises(MemoryBudgetError, match=r"leaves 20000 bytes .* the rows and indices of one batch take 36000;"):
+        with pytest.raises(MemoryBudgetError, match=r"leaves 20000 bytes .* the rows and indices of one batch take 36000\."):
             opening.ready()
 
 
