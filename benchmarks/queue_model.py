@@ -299,9 +299,7 @@ class _Rank:
             EpisodeTable(recording.lengths, cameras, cameras),
             samples(lambda epoch: recording.order(training.seed, epoch, *key), batches, rank, 0, 0),
             training.batch_size, windows,
-            Limits(
-                shares.frames, self.depth, order_horizon(shares, sizes), 0, shares.block, ahead
-            ),
+            Limits(shares.frames, self.depth, order_horizon(shares, sizes), shares.block, ahead),
         )  # fmt: skip
         self.opening = Opening(
             Storage(

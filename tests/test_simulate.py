@@ -97,7 +97,7 @@ def test_a_decoder_takes_its_time(parts: SimpleNamespace, small: Any) -> None:
 
 
 def test_a_budget_that_holds_no_batch_is_refused(parts: SimpleNamespace, small: Any) -> None:
-    with pytest.raises(dali_stream.MemoryBudgetError, match="memory_budget must be at least about .*got 1000000"):
+    with pytest.raises(dali_stream.MemoryBudgetError, match=r"memory_budget must be at least about .*got 1000000"):
         run(parts, small, 1, memory_budget=1_000_000)
 
 
