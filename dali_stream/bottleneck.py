@@ -21,7 +21,7 @@ from dali_stream.arguments import budget_text
 from dali_stream.memory_limit import fits
 from dali_stream.pipeline.decodes import decodes_of
 from dali_stream.pipeline.model import Work, work_of
-from dali_stream.schedule.budget import divide, frames_budget, reads_budget
+from dali_stream.schedule.budget import Sizes, divide, frames_budget, reads_budget
 
 if TYPE_CHECKING:
     from dali_stream.pipeline.config import Config
@@ -141,7 +141,9 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         normalize: Whether the loader normalizes them.
         warm: See `Setup`.
     """
-    sizes = config.sizes(config.on_cpu(source.routes))
+    # While batches are in progress, only the planner may read indices.
+    on_cpu = config.on_cpu(source.routes)
+    sizes = source.sizes or config.sizes(on_cpu)
     parts, enough = divide(config.memory_budget, sizes), frames_budget(sizes)
     frames = enough if sizes.frame_bytes > 0 and config.memory_budget < enough else None
     return Setup(
@@ -160,17 +162,17 @@ def setup_of(config: Config, source: BatchSource, normalize: bool, warm: bool) -
         keeps_all=source.keeps_all,
         frames_budget=frames if fits(frames) else None,
         reads_budget=reads if fits(reads := reads_budget(parts, sizes)) else None,
-        advice=lambda: _advice(config, config.on_cpu(source.routes), warm) if frames else None,
+        advice=lambda: _advice(config, on_cpu, sizes, warm) if frames else None,
         block_bytes=parts.block,
     )
 
 
-def _advice(config: Config, on_cpu: Sequence[str], warm: bool) -> tuple[int, float, float] | None:
+def _advice(config: Config, on_cpu: Sequence[str], sizes: Sizes, warm: bool) -> tuple[int, float, float] | None:
     """Return the effect of twice the memory budget. See `Setup.advice`."""
     larger = replace(config, memory_budget=2 * config.memory_budget)
     if not fits(larger.memory_budget):
         return None
-    now, then = (decodes_of(each, on_cpu, batches=_SIMULATED)[warm] for each in (config, larger))
+    now, then = (decodes_of(each, on_cpu, batches=_SIMULATED, sizes=sizes)[warm] for each in (config, larger))
     return (larger.memory_budget, now, then) if then <= (1 - _WORTH) * now else None
 
 

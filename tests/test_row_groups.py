@@ -19,8 +19,6 @@ from support.datasets import Column, build
 from support.slow import examples
 
 from dali_stream import Dataset, DatasetError
-from dali_stream.cache.indices import IndexCache
-from dali_stream.cache.open_episodes import OpenEpisodes
 from dali_stream.lerobot.row_groups import RowGroups
 from dali_stream.lerobot.rows import RowMemory, RowReader, check_rising
 from dali_stream.order.order import Order
@@ -397,7 +395,7 @@ def test_reads_that_wait_for_their_batch_keep_their_own_rows_only(tmp_path: Path
     order, first = Order(dataset.lengths), np.arange(0, 400, 10)
     batch = Samples(0, 0, order, np.arange(40), episode=first, frame=np.zeros(40, np.int64), padded=0)
     opening = Opening(Storage({}, dataset.lengths, dataset.row_bytes, 0, {}, 1 << 30))
-    episodes = OpenEpisodes(opening, dataset, IndexCache(dataset), memory=RowMemory(8 << 20, 2 << 20))
+    episodes = open_episodes(opening, dataset, RowMemory(8 << 20, 2 << 20))
     before = pa.total_allocated_bytes()
     episodes.begin([batch])
     taken = pa.total_allocated_bytes() - before

@@ -53,10 +53,6 @@ class IndexCache:
         self.bytes_read[camera, file] = index.index_bytes
         return index
 
-    def sizes(self) -> dict[tuple[str, int], int]:
-        """Return {(camera, file): memory of its index in bytes}. The number is 0 for a broken index."""
-        return {key: size_of(index) for key, index in self.cached.items()}
-
 
 def size_of(index: VideoIndex | DecodeError) -> int:
     """Return the memory of an index in bytes, or 0 for a broken one."""

@@ -37,9 +37,9 @@ class OpenEpisodes:
         opening: Schedule of the reads.
         source: Episodes.
         indices: Cache of the indices of video files, which outlives this object.
-        store: Session of the source's store. Default: a new session.
-        readers: Threads that read. None to read in the thread of the caller.
-        memory: Memory for decoded row groups. Default: a new one that is not shared.
+        store: Session of the source's store.
+        readers: Threads that read.
+        memory: Memory for decoded row groups.
         block: Bytes of a block of encoded video. None if it is read in place.
         counters: Counters to add to.
 
@@ -52,21 +52,20 @@ class OpenEpisodes:
         opening: Opening,
         source: Source,
         indices: IndexCache,
-        store: Store | None = None,
-        readers: Workers | None = None,
-        memory: RowMemory | None = None,
-        block: int | None = None,
-        counters: Counters | None = None,
+        store: Store,
+        readers: Workers,
+        memory: RowMemory,
+        block: int | None,
+        counters: Counters,
     ) -> None:
         self._opening, self._source, self._indices, self._block = opening, source, indices, block
-        self._store, self._readers = store or source.data_store.session(), readers or Workers("", 0)
-        self._counters = counters or Counters()
+        self._store, self._readers, self._counters = store, readers, counters
         self.table = EpisodeTable(source.lengths, source.cameras, () if block is None else source.videos)
         self._rows: dict[int, Columns] = {}  # {episode that is not open yet: its rows}
         self._reader = row_reader(source, self._store, memory)
         self._coming: dict[Key, Future[Any]] = {}
-        for key, size in indices.sizes().items():
-            opening.observe(key, size)
+        for key, index in indices.cached.items():
+            opening.observe(key, size_of(index))
 
     def begin(self, ahead: Iterable[Samples]) -> tuple[list[int], int]:
         """Begin to read the rows and indices that the next batches need.
@@ -91,8 +90,8 @@ class OpenEpisodes:
             ahead: Next batch and some batches after it. If a read returns rows of their episodes in addition, these are kept.
 
         Returns:
-            Episodes that are opened, each when it is asked for so that its rows are in memory once, and numbers of the episodes
-            that were closed before.
+            Iterator that opens one episode per step, so that no rows are in memory twice, and numbers of the episodes that must
+            be closed before.
 
         Raises:
             DatasetError: If rows of the next batch are missing or broken.
@@ -121,6 +120,7 @@ class OpenEpisodes:
                 if others and not soon:
                     soon = list(dict.fromkeys(np.concatenate([samples.episode for samples in ahead]).tolist()))
                 others = {episode: others[episode] for episode in soon if episode in others}
+                # `result` keeps the episode that it converted last, so the requested one comes before the others.
                 kept = self._opening.observe(read.key, _bytes_of(result[read.number]), others)
             closed += self._evict()
             for episode in kept:
@@ -151,7 +151,7 @@ class OpenEpisodes:
         """Drop rows and indices that the schedule has evicted. Return the episodes among them that were open."""
         closed: list[int] = []
         for camera, number in self._opening.items.take_evicted():
-            if self._coming.pop((camera, number), None) is not None:  # its result is dropped
+            if self._coming.pop((camera, number), None) is not None:  # the result of a read is dropped
                 continue
             if camera:
                 del self._indices.cached[camera, number]

@@ -51,7 +51,7 @@ class Config:
         max_substitutes: Maximum share of a batch that may be substituted. None if undecodable samples raise an error.
         gpu: Index of the CUDA device. None for CPU batches.
         augments: Whether the user gives a function for the DALI graph.
-        audit: Number of samples of which one is audited. 0 for no audits.
+        audit: One sample in this many is audited. 0 for no audits.
         substitutes: Log of the substituted samples.
     """
 
@@ -152,7 +152,7 @@ class Config:
         table_bytes = self.table_bytes
         return Sizes(
             lengths=dataset.lengths,
-            batch_size=self.batches.batch_size,
+            batch_size=self.batches.largest,
             episodes=self.orders.episodes_in_use(self.arguments, self.batches),
             row_bytes=dataset.row_bytes + table_bytes,
             least_row_bytes=dataset.row_bytes_without_objects + table_bytes,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dali_stream.order.batches import Batches
 from dali_stream.order.order import EpochOrder
-from dali_stream.schedule.budget import divide, order_horizon
+from dali_stream.schedule.budget import Sizes, divide, order_horizon
 from dali_stream.schedule.episodes import EpisodeTable, Located, OpenEpisode
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
 from dali_stream.schedule.samples import samples
@@ -34,7 +34,9 @@ class Decodes(NamedTuple):
     later: float
 
 
-def decodes_of(config: Config, cameras: Sequence[str], gop: int | None = None, batches: int = _BATCHES) -> Decodes:
+def decodes_of(
+    config: Config, cameras: Sequence[str], gop: int | None = None, batches: int = _BATCHES, sizes: Sizes | None = None
+) -> Decodes:
     """Return the decodes of a loader, averaged over the frames of its cameras.
 
     Assumes that all files of a camera have the GOPs of its first file.
@@ -44,8 +46,9 @@ def decodes_of(config: Config, cameras: Sequence[str], gop: int | None = None, b
         cameras: Cameras that the CPU decodes.
         gop: Number of frames of each GOP. Default: that of each camera.
         batches: Number of simulated batches of a long epoch, once the cache is full.
+        sizes: Sizes of the dataset and of its batches. Default: those of `config`, for which indices are read.
     """
-    sizes = config.sizes(cameras)
+    sizes = sizes or config.sizes(cameras)
     parts, found = divide(config.memory_budget, sizes), dict[tuple[bytes, int], Decodes]()
     limits = Limits(parts.frames, config.depth, order_horizon(parts, sizes))
     total, frames = np.zeros(2), 0

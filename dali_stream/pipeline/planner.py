@@ -39,6 +39,7 @@ class Planner:
 
     Attributes:
         keeps_all: Whether all decoded frames fit in memory.
+        sizes: Sizes from which `memory_budget` was divided.
         pool: Decode threads.
         stopping: Whether the planner was closed.
     """
@@ -47,7 +48,7 @@ class Planner:
         self._config, self._counters = config, counters
         dataset, on_cpu = config.dataset, config.on_cpu(routes)
         on_nvdec = [key for key in dataset.cameras if key not in on_cpu]
-        sizes = config.sizes(on_cpu)
+        self.sizes = sizes = config.sizes(on_cpu)
         parts = divide(config.memory_budget, sizes)
         self._reading = Reading(config, sizes, parts, counters)
         self._planner = BatchPlanner(
@@ -107,7 +108,7 @@ class Planner:
         The keys are the total, and that of rows, indices, encoded video and cached decoded frames.
         """
         frames = sum(cache.cached * self._config.frame_bytes(key) for key, cache in self._planner.frames.items())
-        kinds = *self._reading.bytes_by_kind(), self._planner.video.bytes, frames
+        kinds = *self._reading.items.bytes_by_kind, self._planner.video.bytes, frames
         return dict(zip(MEMORY, (sum(kinds), *kinds), strict=True))
 
     def close(self) -> None:
@@ -135,6 +136,7 @@ class Planner:
         try:
             for number in itertools.count():
                 begin_batch(number)
+                # Reads begin before there is room for the batch, so that they go on while the training loop is slow.
                 self._reading.begin(self._planner, number)
                 self._room.acquire()
                 if self.stopping:

@@ -40,6 +40,7 @@ class Reading:
         parts: See above.
         episodes: Open episodes.
         names: Future of `Source.names`.
+        items: Rows and indices in memory.
     """
 
     def __init__(self, config: Config, sizes: Sizes, parts: Parts, counters: Counters) -> None:
@@ -47,13 +48,12 @@ class Reading:
         self.parts, self._counters = parts, counters
         self._store, self._readers = dataset.data_store.session(), Workers("dali_stream fetch", FETCHERS if remote else 0)
         self._opening = Opening(storage(config, sizes, parts))
+        self.items = self._opening.items
         block = parts.block if remote else None
         memory = RowMemory(at_once=parts.opened)
         self.episodes = OpenEpisodes(
             self._opening, dataset, config.indices, self._store, self._readers, memory, block, counters
         )
-        # Local files are read in place, and no plan fetches blocks of them. Remote files are read through views of blocks.
-        self._in_place = dict.fromkeys(dataset.videos, self._store)
         self._video = BlockCache(self._store, self._readers, lambda key, e: dataset.path(key, config.indices.file(key, e)))
         self.names = self._readers.submit(dataset.names)
         self._first: list[Future[None]] = []  # fetches for the first batch
@@ -61,29 +61,28 @@ class Reading:
             reads_budget(parts, sizes), config.arguments.shuffle, remote, dataset.cache_dir is not None
         )
 
-    def bytes_by_kind(self) -> tuple[int, int]:
-        """Return the memory of rows with their tables, and that of indices, in bytes."""
-        return self._opening.items.bytes_by_kind
-
     def begin(self, planner: BatchPlanner, number: int) -> None:
-        """Begin to read rows and indices for batch `number` and batches after it. Reads for the first batch run alone."""
+        """Begin to read rows and indices for batch `number` and batches after it, and close episodes to make room for them.
+
+        Batches that are planned already do not need their episodes any more: what they show has been copied, or is located.
+        """
         ahead = planner.ahead(1 + self._opening.horizon(number))
         closed, again = self.episodes.begin(ahead)
         planner.observe(closed=closed)
         self._count_again("indices_read_again", again, "indices are read")
-        wait(self._first)
+        wait(self._first)  # the encoded video of the first batch is fetched before that of others
         self._first = []
 
     def open(self, planner: BatchPlanner) -> None:
         """Open the episodes of the next batch, and those of later batches that are due. Wait for their reads."""
         opened, closed = self.episodes.finish(planner.ahead(1, most=_SOON))
-        planner.observe(opened, closed, self.parts.encoded - sum(self.bytes_by_kind()))
+        planner.observe(opened, closed, self.parts.encoded - sum(self.items.bytes_by_kind))
 
     def fetch(self, plan: BatchPlan) -> Mapping[str, Store]:
         """Fetch and evict encoded video as planned.
 
         Returns:
-            {camera: store from which the batch reads its encoded video}.
+            {camera: store from which the batch reads its encoded video}, without cameras whose files are read in place.
         """
         self._opening.advance()
         self._video.drop(plan.video.evict)
@@ -92,7 +91,7 @@ class Reading:
             self._first = fetched
         self._counters.add(needed_bytes=plan.video.needed_bytes)
         self._count_again("evicted_early", plan.video.evicted_early, "bytes are fetched")
-        return {**self._in_place, **self._video.view(plan.samples.number, plan.video.needed)}
+        return self._video.view(plan.samples.number, plan.video.needed)
 
     def stop(self) -> None:
         """Cancel all reads, without waiting. Threads that wait for a read get an error."""

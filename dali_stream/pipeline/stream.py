@@ -20,6 +20,7 @@ from dali_stream.pipeline.torch_batches import TorchBatches
 if TYPE_CHECKING:
     from dali_stream.pipeline.dali_batches import DaliBatches
     from dali_stream.pipeline.graph import Graph
+    from dali_stream.schedule.budget import Sizes
 
 Batch = dict[str, Any]
 """{key: tensor, or list of str for text}, with the batch as first dimension."""
@@ -172,6 +173,12 @@ class BatchSource:
         """Whether all decoded frames fit in memory, so that no epoch after the first decodes any."""
         stream = self._stream
         return stream is not None and stream.planner.keeps_all
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """Sizes from which memory_budget was divided. None if no batches are in progress."""
+        stream = self._stream
+        return stream.planner.sizes if stream else None
 
     def memory(self) -> dict[str, int]:
         """Return the memory in use in bytes. See `Planner.memory`."""

@@ -7,7 +7,7 @@ indices and encoded video.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,20 +23,19 @@ if TYPE_CHECKING:
 
 Int64 = npt.NDArray[np.int64]
 LOOK_AHEAD = 4096  # samples of a rank whose bytes are fetched ahead, which take some seconds to decode
-_INDEX_SPARE = 3, 2  # factor (3/2) on the estimated size of the indices in use, since those of some files compress less
 
 
 class Parts(NamedTuple):
     """Parts of `memory_budget`.
 
-    If the cache holds some frames but not all, the remainder of the budget is for the frames of batches in progress.
+    The budget is the sum of `encoded`, of the cached frames, and of the frames of the batches in progress, for which nothing is
+    reserved if the cache holds all frames or none.
 
     Attributes:
         encoded: Bytes for rows, indices and the encoded video of remote data.
         opened: Bytes of `encoded` for rows and indices, unless one batch needs more.
         indices: Bytes of `opened` for indices.
         frames: Number of decoded frames of each camera that may be cached for later batches.
-        frame_bytes: Bytes of one decoded frame of each camera, added up over the cameras.
         block: Bytes of a block of encoded video.
     """
 
@@ -44,7 +43,6 @@ class Parts(NamedTuple):
     opened: int
     indices: int
     frames: int
-    frame_bytes: int
     block: int
 
 
@@ -96,7 +94,9 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     """
     least = _least(sizes, budget)
     if least > budget:
-        enough = next(bound for bound in _bounds(budget) if _least(sizes, bound) <= bound)
+        enough = max(budget, 4096)
+        while _least(sizes, enough) > enough:
+            enough = enough * 11 // 10
         raise MemoryBudgetError(
             f"memory_budget must be at least about {enough} bytes, got {budget}: a batch of {sizes.batch_size} samples can "
             "need that for the rows, indices and encoded video of its episodes. Use a larger memory_budget or a smaller "
@@ -113,7 +113,7 @@ def divide(budget: int, sizes: Sizes) -> Parts:
     else:
         kept = max((room - sizes.in_progress) // each, 0)
         encoded = budget - kept * each - (sizes.in_progress if kept else 0)
-    return Parts(encoded, *_divide_encoded(encoded, sizes, budget), kept, each, _block(sizes, budget))
+    return Parts(encoded, *_divide_encoded(encoded, sizes, budget), kept, _block(sizes, budget))
 
 
 def frames_budget(sizes: Sizes) -> int:
@@ -203,8 +203,8 @@ def _in_use(sizes: Sizes) -> int:
 
 def _indices_in_use(sizes: Sizes) -> int:
     files = {camera: count if sizes.scattered else min(count, sizes.episodes) for camera, count in sizes.files.items()}
-    # The size of the first file's index is an estimate for all files. With the spare, larger indices fit as well.
-    return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * _INDEX_SPARE[0] // _INDEX_SPARE[1]
+    # The size of the first file's index is an estimate for all files, since those of some files compress less.
+    return sum(index.nbytes * files[camera] for camera, index in sizes.indices.items()) * 3 // 2
 
 
 def _video_in_use(sizes: Sizes) -> int:
@@ -245,14 +245,6 @@ def _block(sizes: Sizes, budget: int) -> int:
     """Return the size of a block of encoded video in bytes. One block per frame of a batch takes at most 1/32 of the budget."""
     frames = sizes.batch_size * max((len(window) for window in sizes.windows.values()), default=1)
     return max(min(BLOCK, budget // 32 // frames), 1)
-
-
-def _bounds(refused: float) -> Iterator[int]:
-    """Yield `refused` and larger budgets, each about a tenth larger than the one before."""
-    bound = max(refused, 4096.0)
-    while True:
-        yield int(bound)
-        bound *= 1.1
 
 
 def window_bytes(index: VideoIndex, offsets: Int64) -> int:

@@ -76,16 +76,18 @@ class FrameCache:
         window: Window of the camera.
         kept: Maximum number of frames that are kept for later batches.
         batch_frames: Maximum number of frames of a batch, B · T.
-        in_flight: Maximum number of batches in flight. Batch n is planned after batch n - in_flight was delivered, so the
-            slots of that batch may be written again.
+        in_flight: Maximum number of batches that are planned and not delivered. Batch n - in_flight is delivered before batch n
+            is planned, so batch n may overwrite its slots.
 
     Attributes:
         slots: Number of slots, for cached frames and for the frames of the batches in flight.
+        keeps_all: Whether the cache has room for every frame of the dataset, so that none is ever evicted.
     """
 
     def __init__(self, table: EpisodeTable, camera: str, window: Window, kept: int, batch_frames: int, in_flight: int) -> None:
         self._table, self._camera, self._window = table, table.cameras[camera], window
-        self._kept, self._in_flight = kept, in_flight
+        self._kept = kept
+        self.keeps_all = kept >= int(table.lengths.sum())
         self.slots = kept + in_flight * batch_frames
         self._slot_of: dict[int, int] = {}  # {cached frame: its slot}
         self._state = _Slots(self.slots, in_flight)
@@ -96,11 +98,6 @@ class FrameCache:
     def cached(self) -> int:
         """Number of frames that are cached."""
         return len(self._slot_of)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the cache has room for every frame of the dataset, so that none is ever evicted."""
-        return self._kept >= int(self._table.lengths.sum())
 
     def slots_of(self, frames: Int64) -> Int64:
         """Return the slot of each frame, or `NONE` for frames that are not cached."""

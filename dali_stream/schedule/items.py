@@ -30,7 +30,7 @@ class Items:
     Attributes:
         of: {camera: items of its indices}. The entry of the empty camera is the items of the rows.
         files: Item of the index of each episode's file, shape (cameras, E). `NONE` if the episode has none.
-        state: State of each item. The result of a read whose item was evicted meanwhile is dropped.
+        state: State of each item.
     """
 
     def __init__(self, episodes: int, files: Mapping[str, npt.NDArray[np.integer]], room: int, index_share: int) -> None:

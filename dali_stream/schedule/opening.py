@@ -13,7 +13,7 @@ evicted, least recently used first.
 
 The look-ahead grows with the number n of batches that were planned. Batch n waits for the reads of batches up to
 n + min(GROWTH · n, look_ahead). By then, reads may have begun for batches up to n + min(2 · GROWTH · n, 5/4 · look_ahead).
-The reads for the first batch run alone, so that training starts soon.
+Planning of the second batch waits until the encoded video of the first one was fetched, so that training starts soon.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Read(NamedTuple):
 
     Attributes:
         batch: First batch that needs it.
-        step: Batch before whose planning the read must be complete.
+        step: The read must be complete before this batch is planned.
         camera: Camera of the index. Empty for rows.
         number: Number of the episode for rows, and of the file for an index.
         again: Whether the same was read before: rows in this epoch, an index at any time.
@@ -172,6 +172,7 @@ class Opening:
         item = np.array([self.items.of[camera].start + number])
         if size is None:
             self.items.set(item, 0, ABSENT)
+            self._read_in[item] = NONE  # so that repeating a failed read does not count as reading again
             return []
         if camera:
             # The last index is the estimate for those of other files. The size of a broken index is 0, which says nothing.

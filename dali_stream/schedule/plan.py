@@ -17,7 +17,7 @@ from dali_stream.schedule.samples import Samples
 from dali_stream.schedule.video import BLOCK, VideoPlan, VideoPlanner
 
 Int64 = npt.NDArray[np.int64]
-_AT_ONCE = 8  # number of batches that are read from the order for each planned one, until the whole horizon has been read
+_AT_ONCE = 8  # batches of the order that each `plan` reads ahead, until the horizon is full
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,13 @@ class BatchPlanner:
     def _read(self) -> None:
         """Read one more batch from the order, and register the uses of its frames."""
         samples = next(self._batches)
+        self._ahead.append(samples)
         if not self._evicts:
-            self._ahead.append(samples)
             return
-        now = self._ahead[0].number - 1 if self._ahead else samples.number - 1
+        # `plan` calls this before it removes the batch that it plans, so that is the first one.
+        now = self._ahead[0].number - 1
         frames = {window: np.unique(window.frames(samples)) for window in set(self._windows.values())}
         for window, each in frames.items():
             window.uses.add(samples.number, each, now)
         for camera, cache in self.frames.items():
             cache.foresee(samples.number, frames[self._windows[camera]])
-        self._ahead.append(samples)
