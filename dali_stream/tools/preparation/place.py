@@ -216,7 +216,11 @@ class _Files:
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
     """Keep huggingface_hub from drawing a progress bar for each file."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported at run time
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     if are_progress_bars_disabled():
         yield
