@@ -116,7 +116,7 @@ def main() -> int:
         "versions": {**environment.versions(), "dali_stream": dali_stream.__version__},
         "lerobot": lerobot,
     }
-    text = environment.report_json(report)
+    text = environment.report_json(report, indent=1)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")
@@ -285,11 +285,11 @@ class Comparison:
     """The items of one dataset, as LeRobot and a Loader have them.
 
     Attributes:
-        failed: What differs.
+        failed: Descriptions of the differences.
         items: Number of items that LeRobot has read.
         frames: Number of frames that were compared with the source's.
         most_different: Largest difference of a pixel value from the Loader's, of 255.
-        psnr: Of each frame against the source's, in dB.
+        psnr: PSNR of each frame against the source's, in dB.
         told: Number of frames whose neighbours in the source differ from them.
         right, stamps: Number of frames that are nearest to the right one, and whose stamp is the right one.
     """

@@ -87,7 +87,7 @@ def refuse(*statuses: int | None) -> Break:
 
 
 def break_upload(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload breaks before the Hub is told about it."""
+    """An upload breaks before its commit."""
     xet = Xet(hub, [None, None, RuntimeError("the connection broke")])
     monkeypatch.setattr(_xet, "get_xet_session", lambda: xet)
 
