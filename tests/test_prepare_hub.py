@@ -23,7 +23,7 @@ from dali_stream.tools.preparation.run import status
 
 TOKEN = "hf_s3cretT0ken"
 FILE_MB = 0.02  # several files of each kind
-ADDRESSES = ["hf://datasets/owner/robot", "hf://buckets/owner/robot", "hf://datasets/owner/robot/deep/er"]
+ADDRESSES = ["hf://datasets/owner/robot", "hf://buckets/owner/robot", "hf://datasets/owner/robot@refs%2Fpr%2F1/deep/er"]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def whole(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
 def stored(hub: Hub, address: str) -> dict[str, bytes]:
     """All files below an address, without that of a new repository."""
     assert isinstance(hub.files, dict)
-    start = f"{address.removeprefix('hf://')}/"
+    start = f"{address.removeprefix('hf://').replace('@refs%2Fpr%2F1', '')}/"
     files = {path.removeprefix(start): data for path, data in hub.files.items() if path.startswith(start)}
     return {path: data for path, data in files.items() if path != ".gitattributes"}
 

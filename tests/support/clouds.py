@@ -146,7 +146,8 @@ class _HubHandler(Handler):
                 return self.reply(404, b"no", {"X-Error-Code": "EntryNotFound"})
             first = int(query.get("cursor", ["0"])[0])
             if first + self.owner.page < len(answer):
-                url = f"{self.owner.url}{quote(request.path)}?recursive={recursive}&cursor={first + self.owner.page}"
+                place = urlsplit(self.path).path  # as it was quoted
+                url = f"{self.owner.url}{place}?recursive={recursive}&cursor={first + self.owner.page}"
                 fields["Link"] = f'<{url}>; rel="next"'
             answer = answer[first : first + self.owner.page]
         data = json.dumps(answer).encode()
