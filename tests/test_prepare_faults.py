@@ -97,16 +97,26 @@ def test_random_kills_of_workers_and_command_change_nothing(many: Path, tmp_path
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def ray_workers(rng: random.Random, process: psutil.Process) -> list[psutil.Process]:
-    """The workers of Ray below the command."""
-    return [child for child in process.children(recursive=True) if child.name().startswith("ray::")]
-
-
 @pytest.mark.slow
-def test_workers_of_ray_may_die(many: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_ray_and_the_command_may_die(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    run_with_kills(command(many, tmp_path / "out", "--executor", "ray", "--jobs", 4), min(KILLS, 2), ray_workers)
-    assert tree(tmp_path / "out") == whole
+    prepared(many, tmp_path / "whole", file_mb=FILE_MB, **ENCODED)
+    done = 0
+    while done < KILLS:
+        out = tmp_path / f"out-{done}"
+
+        def pick(
+            rng: random.Random, process: psutil.Process, plan: Path = out / "meta/prepare/plan.jsonl"
+        ) -> list[psutil.Process]:
+            """The command and Ray's workers, without the node's agents; nothing before the plan is stored."""
+            named = [child for child in process.children(recursive=True) if child.name().startswith("ray::")]
+            return [process, *(child for child in named if "Agent" not in child.name())] if plan.exists() else []
+
+        arguments = command(many, out, "--executor", "ray", "--jobs", 2, "--codec", "h264", "--size", "64x80")
+        killed = run_with_kills(arguments, KILLS - done, pick)
+        assert killed
+        assert tree(out) == tree(tmp_path / "whole")
+        done += killed
 
 
 @pytest.mark.slow

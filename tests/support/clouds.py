@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
 import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from email.utils import formatdate
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -26,6 +30,9 @@ class Hub(Server):
         token: without which nothing is answered.
         gated: whose terms nobody accepted.
         page: entries of a listing's page.
+
+    Attributes:
+        blobs: contents that were uploaded by `Xet`, by their hash.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class Hub(Server):
         super().__init__({}, **network)
         self.token, self.gated, self.page = token, gated, page
         self.names = tuple(repos)
+        self.blobs: dict[str, bytes] = {}
         for name, files in repos.items():
             self.put(name, files)
         self.cdn = Cdn(self.files, **network)
@@ -56,6 +64,20 @@ class Hub(Server):
         assert isinstance(self.files, dict)
         names = sorted((path, len(data)) for path, data in self.files.items() if path.startswith(f"{name}/"))
         return hashlib.sha1(repr(names).encode()).hexdigest()
+
+    def change(self, name: str, line: dict[str, Any]) -> None:
+        """Does what a line of a commit, or of a batch of a bucket, says."""
+        assert isinstance(self.files, dict)
+        kind, value = (line["key"], line["value"]) if "key" in line else (line["type"], line)
+        path = f"{name}/{value.get('path')}"
+        if kind == "file":
+            self.files[path] = base64.b64decode(value["content"])
+        elif kind in ("lfsFile", "addFile"):
+            self.files[path] = self.blobs[value.get("oid") or value["xetHash"]]
+        elif kind in ("deletedFile", "deleteFile"):
+            del self.files[path]
+        else:
+            assert kind == "header", kind
 
     def __enter__(self) -> Hub:
         self.cdn.__enter__()
@@ -90,6 +112,8 @@ class _CdnHandler(Handler):
 class _HubHandler(Handler):
     owner: Hub
 
+    do_POST = Handler.do_GET
+
     def answer(self, request: Request) -> None:
         parts = [unquote(part) for part in urlsplit(self.path).path.lstrip("/").split("/")]
         api = parts[0] == "api"
@@ -108,34 +132,55 @@ class _HubHandler(Handler):
         return self._resolve(name, "/".join(rest[1:]))
 
     def _api(self, request: Request, name: str, rest: list[str]) -> None:
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.owner.fault_for(request.path.lstrip("/"))
         fields, found = {"Content-Type": "application/json"}, {"id": name.partition("/")[2], "sha": self.owner.commit(name)}
-        answer: Any = found
+        answer: Any = found | {"private": True, "createdAt": "2026-01-01T00:00:00.000Z", "size": 0, "totalFiles": 0}
+        if self.command == "POST" and fault is None:
+            answer = self._write(name, rest, sent)
         if rest[:1] == ["tree"]:
-            answer = self._entries(name, "/".join(rest[1:]))
-            if not answer:
+            query = parse_qs(request.query)
+            recursive = query.get("recursive", [""])[0]
+            answer = self._entries(name, "/".join(rest[1:]), recursive == "true")
+            if not answer and len(rest) > 1:
                 return self.reply(404, b"no", {"X-Error-Code": "EntryNotFound"})
-            first = int(parse_qs(request.query).get("cursor", ["0"])[0])
+            first = int(query.get("cursor", ["0"])[0])
             if first + self.owner.page < len(answer):
-                url = f"{self.owner.url}{quote(request.path)}?recursive=true&cursor={first + self.owner.page}"
+                place = urlsplit(self.path).path  # as it was quoted
+                url = f"{self.owner.url}{place}?recursive={recursive}&cursor={first + self.owner.page}"
                 fields["Link"] = f'<{url}>; rel="next"'
             answer = answer[first : first + self.owner.page]
         data = json.dumps(answer).encode()
         return self.reply(200, data, fields) if fault is None else fault(self, data, fields)
 
-    def _entries(self, name: str, folder: str) -> list[dict[str, Any]]:
+    def _write(self, name: str, rest: list[str], sent: bytes) -> Any:
+        if rest == ["preupload"]:
+            paths = [file["path"] for file in json.loads(sent)["files"]]
+            modes = {path: "regular" if path.endswith(".json") else "lfs" for path in paths}
+            return {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]}
+        assert rest == ["commit" if name.startswith("datasets/") else "batch"]
+        for line in sent.splitlines():
+            self.owner.change(name, json.loads(line))
+        commit = self.owner.commit(name)
+        return {"commitUrl": f"{self.owner.url}/{name}/commit/{commit}", "commitOid": commit, "failed": []}
+
+    def _entries(self, name: str, folder: str, recursive: bool) -> list[dict[str, Any]]:
         assert isinstance(self.owner.files, dict)
-        return [
-            {
-                "type": "file",
-                "path": path.removeprefix(f"{name}/"),
-                "size": len(data),
-                "oid": hashlib.sha1(data).hexdigest(),
-                "xetHash": hashlib.sha256(data).hexdigest(),
-            }
-            for path, data in sorted(self.owner.files.items())
-            if path.startswith(f"{name}/{folder}")
-        ]
+        # A bucket lists every path that starts with the same characters.
+        start = f"{name}/{folder}/" if folder and name.startswith("datasets/") else f"{name}/{folder}"
+        entries: dict[str, dict[str, Any]] = {}
+        for full, data in sorted(self.owner.files.items()):
+            path = full.removeprefix(f"{name}/")
+            below = path[len(start) - len(name) - 1 :].strip("/")
+            if not full.startswith(start):
+                continue
+            if not recursive and "/" in below:
+                folder_path = path[: len(path) - len(below)] + below.partition("/")[0]
+                entries[folder_path] = {"type": "directory", "path": folder_path, "oid": "0" * 40}
+                continue
+            hashes = {"oid": hashlib.sha1(data).hexdigest(), "xetHash": hashlib.sha256(data).hexdigest()}
+            entries[path] = {"type": "file", "path": path, "size": len(data), **hashes}
+        return list(entries.values())
 
     def _resolve(self, name: str, path: str) -> None:
         version = self.owner.version(f"{name}/{path}")
@@ -147,6 +192,34 @@ class _HubHandler(Handler):
         url = f"{self.owner.cdn.url}/{quote(name)}/{quote(path)}?Signature={SIGNATURE}"
         text = b"Found. Redirecting"
         return self.reply(302, text, {"Location": url, "X-Linked-ETag": etag, "X-Linked-Size": str(size)})
+
+
+class Xet:
+    """Plays `hf_xet`, whose protocol is not public: contents reach the Hub at once, and keep their hash.
+
+    Args:
+        hub: which receives them.
+        failures: exceptions to raise in the first uploads, None for one that succeeds.
+    """
+
+    def __init__(self, hub: Hub, failures: Iterable[Exception | None] = ()) -> None:
+        self._hub, self._failures = hub, iter(failures)
+
+    @contextmanager
+    def new_upload_commit(self, **_: Any) -> Iterator[Xet]:
+        """The context of some uploads."""
+        yield self
+
+    def start_upload_file(self, path: str, sha256: Any) -> Any:
+        """The upload of a file, which is done."""
+        if (failure := next(self._failures, None)) is not None:
+            raise failure
+        data = Path(path).read_bytes()
+        name = hashlib.sha256(data).hexdigest()
+        self._hub.blobs[name] = data
+        return SimpleNamespace(
+            result=lambda: SimpleNamespace(xet_info=SimpleNamespace(hash=name, sha256=name, file_size=len(data)))
+        )
 
 
 class Objects(Server):

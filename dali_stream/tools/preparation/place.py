@@ -135,7 +135,7 @@ class RemotePlace:
         """Remove a folder."""
         paths = list(self.sizes(folder))
         if paths:
-            self._retried(folder, lambda: self._calls.remove(paths))
+            self._retried(folder, lambda: self._calls.remove(folder, paths))
 
     def _retried(self, path: str, call: Callable[[], T]) -> T:
         for attempt in range(_ATTEMPTS):
@@ -144,11 +144,12 @@ class RemotePlace:
             except (StorageError, ValueError):
                 raise
             except FileNotFoundError:
-                return None  # type: ignore[return-value]  # of `read`
+                raise StorageError(f"{self.address}: does not exist; create the bucket or repository first") from None
             except Exception as error:  # each library has its own
-                if attempt == _ATTEMPTS - 1 or isinstance(error, PermissionError):
-                    name = type(error).__name__  # the text may hold credentials
-                    raise StorageError(f"{self.address}/{path}: cannot be written ({name}); run the command again") from None
+                status = getattr(getattr(error, "response", None), "status_code", None)  # of huggingface_hub
+                if attempt == _ATTEMPTS - 1 or isinstance(error, PermissionError) or status in (401, 403):
+                    what = type(error).__name__ + (f", HTTP {status}" if status else "")  # the text may hold credentials
+                    raise StorageError(f"{self.address}/{path}: cannot be written ({what}); run the command again") from None
             time.sleep(random.random() * 0.5 * 2**attempt)
         raise AssertionError
 
@@ -166,17 +167,19 @@ class _Objects:
 
         obstore.put(self._store, path, file)
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str) -> bytes | None:
         import obstore
 
-        return bytes(obstore.get(self._store, path).bytes())
+        with contextlib.suppress(FileNotFoundError):
+            return bytes(obstore.get(self._store, path).bytes())
+        return None
 
     def sizes(self, folder: str) -> dict[str, int]:
         import obstore
 
         return {each["path"]: each["size"] for page in obstore.list(self._store, folder or None) for each in page}
 
-    def remove(self, paths: list[str]) -> None:
+    def remove(self, folder: str, paths: list[str]) -> None:
         import obstore
 
         obstore.delete(self._store, paths)
@@ -192,10 +195,13 @@ class _Files:
 
     def upload(self, path: str, file: Path) -> None:
         self._files.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
-        self._files.put_file(str(file), f"{self._root}/{path}")
+        with _without_bars():
+            self._files.put_file(str(file), f"{self._root}/{path}")
 
-    def read(self, path: str) -> bytes:
-        return bytes(self._files.cat_file(f"{self._root}/{path}"))
+    def read(self, path: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return bytes(self._files.cat_file(f"{self._root}/{path}"))
+        return None
 
     def sizes(self, folder: str) -> dict[str, int]:
         self._files.invalidate_cache()
@@ -203,8 +209,27 @@ class _Files:
         found = self._files.find(f"{root}/{folder}".rstrip("/"), detail=True)
         return {name.removeprefix(root).lstrip("/"): each["size"] for name, each in found.items()}
 
-    def remove(self, paths: list[str]) -> None:
-        self._files.rm([f"{self._root}/{path}" for path in paths])
+    def remove(self, folder: str, paths: list[str]) -> None:
+        self._files.rm(f"{self._root}/{folder}", recursive=True)  # huggingface_hub takes no list
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep huggingface_hub from drawing a progress bar for each file."""
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported at run time
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 Place = LocalPlace | RemotePlace

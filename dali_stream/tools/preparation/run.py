@@ -236,7 +236,7 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
         made = plan.Plan.from_bytes(stored)
         _check_same(place, made.header, head, "an unfinished run")
         return made
-    if not isinstance(place, LocalPlace) and place.sizes():
+    if not isinstance(place, LocalPlace) and place.sizes().keys() - {".gitattributes"}:  # a new repository has that
         raise ValueError(f"{place.address} is not empty, and holds no unfinished run; give an empty place")
     planner = plan.Planner(dataset, head)
     planner.survey()
