@@ -246,6 +246,20 @@ def test_only_what_was_read_can_be_too_much(size: int, fits: bool) -> None:
             opening.ready()
 
 
+def test_repeating_a_failed_read_is_not_reading_again() -> None:
+    """It says nothing about the memory. Rows and the index of their file are read once more for the batch that needs them."""
+    lengths = np.full(2, 30)
+    opening = Opening(Storage({CAMERA: np.zeros(2, np.int32)}, lengths, 10, 0, {CAMERA: 100}, 20_000))
+    batch = next(iter(samples(lambda epoch: Order(lengths), Batches(60, 60, 1, "pad"), 0, 0, 0)))
+    reads = opening.request([batch])
+    assert {read.key for read in reads} == {("", 0), ("", 1), (CAMERA, 0)}
+    for read in reads:
+        opening.observe(read.key, None)
+    repeated = opening.request([batch])
+    assert {read.key for read in repeated} == {read.key for read in reads}
+    assert not any(read.again for read in repeated)
+
+
 @examples(60)
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=200))
 def test_rows_of_open_episodes_do_not_overlap(steps: list[tuple[int, bool]]) -> None:

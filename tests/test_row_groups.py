@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.datasets import Column, build
+from support.opened import open_episodes
 from support.slow import examples
 
 from dali_stream import Dataset, DatasetError
