@@ -49,7 +49,7 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 PARTS = {  # modules, and the test files
     "order": (["order"], "order mixture_order batches windows resume selection augment options"),
-    "schedule": (["schedule"], "reads schedule plan bottleneck required_memory options"),
+    "schedule": (["schedule"], "budget reads schedule plan bottleneck required_memory options"),
     "cache": (["cache"], "reads frame_cache cache windows open_files loader memory_format row_groups streaming stream_faults"),
     "decode": (
         ["decode"],

@@ -19,9 +19,10 @@ from dali_stream.mp4.index import VideoIndex, video_index
 from dali_stream.order import Order
 from dali_stream.order.batches import Batches
 from dali_stream.schedule.episodes import NONE, EpisodeTable, Located, OpenEpisode, _Rows
+from dali_stream.schedule.items import READ, Items
 from dali_stream.schedule.opening import Opening, Storage
 from dali_stream.schedule.plan import BatchPlan, BatchPlanner, Limits
-from dali_stream.schedule.samples import samples
+from dali_stream.schedule.samples import Samples, samples
 
 CAMERA, ROW, TABLE, BATCH = "top", 10, 4, 6
 HUGE = 1 << 40
@@ -244,6 +245,51 @@ def test_only_what_was_read_can_be_too_much(size: int, fits: bool) -> None:
     else:
         with pytest.raises(MemoryBudgetError, match=r"leaves 20000 bytes .* the rows and indices of one batch take 36000\."):
             opening.ready()
+
+
+def test_items_are_evicted_whole_or_not_at_all() -> None:
+    items = Items(4, {CAMERA: np.array([0, 0, 1, 1])}, room=100, index_share=0)
+    items.set(np.array([0, 1, 4]), np.array([30, 40, 20]), READ)
+    assert items.bytes_by_kind == (70, 20)
+    assert items.free == 10
+    items.pin(np.array([0]))
+    assert not items.make_room(80), "row 1 and the index have 60 bytes, which makes 70"
+    assert items.take_evicted() == []
+    assert items.make_room(25), "indices have more than their share, so they are evicted first"
+    assert items.take_evicted() == [(CAMERA, 0)]
+    assert items.bytes_by_kind == (70, 0)
+    assert not items.make_room(80, as_far_as_possible=True)
+    assert items.take_evicted() == [("", 1)]
+    assert (items.bytes_by_kind, items.free) == ((30, 0), 70)
+    items.unpin(np.array([0]))
+    assert items.make_room(100)
+    assert (items.bytes_by_kind, items.free) == ((0, 0), 100)
+
+
+def test_reads_are_estimated_by_rows_and_tables_and_measured_when_they_are_complete() -> None:
+    """A batch of the look-ahead gives way if a read turns out larger, and the next batch does not."""
+    lengths = np.full(8, 10)
+    opening = Opening(Storage({}, lengths, 6, 4, {}, 420, look_ahead=16))
+    ahead = [
+        Samples(number, 0, Order(lengths), np.arange(2), np.arange(2) + 2 * number, np.zeros(2, np.int64), 0)
+        for number in range(4)
+    ]
+    opening.request(ahead[:1])
+    assert opening.items.bytes_by_kind == (2 * 10 * (6 + 4), 0)
+    for read in opening.due():
+        opening.observe(read.key, 60)
+    assert opening.items.bytes_by_kind == (2 * (60 + 10 * 4), 0)
+    assert opening.ready() == [0, 1]
+    opening.advance()
+    requested = {read.number for read in opening.request(ahead[1:3])}
+    assert requested == {2, 3, 4, 5}
+    assert opening.items.free == 20, "rows 0 and 1 were evicted"
+    opening.observe(("", 2), 150)
+    assert opening.items.free == 420 - 190 - 100 - 100, "row 4 of the batch after it is evicted"
+    assert set(opening.items.take_evicted()) == {("", 0), ("", 1), ("", 4)}
+    opening.observe(("", 3), 300)
+    assert opening.items.free == 420 - 190 - 340 - 100, "the next batch may exceed the memory"
+    assert opening.items.take_evicted() == []
 
 
 def test_repeating_a_failed_read_is_not_reading_again() -> None:
