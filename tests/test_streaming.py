@@ -275,3 +275,16 @@ def test_several_loaders_share_a_dataset(server: Server) -> None:
         found = [(samples([a]), samples([b])) for a, b in zip(one, other, strict=True)]
     assert all(len(np.unique(np.concatenate(part))) for part in zip(*found, strict=True))
     assert len({i for a, _ in found for i in a}) == sum(len(a) for a, _ in found)
+
+
+def test_slots_that_do_not_fit_in_memory_leave_no_threads(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with Server(demo) as server, Loader(server.url, batch_size=4, device="cpu") as loader:
+        with monkeypatch.context() as patched:
+            patched.setattr("dali_stream.pipeline.decode_pool.Slots", fail)
+            with pytest.raises(MemoryError):
+                next(iter(loader))
+        assert not [thread.name for thread in threading.enumerate() if "dali_stream fetch" in thread.name]
+        assert len(next(iter(loader))["index"]) == 4

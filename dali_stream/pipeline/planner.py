@@ -66,7 +66,12 @@ class Planner:
             {key: config.windows.of(key) for key in on_nvdec},
             dataset.dataset_of,
         )
-        self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
+        try:
+            self.pool = DecodePool(config, routes, {key: self._planner.frames[key].slots for key in on_cpu}, counters)
+        except BaseException:  # such as MemoryError
+            self._reading.stop()
+            self._reading.join()
+            raise
         self.keeps_all = not on_nvdec and parts.frames >= int(dataset.lengths.sum())
         self._planned: queue.Queue[PlannedBatch | BaseException] = queue.Queue()
         self._room = threading.Semaphore(config.depth)
