@@ -7,6 +7,7 @@ changes the work of a frame, such as another codec, is measured on the same part
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -104,11 +105,13 @@ class _Epoch:
         seconds: Seconds per batch.
         work: Work of a batch.
         decodes: Number of frames decoded per delivered frame.
+        fetched: Bytes that are read over the network per sample.
     """
 
     seconds: float
     work: Work
     decodes: float
+    fetched: float
 
 
 @dataclass(frozen=True)
@@ -267,9 +270,21 @@ class _Study:
                     return
                 video_bytes = sum(path.stat().st_size for path in out.rglob("*.mp4"))
                 measured = self._streamed(f"streaming them after {name}", {}, uri=out)
-            video_bytes = video_bytes * self._whole.num_frames // int(self._whole.lengths[: len(part)].sum())
-            price = f"a copy of the dataset, about {video_bytes / 1e6:.3g} MB of video"
-            yield Remedy(name, price, *measured.speeds(self.decodes(_SHORT)), prepare=options)
+            per_frame = video_bytes / int(self._whole.lengths[: len(part)].sum())
+            price = f"a copy of the dataset, about {per_frame * self._whole.num_frames / 1e6:.3g} MB of video"
+            speeds = measured.speeds(self.decodes(_SHORT), functools.partial(self._over_the_network, per_frame))
+            yield Remedy(name, price, *speeds, prepare=options)
+
+    def _over_the_network(self, sample_bytes: float, work: Work) -> Work:
+        """Return the work of a batch that was measured on the disk if its bytes come over the same network as now.
+
+        Args:
+            sample_bytes: Bytes of encoded video per sample.
+            work: Measured work.
+        """
+        now = self.base.first
+        network = now.work.network * sample_bytes / now.fetched if now.fetched and work.decode else 0.0
+        return replace(work, network=network)
 
     def _part(self, batches: int) -> list[int]:
         """Return the first episodes that have the frames of a number of batches."""
@@ -328,7 +343,8 @@ def _epoch(config: Config, growths: list[dict[str, float]]) -> _Epoch:
     growth = {key: sum(each[key] for each in growths) for key in growths[0]}
     work = work_of(growth, config.num_threads, cores(), config.dataset.data_store.remote)
     seconds = (growth["wait_s"] + growth["training_s"]) / growth["batches"]
-    return _Epoch(seconds, replace(work, step=0.0), growth["decoded_frames"] / max(growth["frames"], 1))
+    decodes = growth["decoded_frames"] / max(growth["frames"], 1)
+    return _Epoch(seconds, replace(work, step=0.0), decodes, growth["fetched_bytes"] / growth["samples"])
 
 
 def _threads() -> ThreadPoolExecutor:
