@@ -1,4 +1,4 @@
-"""Reading in several threads, which an error or an interrupt ends soon."""
+"""Evenly spread samples, and reading in several threads, which an error or an interrupt ends soon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import TypeVar
 
+import numpy as np
+
 R = TypeVar("R")
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return up to `most` of the numbers below `count`, evenly spread, with the first and the last."""
+    numbers: list[int] = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
+    return numbers
 
 
 def in_threads(

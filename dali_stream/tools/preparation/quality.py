@@ -19,6 +19,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.source import read_packets
+from dali_stream.tools.work import spread
 
 FLOOR = 25.0  # dB in RGB that every compared frame must have: lossy codecs at sensible settings give 30 to 50
 # Two frames count as different if they differ by this many times the encoding error. Recordings hold frames twice that differ
@@ -78,7 +79,7 @@ def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> Non
 
 def compared(length: int) -> list[int]:
     """Return the frames of an episode that are compared: evenly spaced, with the first and the last."""
-    return np.unique(np.linspace(0, length - 1, min(length, COMPARED)).round().astype(int)).tolist()
+    return spread(length, COMPARED)
 
 
 def compare(what: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:

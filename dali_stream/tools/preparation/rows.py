@@ -231,13 +231,6 @@ def without(schema: pa.Schema, columns: Collection[str], is_v2: bool) -> pa.Sche
     return schema.with_metadata(described or None)
 
 
-def times(table: pa.Table, clock: str, fps: float) -> npt.NDArray[np.float32]:
-    """Return the times that locate the frames of rows by a `clock` of `Dataset`, in seconds since their episode began."""
-    if clock == "frame_index":
-        return (table["frame_index"].to_numpy() / fps).astype(np.float32)
-    return table["timestamp"].to_numpy().astype(np.float32)
-
-
 def replaced(table: pa.Table, columns: Mapping[str, npt.NDArray[Any]]) -> pa.Table:
     """Return rows with other values in some columns, of the columns' own types."""
     for name, values in columns.items():

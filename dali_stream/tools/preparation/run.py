@@ -24,7 +24,7 @@ from dali_stream.lerobot.metadata import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.process import cores, reading_threads
 from dali_stream.storage import LocalStore
-from dali_stream.tools.preparation import executors, metadata, plan, task
+from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
 from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
@@ -242,16 +242,16 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     planner.survey()
     job = head | shared | {"renumber": False, "row_stats": False}
 
-    def each(name: str, tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
-        for one, result in run_of(functools.partial(_call, name, job), tasks):
+    def each(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
+        for one, result in run_of(functools.partial(_call_each, function, job), tasks):
             if "error" in result:
                 raise DaliStreamError(result["error"])
             yield one, result
 
-    frame_bytes = {one["camera"]: result["frame_bytes"] for one, result in each("trial", planner.trials())}
+    frame_bytes = {one["camera"]: result["frame_bytes"] for one, result in each(video.trial, planner.trials())}
     dropped: dict[int, str] = {}
     if head["options"].get("drop_broken"):
-        for _, result in each("check_episodes", planner.tasks(frame_bytes, {})):
+        for _, result in each(task.check_episodes, planner.tasks(frame_bytes, {})):
             dropped |= {int(episode): why for episode, why in result["broken"].items()}
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
@@ -266,9 +266,8 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     return made
 
 
-def _call(name: str, job: Json, tasks: Sequence[Json]) -> list[Json]:
-    """Call a function of `task` for each task."""
-    return [getattr(task, name)(job, each) for each in tasks]
+def _call_each(function: Callable[[Json, Json], Json], job: Json, tasks: Sequence[Json]) -> list[Json]:
+    return [function(job, each) for each in tasks]
 
 
 def _run(
@@ -283,7 +282,7 @@ def _run(
     state = "stopped"
     try:
         for each, result in run_of(
-            functools.partial(_call, "write_file", job), todo, starting=lambda part: progress.started(len(part))
+            functools.partial(_call_each, task.write_file, job), todo, starting=lambda part: progress.started(len(part))
         ):
             progress.ended(result)
             if "error" in result:
