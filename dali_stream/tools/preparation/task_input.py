@@ -33,7 +33,7 @@ class TaskInput:
         camera: Key of the camera. Empty for a file of rows.
         spec: How the camera is written, see `plan.header`.
         store: Storage of the source's files.
-        window: The same, for rows and videos that are read in large ranges.
+        window: The same, for packets of videos that are read in large ranges.
         new_clock: Clock of the new rows.
     """
 
@@ -70,7 +70,7 @@ class TaskInput:
         until: dict[str, int] = {}
         for episode in self.episodes:
             until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])
-        reader = rows.EpisodeRows(self.window, self.footer, until, columns)
+        reader = rows.EpisodeRows(self.store, self.footer, until, columns)
         return lambda episode: reader.read(episode["data"], episode["old"], episode["place"], episode["length"])
 
     def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
