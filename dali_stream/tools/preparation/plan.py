@@ -12,11 +12,11 @@ A plan is JSON lines: the header, then one task per file:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -220,13 +220,9 @@ class Planner:
 
     def _look(self, files: metadata.Files, look: Callable[[str], Group]) -> list[Group]:
         used = set(files.index[self._order].tolist())
-        groups: dict[str, Group] = {}
         jobs = {path: functools.partial(look, path) for number, path in enumerate(files.paths) if number in used}
-
-        def ended(path: str, group: Future[Group]) -> None:
-            groups[path] = group.result()
-
-        in_threads(jobs, reading_threads(self._store.remote), ended, self._store.close)
+        with contextlib.closing(in_threads(jobs, reading_threads(self._store.remote), self._store.close)) as reads:
+            groups = {path: group.result() for path, group in reads}
         return [groups.get(path, Group("", 0)) for path in files.paths]
 
     def _look_at_rows(self, path: str) -> Group:

@@ -156,7 +156,10 @@ def prepare(
     if files_per_call is not None:
         positive("files_per_call", files_per_call)
 
-    def run_of(call: executors.Call, tasks: list[Json], **more: Any) -> Iterator[tuple[Json, Json]]:
+    def run_of(
+        function: Callable[[Json, Json], Json], job: Json, tasks: list[Json], **more: Any
+    ) -> Iterator[tuple[Json, Json]]:
+        call = functools.partial(_call_each, function, job)
         per_call = files_per_call or (1 if executor is None else max(1, -(-len(tasks) // _CALLS)))
         return executors.run_tasks(executor or executors.local(jobs), call, tasks, jobs, per_call, **more)
 
@@ -243,7 +246,7 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     job = head | shared | {"renumber": False, "row_stats": False}
 
     def each(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
-        for one, result in run_of(functools.partial(_call_each, function, job), tasks):
+        for one, result in run_of(function, job, tasks):
             if "error" in result:
                 raise DaliStreamError(result["error"])
             yield one, result
@@ -281,9 +284,7 @@ def _run(
     failed: dict[str, str] = {}
     state = "stopped"
     try:
-        for each, result in run_of(
-            functools.partial(_call_each, task.write_file, job), todo, starting=lambda part: progress.started(len(part))
-        ):
+        for each, result in run_of(task.write_file, job, todo, starting=lambda part: progress.started(len(part))):
             progress.ended(result)
             if "error" in result:
                 failed[each["path"]] = result["error"]
@@ -310,24 +311,27 @@ def _notes(place: Place) -> dict[str, Json]:
 
 
 def _report(made: plan.Plan, notes: dict[str, Json], failed: dict[str, str], written: int) -> PrepareReport:
-    rows = [each for each in made.tasks if "camera" not in each]
     cameras = {}
     for key, spec in made.header["cameras"].items():
         own = [notes[each["path"]] for each in made.tasks if each.get("camera") == key and each["path"] in notes]
-        encoded = spec["mode"] != "copy"
-        values = {name: [v for note in own for v in note[name].values()] if encoded else [] for name in ("psnr", "ssim")}
-        low, mean = ({n: _over(v, i, f) for n, v in values.items()} for i, f in ((0, min), (1, statistics.fmean)))
         cameras[key] = PreparedCamera(
-            len(own), sum(note["bytes"] for note in own), spec["encoder"]["name"] if encoded else "",
-            low["psnr"], mean["psnr"], low["ssim"], mean["ssim"],
-        )  # fmt: skip
+            files=len(own),
+            bytes=sum(note["bytes"] for note in own),
+            encoder="" if spec["mode"] == "copy" else spec["encoder"]["name"],
+            **_quality(own, "psnr"),
+            **_quality(own, "ssim"),
+        )
+    rows = [each for each in made.tasks if "camera" not in each]
     lengths = [episode["length"] for each in rows for episode in each["episodes"]]
     nbytes = sum(note["bytes"] for note in notes.values())
     return PrepareReport(len(lengths), sum(lengths), len(rows), nbytes, written, cameras, failed, made.header["dropped"])
 
 
-def _over(values: list[list[float]], which: int, of: Callable[[list[float]], float]) -> float | None:
-    return of([value[which] for value in values]) if values else None
+def _quality(notes: list[Json], name: str) -> dict[str, float | None]:
+    """Return the least and the mean quality of a camera's episodes. None if its packets were copied."""
+    pairs = [pair for note in notes for pair in note.get(name, {}).values()]
+    mean = statistics.fmean(mean for _, mean in pairs) if pairs else None
+    return {f"{name}_min": min((least for least, _ in pairs), default=None), f"{name}_mean": mean}
 
 
 def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
