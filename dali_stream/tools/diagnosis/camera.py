@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ from dali_stream.order.batches import Batches
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
-from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Speed, Task, Via
+from dali_stream.tools.diagnosis import answers
+from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task, Via
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Check, Result, run_checks
 from dali_stream.tools.diagnosis.rows import FrameTimes, Rows
 from dali_stream.tools.forecast import decodes, median_gop
+from dali_stream.tools.isolated import Call
 
 _SHOWN = 3  # broken files reported per camera
 # The cost of long GOPs.
@@ -55,7 +58,7 @@ class Camera:
         results: Results by name, without those of decoded frames, which are decoded together with those of other cameras.
         facts: Facts for the report.
         task: Frame to decode. None if no frame can be located.
-        speeds: Speeds to measure, one per kind of GPU that decodes the camera.
+        speeds: Calls that measure the speed of each kind of GPU that decodes the camera, see `frames.measure_speeds`.
     """
 
     def __init__(self, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
@@ -64,7 +67,7 @@ class Camera:
         self.results: dict[str, Result] = {}
         self.facts: dict[str, Any] = {"kind": "video"}
         self.task: Task | None = None
-        self.speeds: list[Speed] = []
+        self.speeds: dict[tuple[str, str], Call] = {}
         self._rows = rows
         self.tables = self._read_files(rows, deep)
 
@@ -145,15 +148,17 @@ class Camera:
             decoders += [Via(f"NVDEC of {where}", True, gpu) for where, gpu in self._gpus_with_nvdec()]
         return decoders
 
-    def _list_speeds(self) -> list[Speed]:
-        """Return the speeds to measure on the GPUs that decode this video."""
-        speeds, table = [], self.tables[0]
-        if self.decoders.torchcodec and self.decoders.dali:
-            for where, gpu in self._gpus_with_nvdec():
-                with contextlib.suppress(DecodeError):  # the frame that is decoded shows the error
-                    clips = speed.request_clips(self.dataset.data_store, table, gpu)
-                    speeds.append(Speed(self.key, where, clips, self.video, speed.median_gop(table), gpu))
-        return speeds
+    def _list_speeds(self) -> dict[tuple[str, str], Call]:
+        """Return calls that measure the speed on the GPUs that decode this video."""
+        calls: dict[tuple[str, str], Call] = {}
+        if not (self.decoders.torchcodec and self.decoders.dali):
+            return calls
+        table, cameras = self.tables[0], len(self.dataset.videos)
+        for where, gpu in self._gpus_with_nvdec():
+            with contextlib.suppress(DecodeError):  # the frame that is decoded shows the error
+                clips = speed.request_clips(self.dataset.data_store, table, gpu)
+                calls[self.key, where] = partial(answers.speed, clips, self.video, speed.median_gop(table), gpu, cameras)
+        return calls
 
     def _gpus_with_nvdec(self) -> list[tuple[str, int]]:
         return [(where, gpu) for where, gpu in self.decoders.gpus.items() if self.reports[where].route.decoder == "dali"]
