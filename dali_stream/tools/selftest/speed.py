@@ -32,15 +32,16 @@ def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], 
         seconds: Time per setting, in seconds, after three batches that are not counted.
 
     Returns:
-        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. `gpu_bytes`: bytes in use on the GPU at the end,
-        which covers the largest setting, since DALI keeps its memory. None on a CPU.
+        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. The last one also has `gpu_bytes`, the bytes in
+        use on the GPU at the end, which covers the largest setting, since DALI keeps its memory. None on a CPU.
     """
     names = ("per_clip", "threads", "prefetch")
     rows = [
         dict(zip(names, setting, strict=True)) | {"frames_per_s": _rate(_dali(folder, gpu, *setting), seconds)}
         for setting in settings
     ]
-    return {"rows": rows, "gpu_bytes": environment.gpu_bytes_used(gpu)}
+    rows[-1]["gpu_bytes"] = environment.gpu_bytes_used(gpu)
+    return {"rows": rows}
 
 
 def measure_busy(folder: str, decoder: str, gpu: int | None, threads: list[int], seconds: float) -> dict[str, Any]:
