@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,12 +70,9 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
     skipped = {metadata.INFO, DONE, *episode_files(dataset)} | (
         {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS} if dataset.is_v2 else set()
     )
-    for name in dataset.store.files("meta"):
-        if name not in skipped and not name.startswith("meta/prepare/"):
-            place.write(name, dataset.store.read_all(name))
-    for name in AT_THE_ROOT:
-        if dataset.store.exists(name):
-            place.write(name, dataset.store.read_all(name))
+    kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
+    for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
+        place.write(name, dataset.store.read_all(name))
     if dataset.is_v2:
         place.write("meta/tasks.parquet", _encoded(metadata.tasks_table(dict(sorted(dataset.tasks.items())))))
     parts = _write_episodes(dataset, plan, columns, place)
@@ -97,18 +94,18 @@ def _encoded(table: pa.Table) -> bytes:
 
 
 def _info(dataset: Dataset, head: Json, episodes: int, frames: int) -> Json:
-    found: Json = metadata.read_json(dataset.store, metadata.INFO)
-    features = {key: deepcopy(feature) for key, feature in found["features"].items() if key in head["features"]}
+    info: Json = metadata.read_json(dataset.store, metadata.INFO)
+    features = {key: deepcopy(feature) for key, feature in info["features"].items() if key in head["features"]}
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
     if dataset.is_v2:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
-        found = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in found.items() if key not in _GONE}
-        found |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
+        info = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in info.items() if key not in _GONE}
+        info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
     for key, spec in head["cameras"].items():
         if spec["mode"] != "copy":
             features[key] = _encoded_feature(features[key], spec, fps)
     size = head["options"].get("file_mb")
-    found |= {
+    info |= {
         "total_episodes": episodes,
         "total_frames": frames,
         "chunks_size": head["chunks_size"],
@@ -118,9 +115,9 @@ def _info(dataset: Dataset, head: Json, episodes: int, frames: int) -> Json:
         "video_path": VIDEO_PATH if head["cameras"] else None,
         "features": features,
     }
-    if head["renumber"] and "splits" in found:  # ranges of the old indices
-        found["splits"] = {"train": f"0:{episodes}"}
-    return found
+    if head["renumber"] and "splits" in info:  # ranges of the old indices
+        info["splits"] = {"train": f"0:{episodes}"}
+    return info
 
 
 def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
@@ -208,8 +205,8 @@ def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Plac
             number, size = number + 1, 0
             waiting.clear()
 
-    for found, nbytes in episode_tables(dataset, table):
-        part = _renewed(found, plan.header, columns)
+    for source, nbytes in episode_tables(dataset, table):
+        part = _renewed(source, plan.header, columns)
         if waiting and (size + nbytes > most or not part.schema.equals(waiting[0].schema, check_metadata=True)):
             flush()
         waiting.append(part)
@@ -219,22 +216,26 @@ def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Plac
     return parts
 
 
-def _renewed(found: pa.Table, head: Json, columns: _Columns) -> pa.Table:
+def _renewed(part: pa.Table, head: Json, columns: _Columns) -> pa.Table:
     """Return a part of the episode table with the kept episodes and cameras, and their new values."""
-    old = found["episode_index"].to_numpy()
-    kept = np.isin(old, list(columns.new))
-    found, old = found.filter(pa.array(kept)), old[kept].tolist()
-    cameras = [name.split("/")[1:-1] for name in found.column_names if name.startswith("videos/")]
-    gone = {"/".join(parts) for parts in cameras} - set(head["cameras"]) | set(head["without"])
-    gone -= set(head["cameras"])
-    names = [n for n in found.column_names if not any(n.startswith((f"videos/{key}/", f"stats/{key}/")) for key in gone)]
-    encoded = [key for key, spec in head["cameras"].items() if spec["mode"] != "copy"]
-    names = [n for n in names if n in columns.values or not any(n.startswith(f"stats/{key}/") for key in encoded)]
-    found = found.select(names)
+    index = part["episode_index"].to_numpy()
+    kept = np.isin(index, list(columns.new))
+    videos = {name.partition("/")[2].rpartition("/")[0] for name in part.column_names if name.startswith("videos/")}
+    gone = (videos | set(head["without"])) - set(head["cameras"])
+    encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}
+
+    def is_kept(name: str) -> bool:
+        kind, _, rest = name.partition("/")
+        key = rest.rpartition("/")[0]
+        if kind == "stats" and key in encoded:
+            return name in columns.values
+        return kind not in ("videos", "stats") or key not in gone
+
+    part = part.filter(pa.array(kept)).select([name for name in part.column_names if is_kept(name)])
     for name, values in columns.values.items():
-        if name in found.column_names or name in columns.added:
-            found = _set(found, name, [values[episode] for episode in old], columns.added.get(name))
-    return found
+        if name in part.column_names or name in columns.added:
+            part = _set(part, name, [values[episode] for episode in index[kept].tolist()], columns.added.get(name))
+    return part
 
 
 def _set(table: pa.Table, name: str, values: list[Any], kind: pa.DataType | None) -> pa.Table:
@@ -277,34 +278,32 @@ def _stats(dataset: Dataset, plan: Plan, columns: _Columns, notes: Mapping[str, 
     of_source_file = not dataset.is_v2 or dataset.stored_stats_place == metadata.STATS
     if not changed and of_source_file and set(stored) <= set(head["features"]):
         return None
-    episodes: dict[str, list[dict[str, Any]]] = {}
-    for key in changed:
-        given = {
-            name.rpartition("/")[2]: each for name, each in columns.values.items() if name.rpartition("/")[0] == f"stats/{key}"
-        }
-        episodes[key] = [{name: each[old] for name, each in given.items()} for old in columns.new] if given else []
-    missing = {key for key, own in episodes.items() if not own}
-    for part in parts:
-        by_key: dict[str, dict[str, list[Any]]] = {}
-        for name in part.column_names:
-            key, _, statistic = name.removeprefix("stats/").rpartition("/")
-            if key in missing:
-                by_key.setdefault(key, {})[statistic] = part[name].to_pylist()
-        for key, own in by_key.items():
-            episodes[key] += [dict(zip(own, values, strict=True)) for values in zip(*own.values(), strict=True)]
-    for note in notes.values() if head["row_stats"] else ():
-        for of_episode in note["stats"].values() if "rows" in note else ():
-            for key in missing & set(of_episode):
-                episodes[key].append(of_episode[key])
     new = {key: value for key, value in stored.items() if key in head["features"] and key not in changed}
-    for key, own_episodes in episodes.items():
-        if not own_episodes:
+    for key in changed:
+        episodes = _episode_stats(key, columns, parts, notes)
+        if not episodes:
             _log.warning("stats of %.80r are left out: the source has none for single episodes", key)
             continue
-        made = v2.aggregate([{key: {n: np.asarray(v) for n, v in each.items() if v is not None}} for each in own_episodes])[key]
-        new[key] = {name: value for name, value in made.items() if key not in stored or name in stored[key]}
+        stats = [{key: {name: np.asarray(value) for name, value in each.items() if value is not None}} for each in episodes]
+        new[key] = {name: value for name, value in v2.aggregate(stats)[key].items() if key not in stored or name in stored[key]}
     order = dict.fromkeys(key for key in (*stored, *new) if key in new)
     return {key: {name: value.tolist() for name, value in new[key].items()} for key in order} or None
+
+
+def _episode_stats(key: str, columns: _Columns, parts: list[pa.Table], notes: Mapping[str, Json]) -> list[dict[str, Any]]:
+    """Return the statistics of a feature for each episode: new ones, or else those of the source, or of its rows."""
+
+    def named(names: Iterable[str]) -> dict[str, str]:
+        """Return the statistics among columns of the episode table, with their columns."""
+        return {name.rpartition("/")[2]: name for name in names if name.rpartition("/")[0] == f"stats/{key}"}
+
+    if new := named(columns.values):
+        return [{name: columns.values[column][old] for name, column in new.items()} for old in columns.new]
+    own = [
+        part.select(list(names.values())).rename_columns(list(names)) for part in parts if (names := named(part.column_names))
+    ]
+    of_rows = [stats for note in notes.values() if "rows" in note for stats in note["stats"].values()]
+    return [row for part in own for row in part.to_pylist()] or [stats[key] for stats in of_rows if key in stats]
 
 
 def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table, int]]:
@@ -318,7 +317,7 @@ def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
     stats = v2.read_episode_stats(dataset.store) if dataset.stored_stats_place == v2.EPISODES_STATS else {}
-    names = dict.fromkeys((key, name) for found in stats.values() for key, of in found.items() for name in of)
+    names = dict.fromkeys((key, name) for episode in stats.values() for key, values in episode.items() for name in values)
     own = _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
     cameras = [f"videos/{camera}/{end}" for camera in table.video for end in ("chunk_index", "file_index")]
     times = [f"videos/{camera}/{end}" for camera in table.video for end in ("from_timestamp", "to_timestamp")]
