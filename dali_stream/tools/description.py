@@ -29,6 +29,7 @@ from dali_stream.mp4.format import describe as describe_format
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
+from dali_stream.tools.work import spread
 
 LOOK_AT = 32  # video files per camera whose index is read
 _AT_A_TIME = 16  # concurrent reads, for remote files
@@ -218,9 +219,8 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
         return CameraReport("image", *dataset.picture_size(key), Route("torchcodec", "its frames are images in Parquet rows"))
     paths = used(dataset, dataset.table.video[key])
-    chosen = np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int).tolist()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        read = list(pool.map(lambda number: _index(dataset, paths[number]), chosen))
+        read = list(pool.map(lambda number: _index(dataset, paths[number]), spread(len(paths), look_at)))
     tables = [each for each in read if isinstance(each, VideoIndex)]
     broken = tuple(str(each) for each in read if isinstance(each, DaliStreamError))
     size = _bytes(dataset.data_store, paths)

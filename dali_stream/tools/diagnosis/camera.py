@@ -84,8 +84,7 @@ class Camera:
             store = self.dataset.data_store
             self.video = describe(self.tables[0].configs[0])
             self.reports = {where: describe_video(self.tables, store, gpu) for where, gpu in places.items()}
-            for name, result in run_checks(checks, self):
-                self.results[f"{self.key} {name}".rstrip()] = result
+            self.results.update((f"{self.key} {name}".rstrip(), result) for name, result in run_checks(checks, self))
             self._choose_frame()
         except DaliStreamError as error:
             self.results[f"{self.key} file"] = self.broken(self.tables[0].path, error)

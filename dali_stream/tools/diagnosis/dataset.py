@@ -64,8 +64,7 @@ def examine(
     }
     rows = Rows(dataset, deep is not None)
     try:
-        for name, result in run_checks(CHECKS["dataset"], rows):
-            results[name] = result
+        results.update(run_checks(CHECKS["dataset"], rows))  # those before an error count
         videos = [Camera(key, rows, decoders, deep) for key in dataset.videos]
         for camera in videos:
             camera.run(CHECKS["camera"])

@@ -124,8 +124,8 @@ def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
     """Return the feature of a camera after encoding. Unknown keys stay."""
     (height, width), chosen = spec["size"], spec["encoder"]
     place = next((each for each in ENCODING if isinstance(feature.get(each), dict)), "info")
-    said = {key: value for key, value in (feature.get(place) or {}).items() if key not in _UNTRUE}
-    said |= {
+    encoding = {key: value for key, value in (feature.get(place) or {}).items() if key not in _UNTRUE}
+    encoding |= {
         "video.height": height, "video.width": width, "video.codec": chosen["codec"], "video.pix_fmt": "yuv420p",
         "video.is_depth_map": False, "video.fps": fps, "video.channels": 3, "has_audio": False,
         "video.g": spec["gop"], "video.crf": chosen["quality"], "video.preset": chosen["preset"] or None,
@@ -135,7 +135,7 @@ def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
     was = tuple(feature["shape"])
     if len(was) == 3 and was[0] in (1, 3) and was[2] not in (1, 3):  # (C, H, W)
         shape, names = [3, height, width], ["channels", "height", "width"]
-    changed = {"dtype": "video", "shape": shape, place: said}
+    changed = {"dtype": "video", "shape": shape, place: encoding}
     if feature.get("dtype") == "image" or not isinstance(feature.get("names"), list):
         changed["names"] = names
     return {key: value for key, value in feature.items() if key != "fps" or feature.get("dtype") == "video"} | changed

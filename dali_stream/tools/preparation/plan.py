@@ -136,15 +136,15 @@ def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> J
         )
     if feature.is_video and (feature.is_depth or not options.encodes):
         return {"mode": "copy"}
-    said: Json = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
+    recorded: Json = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
     size = options.size or feature.frame_size
-    codec = options.codec or ("h264" if feature.is_image else said.get("video.codec", ""))
+    codec = options.codec or ("h264" if feature.is_image else recorded.get("video.codec", ""))
     if codec not in CODECS:
         raise ValueError(f"codec of {key!r} is {codec!r}, which is not encoded; give --codec {', '.join(CODECS)}")
     gop = options.gop or 2
     chosen = encoder(codec, gop, options.crf, nvenc=options.encoder == "nvenc", size=size)
-    wanted = {"video.codec": codec, "video.g": gop, "video.crf": chosen.quality, "video.encoder": chosen.name}
-    if feature.is_video and size == feature.frame_size and all(said.get(name) == value for name, value in wanted.items()):
+    requested = {"video.codec": codec, "video.g": gop, "video.crf": chosen.quality, "video.encoder": chosen.name}
+    if feature.is_video and size == feature.frame_size and recorded | requested == recorded:
         return {"mode": "copy"}
     mode = "images" if feature.is_image else "encode"
     return {"mode": mode, "size": list(size), "gop": gop, "encoder": dataclasses.asdict(chosen)}
@@ -272,11 +272,11 @@ class Planner:
             groups = [Group("", frame_bytes.get(camera, 1))] * len(order)
             if spec["mode"] == "copy":
                 groups = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
-            held = [
+            videos = [
                 episode | ({} if spec["mode"] == "images" else self._video(camera, e))
                 for episode, e in zip(episodes, order.tolist(), strict=True)
             ]
-            tasks += [each | {"camera": camera} for each in self._files(held, groups, VIDEO_MB, VIDEO_PATH, camera)]
+            tasks += [each | {"camera": camera} for each in self._files(videos, groups, VIDEO_MB, VIDEO_PATH, camera)]
         return tasks
 
     def trials(self) -> list[Json]:

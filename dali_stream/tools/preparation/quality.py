@@ -60,8 +60,8 @@ def _padding(video: VideoFormat) -> str:
         return "its frames are interlaced"
     if video.coded in (None, smallest):
         return ""
-    what, coded = f"{size[0]}×{size[1]} is coded as", "{}×{}".format(*(video.coded or size))
-    return f"{what} {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
+    coded = "{}×{}".format(*(video.coded or size))
+    return f"{size[0]}×{size[1]} is coded as {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
 
 
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
@@ -82,11 +82,11 @@ def compared(length: int) -> list[int]:
     return spread(length, COMPARED)
 
 
-def compare(what: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:
+def compare(where: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:
     """Compare an encoded frame with the one that went into the encoder, and with its neighbours.
 
     Args:
-        what: File, camera and episode, for the message.
+        where: File, camera and episode, for the message.
         frame: Number of the frame in its episode.
         own, new: Frame before and after encoding, shape (H, W, 3).
         neighbours: Numbers and frames before and after it.
@@ -101,11 +101,11 @@ def compare(what: str, frame: int, own: Frames, new: Frames, neighbours: list[tu
     for number, other in neighbours:
         distance = _difference(new, other)
         if distance < error and _difference(own, other) > DIFFERS * distance:
-            raise DaliStreamError(f"{what}, frame {frame}: it looks like frame {number} of the source")
+            raise DaliStreamError(f"{where}, frame {frame}: it looks like frame {number} of the source")
     psnr = min(10 * math.log10(255**2 / error), _LOSSLESS) if error else _LOSSLESS
     if psnr < FLOOR:
         raise DaliStreamError(
-            f"{what}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required; "
+            f"{where}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required; "
             "give a lower --crf"
         )
     return psnr, ssim(own, new)
@@ -123,5 +123,5 @@ def ssim(a: Frames, b: Frames) -> float:
     var_x, var_y = ((avg_pool2d(v * v, 7, 1) - m * m) * unbiased for v, m in ((x, mean_x), (y, mean_y)))
     both = (avg_pool2d(x * y, 7, 1) - mean_x * mean_y) * unbiased
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    found = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
-    return float(found.mean())
+    similarity = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return float(similarity.mean())

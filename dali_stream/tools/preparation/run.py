@@ -194,11 +194,11 @@ def _finished(place: Place, done: Json, head: Json) -> PrepareReport:
     return PrepareReport(**report | {"cameras": cameras, "written": 0})
 
 
-def _check_same(place: Place, found: Json, head: Json, what: str) -> None:
-    differs = [name for name in head if found.get(name) != json.loads(json.dumps(head[name]))]
+def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
+    differs = [name for name in head if stored.get(name) != json.loads(json.dumps(head[name]))]
     if differs:
         raise ValueError(
-            f"{place.address} holds {what} with another {' and another '.join(differs)}; repeat the earlier command to "
+            f"{place.address} holds {content} with another {' and another '.join(differs)}; repeat the earlier command to "
             "continue it, remove it, or give another folder"
         )
 
@@ -245,16 +245,16 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     planner.survey()
     job = head | shared | {"renumber": False, "row_stats": False}
 
-    def each(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
-        for one, result in run_of(function, job, tasks):
+    def run_all(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
+        for each, result in run_of(function, job, tasks):
             if "error" in result:
                 raise DaliStreamError(result["error"])
-            yield one, result
+            yield each, result
 
-    frame_bytes = {one["camera"]: result["frame_bytes"] for one, result in each(video.trial, planner.trials())}
+    frame_bytes = {each["camera"]: result["frame_bytes"] for each, result in run_all(video.trial, planner.trials())}
     dropped: dict[int, str] = {}
     if head["options"].get("drop_broken"):
-        for _, result in each(task.check_episodes, planner.tasks(frame_bytes, {})):
+        for _, result in run_all(task.check_episodes, planner.tasks(frame_bytes, {})):
             dropped |= {int(episode): why for episode, why in result["broken"].items()}
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
@@ -352,8 +352,8 @@ def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None =
         report = json.loads(done)["report"]
         files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
         return PrepareStatus("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
-    if (found := place.read(PROGRESS)) is None:
+    if (stored := place.read(PROGRESS)) is None:
         raise ValueError(f"{place.address} holds no run of prepare; give its OUT")
-    last = PrepareStatus(**json.loads(found))
+    last = PrepareStatus(**json.loads(stored))
     silent = last.state == "running" and time.time() - last.at > _SILENT_S
     return dataclasses.replace(last, state="stopped", running=0) if silent else last

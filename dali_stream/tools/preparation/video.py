@@ -133,13 +133,13 @@ def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Ep
     return {"psnr": psnr, "ssim": ssim, "stats": image_stats([image_histogram(frames[np.isin(wanted, sampled)])])}
 
 
-def trial(job: Json, one: Json) -> Json:
+def trial(job: Json, first: Json) -> Json:
     """Encode the first frames of a task's first episode.
 
     Returns:
         {"frame_bytes": bytes of a frame}, a guess if the episode is broken; or {"error": why frames cannot be encoded}.
     """
-    task = TaskInput(job, one | {"episodes": one["episodes"][:1]})
+    task = TaskInput(job, first | {"episodes": first["episodes"][:1]})
     [episode], size = task.episodes, tuple(task.spec["size"])
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(LocalStore(folder)) as scratch:
         try:

@@ -36,7 +36,7 @@ def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], 
         use on the GPU at the end, which covers the largest setting, since DALI keeps its memory. None on a CPU.
     """
     names = ("per_clip", "threads", "prefetch")
-    rows = [
+    rows: list[dict[str, Any]] = [
         dict(zip(names, setting, strict=True)) | {"frames_per_s": _rate(_dali(folder, gpu, *setting), seconds)}
         for setting in settings
     ]
