@@ -19,7 +19,6 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata, v2
 from dali_stream.lerobot.features import ENCODING
-from dali_stream.lerobot.metadata import Episodes
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation.place import Place
 from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, path_of
@@ -172,7 +171,7 @@ def _put_row_columns(columns: _Columns, head: Json, old: int, episode: Json) -> 
     new, first, length = episode["new"], episode["first"], episode["length"]
     columns.new[old] = new
     for name, value in (("episode_index", new), ("dataset_from_index", first), ("dataset_to_index", first + length)):
-        columns.put(name, old, value)
+        columns.put(name, old, value, pa.int64())
     changed: dict[str, npt.NDArray[Any]] = {}
     if head["renumber"]:
         changed |= {"index": np.arange(first, first + length), "episode_index": np.full(length, new)}
@@ -191,7 +190,6 @@ def _kind(value: Any) -> pa.DataType:
 
 def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Place) -> list[pa.Table]:
     """Write the episode table, a part of the source's at a time. Return the columns of statistics, by part."""
-    table = dataset.read_table([key for key, spec in plan.header["cameras"].items() if spec["mode"] != "images"])
     parts, waiting, size, number = list[pa.Table](), list[pa.Table](), 0, 0
     most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
 
@@ -205,7 +203,7 @@ def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Plac
             number, size = number + 1, 0
             waiting.clear()
 
-    for source, nbytes in episode_tables(dataset, table):
+    for source, nbytes in _episode_tables(dataset):
         part = _renewed(source, plan.header, columns)
         if waiting and (size + nbytes > most or not part.schema.equals(waiting[0].schema, check_metadata=True)):
             flush()
@@ -220,16 +218,16 @@ def _renewed(part: pa.Table, head: Json, columns: _Columns) -> pa.Table:
     """Return a part of the episode table with the kept episodes and cameras, and their new values."""
     index = part["episode_index"].to_numpy()
     kept = np.isin(index, list(columns.new))
-    videos = {name.partition("/")[2].rpartition("/")[0] for name in part.column_names if name.startswith("videos/")}
-    gone = (videos | set(head["without"])) - set(head["cameras"])
     encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}
 
     def is_kept(name: str) -> bool:
         kind, _, rest = name.partition("/")
         key = rest.rpartition("/")[0]
+        if kind == "videos":
+            return key in head["cameras"]
         if kind == "stats" and key in encoded:
             return name in columns.values
-        return kind not in ("videos", "stats") or key not in gone
+        return kind != "stats" or key in head["features"]
 
     part = part.filter(pa.array(kept)).select([name for name in part.column_names if is_kept(name)])
     for name, values in columns.values.items():
@@ -306,36 +304,28 @@ def _episode_stats(key: str, columns: _Columns, parts: list[pa.Table], notes: Ma
     return [row for part in own for row in part.to_pylist()] or [stats[key] for stats in of_rows if key in stats]
 
 
-def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the episode table in parts, each with its bytes as encoded; `table` has all cameras.
-
-    For v2.x, columns that depend on the new files are 0.
-    """
+def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
+    """Yield the episode table in parts, each with its bytes as encoded. For v2.x, it lacks the columns of new files."""
     if not dataset.is_v2:
         for name in episode_files(dataset):
             yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
+    table = dataset.read_table([])
     stats = v2.read_episode_stats(dataset.store) if dataset.stored_stats_place == v2.EPISODES_STATS else {}
     names = dict.fromkeys((key, name) for episode in stats.values() for key, values in episode.items() for name in values)
     own = _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
-    cameras = [f"videos/{camera}/{end}" for camera in table.video for end in ("chunk_index", "file_index")]
-    times = [f"videos/{camera}/{end}" for camera in table.video for end in ("from_timestamp", "to_timestamp")]
-    indices = ["data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index", *cameras]
     for at in range(0, len(table.index), _EPISODES):
         index = table.index[at : at + _EPISODES]
         columns: dict[str, Any] = {
             "episode_index": index,
             "tasks": pa.array([_tasks(dataset, lines[e]) for e in index.tolist()], pa.list_(pa.string())),
             "length": table.length[at : at + _EPISODES],
-            **{name: np.zeros(len(index), np.int64) for name in indices},
-            **{name: np.zeros(len(index), np.float64) for name in times},
         }
         columns |= {name: values.slice(at, len(index)) for name, values in own.items() if name not in columns}
         for key, name in names:
             values = [stats.get(episode, {}).get(key, {}).get(name) for episode in index.tolist()]
             columns[f"stats/{key}/{name}"] = _nested(dataset, values, key, name)
-        columns |= {f"meta/episodes/{end}": np.zeros(len(index), np.int64) for end in ("chunk_index", "file_index")}
         encoded = io.BytesIO()
         pq.write_table(pa.table(columns), encoded)
         yield pq.read_table(encoded), encoded.getbuffer().nbytes  # with the types that the new file will have
