@@ -156,27 +156,17 @@ def _identity(dataset: Dataset, info: Json) -> str:
     return content_hash(json.dumps([dataset.fingerprint, dataset.cameras, info, files], sort_keys=True).encode())
 
 
-def _inside(key: str) -> str:
-    """Return a camera's key. Raises DatasetError if it leads out of OUT as a path."""
-    try:
-        return checked(key)
-    except DatasetError:
-        raise DatasetError(
-            f"{key[:80]!r} is a path outside the output folder; nothing was written. Rename it in meta/info.json and "
-            "meta/episodes"
-        ) from None
-
-
 def _check_apart(keys: Collection[str]) -> None:
-    """Check that no two cameras have files in the same place."""
+    """Check that cameras have files in places of their own, inside of OUT. Raises DatasetError."""
+    rename = "nothing was written. Rename it in meta/info.json and meta/episodes"
     places: dict[PurePosixPath, str] = {}
     for key in sorted(keys, key=len):
-        place = PurePosixPath(_inside(key))
+        try:
+            place = PurePosixPath(checked(key))
+        except DatasetError:
+            raise DatasetError(f"{key[:80]!r} is a path outside the output folder; {rename}") from None
         for other in {place, *place.parents} & places.keys():
-            raise DatasetError(
-                f"{places[other][:80]!r} and {key[:80]!r} would be written to the same path; nothing was written. Rename one "
-                "in meta/info.json and meta/episodes"
-            )
+            raise DatasetError(f"{key[:80]!r} would be written to the same path as {places[other][:80]!r}; {rename}")
         places[place] = key
 
 
