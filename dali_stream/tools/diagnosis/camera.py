@@ -135,32 +135,24 @@ class Camera:
         if packet != LACKING:  # otherwise, the check of timestamps says so
             # FFmpeg outputs all frames of an H.264 file with open GOPs only from its start (see `decode`).
             clip = pack(dataset.data_store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
-            self.task = Task(self.key, clip, self.video, self._list_decoders())
-            self.speeds = self._list_speeds()
+            self.task = Task(self.key, clip, self.video, self._choose_decoders())
 
-    def _list_decoders(self) -> list[Via]:
-        """Return the decoders that a Loader could choose for this video."""
-        decoders = [Via("torchcodec")] if self.decoders.torchcodec else []
-        if self.decoders.dali and not refusal(None, self.video, self.tables[0]):
+    def _choose_decoders(self) -> list[Via]:
+        """Return the decoders that a Loader could choose for this video, and choose those whose speed is measured."""
+        store, table, decoders = self.dataset.data_store, self.tables[0], [Via("torchcodec")] * self.decoders.torchcodec
+        if not self.decoders.dali:
+            return decoders
+        if not refusal(None, self.video, table):
             decoders.append(Via("DALI on the CPU", dali=True))
-        if self.decoders.dali:
-            decoders += [Via(f"NVDEC of {where}", True, gpu) for where, gpu in self._gpus_with_nvdec()]
+        for where, gpu in self.decoders.gpus.items():
+            if self.reports[where].route.decoder == "dali":
+                decoders.append(Via(f"NVDEC of {where}", True, gpu))
+                if self.decoders.torchcodec:
+                    with contextlib.suppress(DecodeError):  # the frame that is decoded shows the error
+                        clips, gop = speed.request_clips(store, table, gpu), speed.median_gop(table)
+                        call = partial(answers.speed, clips, self.video, gop, gpu, len(self.dataset.videos))
+                        self.speeds[self.key, where] = call
         return decoders
-
-    def _list_speeds(self) -> dict[tuple[str, str], Call]:
-        """Return calls that measure the speed on the GPUs that decode this video."""
-        calls: dict[tuple[str, str], Call] = {}
-        if not (self.decoders.torchcodec and self.decoders.dali):
-            return calls
-        table, cameras = self.tables[0], len(self.dataset.videos)
-        for where, gpu in self._gpus_with_nvdec():
-            with contextlib.suppress(DecodeError):  # the frame that is decoded shows the error
-                clips = speed.request_clips(self.dataset.data_store, table, gpu)
-                calls[self.key, where] = partial(answers.speed, clips, self.video, speed.median_gop(table), gpu, cameras)
-        return calls
-
-    def _gpus_with_nvdec(self) -> list[tuple[str, int]]:
-        return [(where, gpu) for where, gpu in self.decoders.gpus.items() if self.reports[where].route.decoder == "dali"]
 
 
 def check_format(camera: Camera) -> Result:
