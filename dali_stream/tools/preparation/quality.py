@@ -32,32 +32,29 @@ Frames = npt.NDArray[np.uint8]
 
 def refusal(store: Store, table: VideoIndex, codec: str, gop: int) -> str:
     """Return why an encoded file does not meet the request, by its index and its headers. Empty if it does."""
-    video = describe(table.configs[0])
+    video, configs = describe(table.configs[0]), len(table.configs)
     if video.codec != codec:
         return f"it is {video.codec}"
-    if len(table.configs) > 1:
-        return f"it has {len(table.configs)} sample descriptions"
-    if (video.chroma, video.depth) != ("420", 8) or video.profile not in PROFILES[codec]:
-        return f"it is {video.pixel_format} of profile {video.profile}"
-    if not video.like_bt601:
-        return f"its colour matrix is {video.matrix}, and not BT.601"
-    if table.track_header[:36] != UPRIGHT:
-        return "its frames are rotated"
-    if table.reordered or table.open_gops:
-        return "it has B-frames or open GOPs"
-    if table.longest_gop > gop:
-        return f"its longest GOP has {table.longest_gop} frames"
-    if has_other_keyframes(store, table, codec):
-        return "it has keyframes that are not IDR frames"
-    return video.header_error or _padding(video)
+    faults = {
+        f"it has {configs} sample descriptions": configs > 1,
+        f"it is {video.pixel_format} of profile {video.profile}": (
+            (video.chroma, video.depth) != ("420", 8) or video.profile not in PROFILES[codec]
+        ),
+        f"its colour matrix is {video.matrix}, and not BT.601": not video.like_bt601,
+        "its frames are rotated": table.track_header[:36] != UPRIGHT,
+        "it has B-frames or open GOPs": table.reordered or table.open_gops,
+        f"its longest GOP has {table.longest_gop} frames": table.longest_gop > gop,
+        "it has keyframes that are not IDR frames": has_other_keyframes(store, table, codec),
+        "its frames are interlaced": video.interlaced,
+    }
+    fault = next((text for text, applies in faults.items() if applies), "")
+    return fault or video.header_error or _padding(video)
 
 
 def _padding(video: VideoFormat) -> str:
-    """Return how a file wastes space around its frames, or that it is interlaced. Empty if it does neither."""
+    """Return how a file wastes space around its frames. Empty if it does not."""
     size = video.height, video.width
     smallest = smallest_coded_size(video.codec, *size)
-    if video.interlaced:
-        return "its frames are interlaced"
     if video.coded in (None, smallest):
         return ""
     coded = "{}×{}".format(*(video.coded or size))
