@@ -59,12 +59,7 @@ def copy(task: TaskInput, file: Path) -> Json:
     index = runs[0].index
     track, digest = packets.write(file, task.store, runs, pts, index.timescale, index.track_header, last)
     episodes = [
-        _Episode(
-            episode["new"],
-            _moved(episode["start"], run.index.timescale, run.shift),
-            times,
-            shown - run.start + run.first,
-        )
+        _Episode(episode["new"], _moved(episode["start"], run.index.timescale, run.shift), times, shown - run.start + run.first)
         for episode, times, shown, run in copied
     ]
     with contextlib.closing(LocalStore(str(file.parent))) as scratch:
