@@ -1,20 +1,37 @@
-"""Evenly spread samples, and reading in several threads, which an error or an interrupt ends soon."""
+"""Division of work: evenly spread samples, groups by size, and reading in several threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import TypeVar
 
 import numpy as np
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def spread(count: int, most: int) -> list[int]:
     """Return up to `most` of the numbers below `count`, evenly spread, with the first and the last."""
     numbers: list[int] = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
     return numbers
+
+
+def grouped(
+    items: Iterable[T], most: float, size: Callable[[T], float], kind: Callable[[T], object] = lambda item: None
+) -> Iterator[list[T]]:
+    """Yield groups of consecutive items of one kind, with a total size of up to `most`, or of one item that is larger."""
+    group: list[T] = []
+    total = 0.0
+    for item in items:
+        if group and (total + size(item) > most or kind(item) != kind(group[0])):
+            yield group
+            group, total = [], 0.0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group
 
 
 def in_threads(

@@ -22,6 +22,7 @@ from dali_stream.lerobot.features import ENCODING
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation.place import Place
 from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, path_of
+from dali_stream.tools.work import grouped
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 DONE = "meta/prepare.json"  # what was done, in a finished dataset
@@ -190,28 +191,22 @@ def _kind(value: Any) -> pa.DataType:
 
 def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Place) -> list[pa.Table]:
     """Write the episode table, a part of the source's at a time. Return the columns of statistics, by part."""
-    parts, waiting, size, number = list[pa.Table](), list[pa.Table](), 0, 0
+    stats: list[pa.Table] = []
     most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
 
-    def flush() -> None:
-        nonlocal number, size
-        if waiting:
-            whole = pa.concat_tables(waiting)
-            for name, value in zip(("chunk_index", "file_index"), divmod(number, plan.header["chunks_size"]), strict=True):
-                whole = _set(whole, f"meta/episodes/{name}", [value] * len(whole), pa.int64())
-            place.write(path_of(EPISODES_PATH, number, plan.header), _encoded(whole))
-            number, size = number + 1, 0
-            waiting.clear()
+    def parts() -> Iterator[tuple[pa.Table, int]]:
+        for source, nbytes in _episode_tables(dataset):
+            part = _renewed(source, plan.header, columns)
+            stats.append(part.select([name for name in part.column_names if name.startswith("stats/")]))
+            yield part, nbytes
 
-    for source, nbytes in _episode_tables(dataset):
-        part = _renewed(source, plan.header, columns)
-        if waiting and (size + nbytes > most or not part.schema.equals(waiting[0].schema, check_metadata=True)):
-            flush()
-        waiting.append(part)
-        size += nbytes
-        parts.append(part.select([name for name in part.column_names if name.startswith("stats/")]))
-    flush()
-    return parts
+    files = grouped(parts(), most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
+    for number, file in enumerate(files):
+        table = pa.concat_tables([part for part, _ in file])
+        for name, value in zip(("chunk_index", "file_index"), divmod(number, plan.header["chunks_size"]), strict=True):
+            table = _set(table, f"meta/episodes/{name}", [value] * len(table), pa.int64())
+        place.write(path_of(EPISODES_PATH, number, plan.header), _encoded(table))
+    return stats
 
 
 def _renewed(part: pa.Table, head: Json, columns: _Columns) -> pa.Table:

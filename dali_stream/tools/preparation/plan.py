@@ -36,7 +36,7 @@ from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.encoders import CODECS, encoder
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import content_hash
-from dali_stream.tools.work import in_threads
+from dali_stream.tools.work import grouped, in_threads
 
 VERSION = 1  # increased when the same dataset and options are written differently
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Group:
+class Source:
     """Facts of a source file that the plan needs.
 
     Attributes:
@@ -198,7 +198,7 @@ class Planner:
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
         self._places = _places(self._table)
-        self._surveyed: dict[str, list[Group]] = {}
+        self._surveyed: dict[str, list[Source]] = {}
 
     def survey(self) -> None:
         """Look at all source files whose parts are copied. One that cannot be read gets a kind of its own, and fails later."""
@@ -208,28 +208,28 @@ class Planner:
                 look = functools.partial(self._look_at_video, camera)
                 self._surveyed[camera] = self._look(self._table.video[camera], look)
 
-    def _look(self, files: metadata.Files, look: Callable[[str], Group]) -> list[Group]:
+    def _look(self, files: metadata.Files, look: Callable[[str], Source]) -> list[Source]:
         used = set(files.index[self._order].tolist())
         jobs = {path: functools.partial(look, path) for number, path in enumerate(files.paths) if number in used}
         with contextlib.closing(in_threads(jobs, reading_threads(self._store.remote), self._store.close)) as reads:
-            groups = {path: group.result() for path, group in reads}
-        return [groups.get(path, Group("", 0)) for path in files.paths]
+            sources = {path: source.result() for path, source in reads}
+        return [sources.get(path, Source("", 0)) for path in files.paths]
 
-    def _look_at_rows(self, path: str) -> Group:
+    def _look_at_rows(self, path: str) -> Source:
         try:
             footer = rows.read_footer(self._store, path)
             rows.check_columns(self._store, self._head["features"], footer)
         except DatasetError:
-            return Group(path, 1)
+            return Source(path, 1)
         schema = rows.without(footer.schema, self._head["without"], self._head["is_v2"])
-        return Group(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
+        return Source(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
 
-    def _look_at_video(self, camera: str, path: str) -> Group:
+    def _look_at_video(self, camera: str, path: str) -> Source:
         try:
             index = read_index(self._store, path)
-            return Group(packets.kind(index), float(index.size[:].mean()))
+            return Source(packets.kind(index), float(index.size[:].mean()))
         except DaliStreamError:
-            return Group(path, 1)
+            return Source(path, 1)
 
     def tasks(self, frame_bytes: Mapping[str, float], dropped: Mapping[int, str]) -> list[Json]:
         """Return the tasks.
@@ -256,17 +256,17 @@ class Planner:
             for e in order.tolist()
         ]
         with_first = [episode | {"first": int(first[e])} for episode, e in zip(episodes, order.tolist(), strict=True)]
-        groups = [self._surveyed["data"][n] for n in table.data.index[order]]
-        tasks = list(self._files(with_first, groups, DATA_MB, DATA_PATH))
+        sources = [self._surveyed["data"][n] for n in table.data.index[order]]
+        tasks = list(self._files(with_first, sources, DATA_MB, DATA_PATH))
         for camera, spec in self._head["cameras"].items():
-            groups = [Group("", frame_bytes.get(camera, 1))] * len(order)
+            sources = [Source("", frame_bytes.get(camera, 1))] * len(order)
             if spec["mode"] == "copy":
-                groups = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
+                sources = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
             videos = [
                 episode | ({} if spec["mode"] == "images" else self._video(camera, e))
                 for episode, e in zip(episodes, order.tolist(), strict=True)
             ]
-            tasks += [each | {"camera": camera} for each in self._files(videos, groups, VIDEO_MB, VIDEO_PATH, camera)]
+            tasks += [each | {"camera": camera} for each in self._files(videos, sources, VIDEO_MB, VIDEO_PATH, camera)]
         return tasks
 
     def trials(self) -> list[Json]:
@@ -280,23 +280,21 @@ class Planner:
         return {"video": files.paths[files.index[episode]], "start": start, "stop": stop if np.isfinite(stop) else None}
 
     def _files(
-        self, episodes: list[Json], groups: list[Group], default_mb: float, template: str, camera: str = ""
+        self, episodes: list[Json], sources: list[Source], default_mb: float, template: str, camera: str = ""
     ) -> Iterator[Json]:
         """Yield files of these episodes. A file has one kind of source, and about one size."""
         most = (self._file_mb or default_mb) * (1 << 20)
-        parts, sizes, kind = list[list[Json]](), list[float](), ""
-        for episode, group in zip(episodes, groups, strict=True):
-            size = episode["length"] * group.frame_bytes
-            if not parts or sizes[-1] + size > most or group.kind != kind:
-                parts.append([])
-                sizes.append(0.0)
-            parts[-1].append(episode)
-            sizes[-1], kind = sizes[-1] + size, group.kind
-        for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": part}
+        pairs = zip(episodes, sources, strict=True)
+
+        def nbytes(pair: tuple[Json, Source]) -> float:
+            return float(pair[0]["length"] * pair[1].frame_bytes)
+
+        parts = grouped(pairs, most, nbytes, lambda pair: pair[1].kind)
+        for number, part in enumerate(parts):
+            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": [episode for episode, _ in part]}
             if not camera:
-                row_bytes = max(size / sum(episode["length"] for episode in part), 1)
-                task["rows_per_group"] = self._rows_per_group or max(1, int(rows.ROW_GROUP / row_bytes))
+                size, length = sum(map(nbytes, part)), sum(episode["length"] for episode, _ in part)
+                task["rows_per_group"] = self._rows_per_group or max(1, int(rows.ROW_GROUP / max(size / length, 1)))
             yield task
 
 

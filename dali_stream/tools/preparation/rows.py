@@ -22,6 +22,7 @@ from dali_stream.errors import DatasetError
 from dali_stream.lerobot.metadata import parquet_errors
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.place import content_hash
+from dali_stream.tools.work import grouped
 
 ROW_GROUP = 32 << 20  # bytes of rows in a row group
 AT_ONCE = 16 << 20  # encoded bytes of row groups that are read together; a single one may be larger
@@ -174,21 +175,12 @@ def write(path: Path, schema: pa.Schema, codec: str, tables: Iterable[pa.Table],
     """
     digests: list[str] = []
     with pq.ParquetWriter(path, schema, compression=codec, write_page_index=True, write_page_checksum=True) as writer:
-        group: list[pa.Table] = []
-
-        def flush() -> None:
+        for group in grouped(tables, rows_per_group, len):
             whole = pa.concat_tables(group)
             size = -(-len(whole) // -(-len(whole) // rows_per_group))
             for start in range(0, len(whole), size):
                 writer.write_table(whole.slice(start, size), row_group_size=size)
                 digests.append(digest(whole.slice(start, size)))
-            group.clear()
-
-        for table in tables:
-            if group and sum(map(len, group)) + len(table) > rows_per_group:
-                flush()
-            group.append(table)
-        flush()
     return digests
 
 

@@ -223,14 +223,12 @@ def _locked(place: Place) -> Iterator[None]:
     if place.root.is_dir() and os.listdir(place.root) and not (place.root / "meta/prepare").is_dir():
         raise ValueError(f"{place.root} is not empty, and holds no unfinished run; give a folder that is empty or new")
     lock = filelock.FileLock(place.lock_path(), timeout=0, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{place.root} is being written by another process; wait for it, or give another folder") from None
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except filelock.Timeout:
+            raise ValueError(f"{place.root} is being written by another process; wait for it, or give another folder") from None
         yield
-    finally:
-        lock.release()
 
 
 def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: Any) -> plan.Plan:
