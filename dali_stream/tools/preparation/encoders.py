@@ -79,9 +79,8 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
 
 
 def _nvenc(gop: int, quality: int) -> tuple[str, str]:
-    keys = f"-g {gop}"
-    if gop == 1:  # NVENC refuses a GOP of 1 even without B-frames
-        keys = "-g 250 -force_key_frames expr:1"
+    # NVENC refuses a GOP of 1 even without B-frames.
+    keys = "-g 250 -force_key_frames expr:1" if gop == 1 else f"-g {gop}"
     return "p5", f"{keys} -preset p5 -rc vbr -cq {quality} -b:v 0 -no-scenecut 1 -forced-idr 1"
 
 

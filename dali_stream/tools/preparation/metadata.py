@@ -49,11 +49,12 @@ class _Columns:
     values: dict[str, dict[int, Any]] = field(default_factory=dict)
     added: dict[str, pa.DataType] = field(default_factory=dict)
 
-    def put(self, name: str, old: int, value: Any, kind: pa.DataType | None = None) -> None:
-        """Set a value; with a type, also where the source has no such column."""
-        self.values.setdefault(name, {})[old] = value
-        if kind is not None:
-            self.added[name] = kind
+    def put(self, old: int, values: Mapping[str, Any], added: bool = True) -> None:
+        """Set values of an episode by column, with `added` also those of columns that the source lacks."""
+        for name, value in values.items():
+            self.values.setdefault(name, {})[old] = value
+            if added:
+                self.added[name] = _kind(value)
 
 
 def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place, done: Json) -> None:
@@ -155,32 +156,29 @@ def _columns(dataset: Dataset, plan: Plan, notes: Mapping[str, Json]) -> _Column
         encoded = camera and head["cameras"][camera]["mode"] != "copy"
         for episode in task["episodes"]:
             old = episode["old"]
-            for name, value in (("chunk_index", chunk), ("file_index", file)):
-                columns.put(prefix + name, old, value, pa.int64())
+            columns.put(old, {f"{prefix}chunk_index": chunk, f"{prefix}file_index": file})
             if not camera:
                 _put_row_columns(columns, head, old, episode)
                 continue
             start = note["from"][str(episode["new"])]
-            columns.put(f"{prefix}from_timestamp", old, start, pa.float64())
-            columns.put(f"{prefix}to_timestamp", old, start + episode["length"] / dataset.fps, pa.float64())
-            for name, value in note["stats"][str(episode["new"])].items() if encoded else ():
-                columns.put(f"stats/{camera}/{name}", old, value, _kind(value))
+            stop = start + episode["length"] / dataset.fps
+            columns.put(old, {f"{prefix}from_timestamp": start, f"{prefix}to_timestamp": stop})
+            stats = note["stats"][str(episode["new"])] if encoded else {}
+            columns.put(old, {f"stats/{camera}/{name}": value for name, value in stats.items()})
     return columns
 
 
 def _put_row_columns(columns: _Columns, head: Json, old: int, episode: Json) -> None:
     new, first, length = episode["new"], episode["first"], episode["length"]
     columns.new[old] = new
-    for name, value in (("episode_index", new), ("dataset_from_index", first), ("dataset_to_index", first + length)):
-        columns.put(name, old, value, pa.int64())
+    columns.put(old, {"episode_index": new, "dataset_from_index": first, "dataset_to_index": first + length})
     changed: dict[str, npt.NDArray[Any]] = {}
     if head["renumber"]:
         changed |= {"index": np.arange(first, first + length), "episode_index": np.full(length, new)}
     if head["regular"]:
         changed["timestamp"] = (np.arange(length) / head["fps"]).astype(np.float32)
     for key, values in changed.items():
-        for name, value in table_stats(values).items():
-            columns.put(f"stats/{key}/{name}", old, value)
+        columns.put(old, {f"stats/{key}/{name}": value for name, value in table_stats(values).items()}, added=False)
 
 
 def _kind(value: Any) -> pa.DataType:

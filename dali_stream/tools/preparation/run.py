@@ -169,11 +169,10 @@ def prepare(
         head = plan.header(dataset, options, cameras is None)
         if (finished := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
             return _finished(place, json.loads(finished), head)
-        shared = {
+        shared = source | {
             "uri": dataset.store.address if isinstance(dataset.store, LocalStore) else os.fspath(uri),
             "revision": dataset.store.revision,
             "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
-            "storage_options": storage_options,
             "out": place.address,
             "out_options": out_storage_options,
         }
