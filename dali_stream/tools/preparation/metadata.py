@@ -68,9 +68,8 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
         done: Content of meta/prepare.json.
     """
     head, columns = plan.header, _columns(dataset, plan, notes)
-    skipped = {metadata.INFO, DONE, *episode_files(dataset)} | (
-        {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS} if dataset.is_v2 else set()
-    )
+    files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.is_v2 else ()
+    skipped = {metadata.INFO, DONE, *episode_files(dataset), *files_of_v2}
     kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
     for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
         place.write(name, dataset.store.read_all(name))

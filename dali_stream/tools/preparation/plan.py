@@ -192,8 +192,7 @@ class Planner:
     def __init__(self, dataset: Dataset, head: Json) -> None:
         self._dataset, self._head = dataset, head
         self._file_mb, self._rows_per_group = (head["options"].get(name) for name in ("file_mb", "rows_per_group"))
-        videos = [key for key, spec in head["cameras"].items() if spec["mode"] != "images"]
-        self._table = dataset.read_table(videos)
+        self._table = dataset.read_table([key for key, spec in head["cameras"].items() if spec["mode"] != "images"])
         self._store = dataset.data_store
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
@@ -289,8 +288,7 @@ class Planner:
         def nbytes(pair: tuple[Json, Source]) -> float:
             return float(pair[0]["length"] * pair[1].frame_bytes)
 
-        parts = grouped(pairs, most, nbytes, lambda pair: pair[1].kind)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(grouped(pairs, most, nbytes, lambda pair: pair[1].kind)):
             task: Json = {"path": path_of(template, number, self._head, camera), "episodes": [episode for episode, _ in part]}
             if not camera:
                 size, length = sum(map(nbytes, part)), sum(episode["length"] for episode, _ in part)

@@ -63,13 +63,12 @@ def _padding(video: VideoFormat) -> str:
 
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
     """Read packets. Raise DecodeError if one is damaged, which a decoder would conceal, and the encoded copy would hide."""
-    heads = np.zeros(len(table), np.bool_)
-    heads[table.keyframes] = True
+    is_keyframe = np.isin(np.arange(len(table)), table.keyframes[:])
     checks = [checker(config) for config in table.configs]
     packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
     for number, data in enumerate(map(bytes, packets), start):
         check = checks[table.config[number]]
-        if data and check and (wrong := check(data, 0, len(data), bool(heads[number]))):
+        if data and check and (wrong := check(data, 0, len(data), bool(is_keyframe[number]))):
             where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
             raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
 
