@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from dali_stream.decode.route import Rates
 from dali_stream.mp4.clip import Clip
 from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import read_index
+from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis import frames as diagnosis
 
 FIRST = f"videos/{TOP}/chunk-000/file-000.mp4"
@@ -238,8 +240,9 @@ def test_doctor_shows_both_figures(vp9_demo: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = dali_stream.Dataset(vp9_demo).data_store
     table = read_index(store, FIRST)
-    asked = diagnosis.Speed(TOP, "GPU 0", speed.request_clips(store, table, None), describe(table.configs[0]), 12, None)
-    found, facts = diagnosis.measure_speeds([asked], 2, 120)
+    clips = speed.request_clips(store, table, None)
+    calls = {(TOP, "GPU 0"): partial(answers.speed, clips, describe(table.configs[0]), 12, None, 2)}
+    found, facts = diagnosis.measure_speeds(calls, 120)
     assert set(facts[TOP]["GPU 0"]) == {"nvdec", "cpu"}
     [(name, (_, text, _))] = found.items()
     assert name == f"{TOP} speed on GPU 0"
@@ -247,7 +250,7 @@ def test_doctor_shows_both_figures(vp9_demo: Path, monkeypatch: pytest.MonkeyPat
     # Once they are known, nothing is measured. These are such that the doctor warns.
     file = tmp_path / "dali_stream" / "decode_speed.json"
     file.write_text(json.dumps({kind: {"nvdec": 500, "cpu": 1000} for kind in json.loads(file.read_text())}))
-    [result] = diagnosis.measure_speeds([asked], 2, 120)[0].values()
+    [result] = diagnosis.measure_speeds(calls, 120)[0].values()
     assert result == (
         "warning",
         "NVDEC 500 frames/s, the CPU 1000. NVDEC reaches 0.50 of the CPU's speed",

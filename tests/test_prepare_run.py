@@ -282,7 +282,7 @@ def test_the_report_and_the_table(small: Path, tmp_path: Path, capsys: pytest.Ca
         (["--codec", "av1", "--gop", "1"], "SVT-AV1"),
         (["--codec", "hevc", "--gop", "0"], "'0'"),
         (["--codec", "hevc", "--gop", "20000"], "20000"),
-        (["--codec", "hevc", "--crf", "52"], "Invalid crf 52"),
+        (["--codec", "hevc", "--crf", "52"], "crf must be 1 (best) to 51 for libx265, got 52"),
         (["--codec", "hevc", "--size", "123x161"], "must have even sides"),
         (["--for", "tpu"], "'cpu', 'nvdec', 'hub'"),
         (["--file-mb", "0"], "file_mb must be"),

@@ -196,5 +196,6 @@ def _plot(dataset: Dataset | Mixture, out: Path, most: int) -> None:
     keys = sheet.plotted(dataset)
     if not keys:
         raise DatasetError(f"{dataset.uri}: no camera is recorded or selected, and it has neither action nor observations")
-    shown = sheet.plot(out, dataset, keys, min(most, _PLOTTED))
-    typer.echo(f"{out}: {', '.join(keys)} of {counted(shown, 'episode')}")
+    shown = sheet.episodes(dataset, keys, min(most, _PLOTTED))
+    sheet.save(out, f"{_name(dataset)}: {len(shown)} of {counted(dataset.num_episodes, 'episode')}", shown)
+    typer.echo(f"{out}: {', '.join(keys)} of {counted(len(shown), 'episode')}")

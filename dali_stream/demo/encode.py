@@ -61,13 +61,13 @@ CODECS = {
 _one_at_a_time = threading.Lock()
 
 
-def encode_video(images: np.ndarray, path: Path, *, codec: str, gop: int, fps: int) -> None:
+def encode_video(images: np.ndarray, path: Path, *, codec: str | Codec, gop: int, fps: int) -> None:
     """Encode frames to an MP4 file in yuv420p, BT.601 and limited range.
 
     Args:
         images: RGB frames, uint8, shape (N, H, W, 3).
         path: Path of the file.
-        codec: Key in `CODECS`.
+        codec: Key in `CODECS`, or an encoder with its settings.
         gop: Distance of keyframes, in frames.
         fps: Frames per second.
 
@@ -78,7 +78,7 @@ def encode_video(images: np.ndarray, path: Path, *, codec: str, gop: int, fps: i
     import torch
     from torchcodec.encoders import VideoEncoder  # type: ignore[attr-defined]  # exported, but not by __all__
 
-    settings = CODECS[codec]
+    settings = CODECS[codec] if isinstance(codec, str) else codec
     options = {key: value.format(gop=gop) if isinstance(value, str) else value for key, value in settings.options.items()}
     frames = torch.from_numpy(images).permute(0, 3, 1, 2)
     try:

@@ -7,7 +7,6 @@ DALI.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from dali_stream.mp4.format import describe as describe_format
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex, read_index
 from dali_stream.mp4.timing import explain, find_packets
 from dali_stream.storage import Store
+from dali_stream.tools.work import spread
 
 LOOK_AT = 32  # video files per camera whose index is read
 _AT_A_TIME = 16  # concurrent reads, for remote files
@@ -218,9 +218,8 @@ def _camera(dataset: Dataset, key: str, look_at: int) -> CameraReport:
     if key not in dataset.videos:
         return CameraReport("image", *dataset.picture_size(key), Route("torchcodec", "its frames are images in Parquet rows"))
     paths = used(dataset, dataset.table.video[key])
-    chosen = np.linspace(0, len(paths) - 1, min(look_at, len(paths))).round().astype(int).tolist()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        read = list(pool.map(lambda number: _index(dataset, paths[number]), chosen))
+        read = list(pool.map(lambda number: _index(dataset, paths[number]), spread(len(paths), look_at)))
     tables = [each for each in read if isinstance(each, VideoIndex)]
     broken = tuple(str(each) for each in read if isinstance(each, DaliStreamError))
     size = _bytes(dataset.data_store, paths)
@@ -320,7 +319,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
     route = choose("auto", gpu, first, tables[0], store)
     # The last GOP of a file ends with the file.
     shortest = [int(table.gop_lengths[: max(len(table.keyframes) - 1, 1)].min()) for table in tables]
-    later = (f"{table.path}: {reason}" for table in tables for reason in _refusals(gpu, table))
+    reasons = ((table.path, refusal(gpu, describe_format(config), table)) for table in tables for config in table.configs)
     return CameraReport(
         kind="video",
         height=first.height,
@@ -335,7 +334,7 @@ def describe_video(tables: list[VideoIndex], store: Store, gpu: int | None) -> C
         b_frames=any(table.reordered for table in tables),
         open_gops=any(table.open_gops for table in tables),
         files_looked_at=len(tables),
-        route_change=next(later, "") if route.decoder == "dali" else "",
+        route_change=next((f"{path}: {reason}" for path, reason in reasons if reason), "") if route.decoder == "dali" else "",
     )
 
 
@@ -351,17 +350,10 @@ def _size(store: Store, path: str) -> int:
         return 0
 
 
-def _refusals(gpu: int | None, table: VideoIndex) -> Iterator[str]:
-    """Yield why DALI must not decode a file."""
-    yield from filter(None, (refusal(gpu, describe_format(config), table) for config in table.configs))
-
-
 def _profile(video: VideoFormat) -> str | None:
-    if video.profile is None:
-        return None
-    return _PROFILES.get(video.codec, {}).get(video.profile, str(video.profile))
+    return None if video.profile is None else _PROFILES.get(video.codec, {}).get(video.profile, str(video.profile))
 
 
 def _name(video: VideoFormat) -> str:
-    profile = _profile(video)
-    return " ".join([video.codec, *([profile] if profile else []), video.pixel_format, f"{video.height}x{video.width}"])
+    parts = (video.codec, _profile(video), video.pixel_format, f"{video.height}x{video.width}")
+    return " ".join(filter(None, parts))

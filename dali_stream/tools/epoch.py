@@ -42,10 +42,10 @@ def stream(
     ) as loader:  # fmt: skip
         batches, started = iter(loader), time.perf_counter()
         for _ in range(len(loader)):
-            asked = time.perf_counter()
+            requested = time.perf_counter()
             batch = next(batches)
             ends.append(time.perf_counter())
-            waits.append(ends[-1] - asked)
+            waits.append(ends[-1] - requested)
             indices += batch["index"].tolist()
             gpu_bytes = max(gpu_bytes or 0, environment.gpu_bytes_used(batch["index"].device.index) or 0) or None
             first = first or sheet.samples(batch, dataset.cameras, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,18 +66,13 @@ def index(dataset: Dataset, progress: Callable[[int, int], None] = lambda done, 
     fetched, cached = traffic.fetched_bytes, traffic.cached_bytes
     progress(0, len(jobs))
     broken: dict[str, str] = {}
-    done = 0
-
-    def ended(path: str, read: Future[object]) -> None:
-        nonlocal done
-        try:
-            read.result()
-        except (DatasetError, DecodeError) as error:
-            broken[path] = str(error)
-        done += 1
-        progress(done, len(jobs))
-
-    in_threads(jobs, THREADS, ended, dataset.close)
+    with closing(in_threads(jobs, THREADS, dataset.close)) as reads:
+        for done, (path, read) in enumerate(reads, 1):
+            try:
+                read.result()
+            except (DatasetError, DecodeError) as error:
+                broken[path] = str(error)
+            progress(done, len(jobs))
     return IndexReport(
         files=len(jobs),
         fetched_bytes=traffic.fetched_bytes - fetched,

@@ -128,7 +128,7 @@ def receipt(
     batches = run_config.batches_of(described, orders.positions)
     loader = described["loader"]
     arguments = OrderArguments(*(loader[name] for name in ("shuffle", "seed", "consumers", "episode_pool_size")))
-    found = []
+    epochs = []
     for epoch in range(end.epoch + (end.position > 0) if place is not None else 0):
         assert place is not None
         positions, frames = orders.of(epoch, arguments).find(place)
@@ -138,9 +138,9 @@ def receipt(
         if shown.any():
             positions, frames = positions[shown], frames[shown]
             steps = _steps(entries, batches, epoch, positions)
-            found.append(Seen(epoch, positions.tolist(), frames.tolist(), padded, steps))
+            epochs.append(Seen(epoch, positions.tolist(), frames.tolist(), padded, steps))
         progress(epoch + 1, end.epoch + 1)
-    return Receipt(int(episode), mixed, (end.epoch, end.position), place is not None, found)
+    return Receipt(int(episode), mixed, (end.epoch, end.position), place is not None, epochs)
 
 
 def _end(state: Mapping[str, Any] | None, entries: list[tuple[Place, int]]) -> Place:
@@ -182,13 +182,13 @@ def _padded(batches: Batches, positions: Int64) -> list[int]:
     world, rest = batches.world_size, batches.frames % batches.stride
     if batches.last_batch != "pad" or not rest:
         return []
-    found = []
+    padded = []
     for position in positions.tolist():
         number, rank = divmod(position, world)
         own = -((rank - batches.frames) // world)  # samples of the rank in the epoch
         missing = batches.batch_size + (rank - rest) // world  # of its last batch
-        found += [position] * (-((number - missing) // own) if number < missing else 0)
-    return found
+        padded += [position] * (-((number - missing) // own) if number < missing else 0)
+    return padded
 
 
 def _entries(log: Path) -> list[tuple[Place, int]]:
@@ -197,15 +197,15 @@ def _entries(log: Path) -> list[tuple[Place, int]]:
         lines = log.read_text().split("\n")[:-1]  # without a line that a kill cut off
     except OSError as error:
         raise ValueError(f"log must be a file that can be read, got {str(log)!r}: {error.strerror}") from None
-    found = []
+    entries = []
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
         except ValueError as error:
             raise ValueError(f"log must contain JSON lines, got line {number} of {log}: {error}") from None
         if {"step", "epoch", "position"} <= entry.keys():
-            found.append((Place(entry["epoch"], entry["position"]), entry["step"]))
-    return found
+            entries.append((Place(entry["epoch"], entry["position"]), entry["step"]))
+    return entries
 
 
 def _steps(entries: list[tuple[Place, int]], batches: Batches, epoch: int, positions: Int64) -> list[int | None]:
@@ -216,15 +216,15 @@ def _steps(entries: list[tuple[Place, int]], batches: Batches, epoch: int, posit
     """
     known = [(Place(0, 0), 0), *entries]
     places = [place for place, _ in known]
-    found: list[int | None] = []
+    steps: list[int | None] = []
     for position in positions.tolist() if entries else ():
         after = bisect_left(places, Place(epoch, position + 1))
         place, step = known[after - 1]
         agrees = after == len(known) or known[after][1] - step == _apart(batches, place, known[after][0])
         start = place if place.epoch == epoch else Place(epoch, 0)
         number = min((position - start.position) // batches.stride, batches.count(start.position) - 1)
-        found.append(step + _apart(batches, place, start) + number + 1 if agrees else None)
-    return found or [None] * len(positions)
+        steps.append(step + _apart(batches, place, start) + number + 1 if agrees else None)
+    return steps or [None] * len(positions)
 
 
 def _apart(batches: Batches, first: Place, second: Place) -> int:

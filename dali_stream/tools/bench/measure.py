@@ -148,11 +148,11 @@ class _Clock:
         latencies, timeline, unique_episodes = [], [], []
         of_datasets = np.zeros(self._datasets, np.int64)
         for number in range(batches):
-            asked = time.perf_counter()
+            requested = time.perf_counter()
             batch = next(self._batches)
             _consume(batch)
             now, stats = time.perf_counter(), self._loader.stats()
-            latencies.append(now - asked)
+            latencies.append(now - requested)
             samples += len(batch["index"])
             frames += self._count_frames(batch)
             episodes = batch["episode_index"]
@@ -186,11 +186,8 @@ class _Clock:
 
     def _count_frames(self, batch: dict[str, Any]) -> int:
         """Number of frames in a batch, without those of cameras that a sample's dataset lacks."""
-        frames = 0
-        for key, steps in self._steps.items():
-            missing = batch.get(f"{key}_is_missing")
-            frames += steps * (len(batch["index"]) - (0 if missing is None else int(missing.sum())))
-        return frames
+        missing = {key: int(batch[f"{key}_is_missing"].sum()) for key in self._steps if f"{key}_is_missing" in batch}
+        return sum(steps * (len(batch["index"]) - missing.get(key, 0)) for key, steps in self._steps.items())
 
 
 def endless(loader: Loader) -> Iterator[dict[str, Any]]:

@@ -53,15 +53,12 @@ def run(
     state.destroy_process_group()
     if not state.is_main_process:
         return None
-    source = (
-        head["source"]
-        or "mixture" * bool(dataset.dataset_names)
-        or (dataset.uri.partition("://")[0] if "://" in dataset.uri else "local")
-    )
+    source = "mixture" if isinstance(dataset, Mixture) else dataset.uri.rpartition("://")[0] or "local"
     return node_report(
         ranks,
         {
-            "dataset": dataset.uri, **head, "source": source, "mode": mode, "num_batches": num_batches, "warmup": warmup,
+            "dataset": dataset.uri, **head, "source": head["source"] or source,
+            "mode": mode, "num_batches": num_batches, "warmup": warmup,
             "episodes": dataset.num_episodes, "dataset_frames": dataset.num_frames, "fps": dataset.fps,
             "cameras": {key: dataset.features[key].frame_size for key in dataset.cameras},
             **loader, "num_threads": loader["num_threads"] or process.cores(),
@@ -109,9 +106,7 @@ def node_report(ranks: list[dict[str, Any]], head: dict[str, Any]) -> dict[str, 
         **_speed(ranks, nodes),
         "later_epochs": _speed(later, nodes) if all(later) else None,
         "first_batch_latency_s": max(rank["first_batch_latency_s"] for rank in ranks),
-        "decode_s_total": sums["decode_s"],
-        "fetch_s_total": sums["fetch_s"],
-        "wait_s_total": sums["wait_s"],
+        **{f"{key}_total": sums[key] for key in ("decode_s", "fetch_s", "wait_s")},
         "stage_s_total": {key: sums[key] for keys in STAGES.values() for key in keys},
         **{key: sums[key] for key in ("fetched_bytes", "needed_bytes", "cached_bytes", "requests", "retries", "substituted")},
         "unique_episodes_per_batch": float(np.mean([rank["unique_episodes_per_batch"] for rank in ranks])),

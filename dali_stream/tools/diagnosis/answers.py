@@ -38,20 +38,15 @@ def driver() -> dict[str, Any]:
 
 def nvdec() -> list[dict[str, Any]]:
     """Return NVDEC's capability for each format, per GPU, or why the driver does not report it."""
-    return [_decoders(gpu.index) for gpu in capability.gpus()]
-
-
-def _decoders(gpu: int) -> dict[str, Any]:
-    try:
-        capabilities = capability.capabilities(gpu)
-    except capability.DriverError as error:
-        return {"error": str(error), "remedy": error.remedy}
-    return {
-        "decoders": [
-            {"codec": codec, "chroma": chroma, "depth": depth, **vars(each)}
-            for (codec, chroma, depth), each in capabilities.items()
-        ]
-    }
+    answers: list[dict[str, Any]] = []
+    for gpu in capability.gpus():
+        try:
+            formats = capability.capabilities(gpu.index).items()
+            names = ("codec", "chroma", "depth")
+            answers.append({"decoders": [dict(zip(names, form, strict=True)) | vars(each) for form, each in formats]})
+        except capability.DriverError as error:
+            answers.append({"error": str(error), "remedy": error.remedy})
+    return answers
 
 
 def dali() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,13 @@ from dali_stream.pipeline.decodes import decodes, median_gop
 from dali_stream.schedule.budget import Sizes, divide, horizon
 from dali_stream.schedule.plan import Limits
 from dali_stream.tools.description import LOOK_AT, CameraReport, contradictions, describe_video, find_frames
-from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Speed, Task, Via
+from dali_stream.tools.diagnosis import answers
+from dali_stream.tools.diagnosis.frames import LEAST_PSNR_DB, Decoded, Decoders, Deep, Task, Via
 from dali_stream.tools.diagnosis.gpu import NOTHING_TO_DO
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Check, Result, run_checks
 from dali_stream.tools.diagnosis.rows import FrameTimes, Rows
+from dali_stream.tools.isolated import Call
 
 _SHOWN = 3  # broken files reported per camera
 # The cost of long GOPs.
@@ -55,7 +58,7 @@ class Camera:
         results: Results by name, without those of decoded frames, which are decoded together with those of other cameras.
         facts: Facts for the report.
         task: Frame to decode. None if no frame can be located.
-        speeds: Speeds to measure, one per kind of GPU that decodes the camera.
+        speeds: Calls that measure the speed of each kind of GPU that decodes the camera, see `frames.measure_speeds`.
     """
 
     def __init__(self, key: str, rows: Rows, decoders: Decoders, deep: Deep | None) -> None:
@@ -64,7 +67,7 @@ class Camera:
         self.results: dict[str, Result] = {}
         self.facts: dict[str, Any] = {"kind": "video"}
         self.task: Task | None = None
-        self.speeds: list[Speed] = []
+        self.speeds: dict[tuple[str, str], Call] = {}
         self._rows = rows
         self.tables = self._read_files(rows, deep)
 
@@ -81,8 +84,7 @@ class Camera:
             store = self.dataset.data_store
             self.video = describe(self.tables[0].configs[0])
             self.reports = {where: describe_video(self.tables, store, gpu) for where, gpu in places.items()}
-            for name, result in run_checks(checks, self):
-                self.results[f"{self.key} {name}".rstrip()] = result
+            self.results.update((f"{self.key} {name}".rstrip(), result) for name, result in run_checks(checks, self))
             self._choose_frame()
         except DaliStreamError as error:
             self.results[f"{self.key} file"] = self.broken(self.tables[0].path, error)
@@ -133,30 +135,24 @@ class Camera:
         if packet != LACKING:  # otherwise, the check of timestamps says so
             # FFmpeg outputs all frames of an H.264 file with open GOPs only from its start (see `decode`).
             clip = pack(dataset.data_store, [table], [packet], from_the_start=table.open_gops and is_avc(table))
-            self.task = Task(self.key, clip, self.video, self._list_decoders())
-            self.speeds = self._list_speeds()
+            self.task = Task(self.key, clip, self.video, self._choose_decoders())
 
-    def _list_decoders(self) -> list[Via]:
-        """Return the decoders that a Loader could choose for this video."""
-        decoders = [Via("torchcodec")] if self.decoders.torchcodec else []
-        if self.decoders.dali and not refusal(None, self.video, self.tables[0]):
+    def _choose_decoders(self) -> list[Via]:
+        """Return the decoders that a Loader could choose for this video, and choose those whose speed is measured."""
+        store, table, decoders = self.dataset.data_store, self.tables[0], [Via("torchcodec")] * self.decoders.torchcodec
+        if not self.decoders.dali:
+            return decoders
+        if not refusal(None, self.video, table):
             decoders.append(Via("DALI on the CPU", dali=True))
-        if self.decoders.dali:
-            decoders += [Via(f"NVDEC of {where}", True, gpu) for where, gpu in self._gpus_with_nvdec()]
+        for where, gpu in self.decoders.gpus.items():
+            if self.reports[where].route.decoder == "dali":
+                decoders.append(Via(f"NVDEC of {where}", True, gpu))
+                if self.decoders.torchcodec:
+                    with contextlib.suppress(DecodeError):  # the frame that is decoded shows the error
+                        clips, gop = speed.request_clips(store, table, gpu), speed.median_gop(table)
+                        call = partial(answers.speed, clips, self.video, gop, gpu, len(self.dataset.videos))
+                        self.speeds[self.key, where] = call
         return decoders
-
-    def _list_speeds(self) -> list[Speed]:
-        """Return the speeds to measure on the GPUs that decode this video."""
-        speeds, table = [], self.tables[0]
-        if self.decoders.torchcodec and self.decoders.dali:
-            for where, gpu in self._gpus_with_nvdec():
-                with contextlib.suppress(DecodeError):  # the frame that is decoded shows the error
-                    clips = speed.request_clips(self.dataset.data_store, table, gpu)
-                    speeds.append(Speed(self.key, where, clips, self.video, speed.median_gop(table), gpu))
-        return speeds
-
-    def _gpus_with_nvdec(self) -> list[tuple[str, int]]:
-        return [(where, gpu) for where, gpu in self.decoders.gpus.items() if self.reports[where].route.decoder == "dali"]
 
 
 def check_format(camera: Camera) -> Result:

@@ -64,15 +64,15 @@ def examine(
     }
     rows = Rows(dataset, deep is not None)
     try:
-        for name, result in run_checks(CHECKS["dataset"], rows):
-            results[name] = result
+        results.update(run_checks(CHECKS["dataset"], rows))  # those before an error count
         videos = [Camera(key, rows, decoders, deep) for key in dataset.videos]
         for camera in videos:
             camera.run(CHECKS["camera"])
     except StorageError as error:
         return [*as_findings("dataset", results.items()), unreadable(error)], facts
     decoded = frames.decode([camera.task for camera in videos if camera.task], limit_s)
-    speed_results, rates = frames.measure_speeds([each for camera in videos for each in camera.speeds], len(videos), limit_s)
+    speeds = {name: call for camera in videos for name, call in camera.speeds.items()}
+    speed_results, rates = frames.measure_speeds(speeds, limit_s)
     for key in dataset.images:
         height, width = dataset.picture_size(key)
         results |= _check_images(dataset, key, deep)

@@ -19,7 +19,6 @@ from dali_stream import process
 from dali_stream.dataset import Dataset
 from dali_stream.decode import images
 from dali_stream.decode.route import Route
-from dali_stream.decode.speed import RequestClips
 from dali_stream.errors import DecodeError, counted
 from dali_stream.lerobot.rows import RowReader
 from dali_stream.mp4.clip import Clip
@@ -27,7 +26,7 @@ from dali_stream.mp4.format import VideoFormat, describe
 from dali_stream.mp4.index import LACKING, Int64, VideoIndex
 from dali_stream.tools.diagnosis import answers
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, WARNING, Result
-from dali_stream.tools.isolated import Answer, call_each
+from dali_stream.tools.isolated import Answer, Call, call_each
 
 # In luma, since decoders upsample chroma differently: in RGB, DALI and FFmpeg differ by 31 dB in saturated colours. Measured in
 # luma, VP9 on a CPU: 45.4 to 46.7 dB between the two, on drawn frames and on the G1 recording; at most 22 for the next frame of
@@ -103,30 +102,17 @@ def psnr(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
     return round(10 * math.log10(255**2 / error), 1) if error else 99.0
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Speeds to measure. `gop` is the median length of the GOPs; `gpu` is None for DALI's decoder on the CPU."""
-
-    camera: str
-    where: str
-    clips: RequestClips
-    video: VideoFormat
-    gop: int
-    gpu: int | None
-
-
-def measure_speeds(speeds: Sequence[Speed], cameras: int, limit_s: float) -> tuple[dict[str, Result], dict[str, Any]]:
-    """Measure speeds in another process. `cameras` is the number of cameras of the dataset that are video.
+def measure_speeds(calls: Mapping[tuple[str, str], Call], limit_s: float) -> tuple[dict[str, Result], dict[str, Any]]:
+    """Measure speeds in another process, by calls of `answers.speed` for (camera, kind of GPU).
 
     Returns:
-        Results by name, and {camera: {where: speeds}} for the report.
+        Results by name, and {camera: {kind of GPU: speeds}} for the report.
     """
-    calls = [partial(answers.speed, each.clips, each.video, each.gop, each.gpu, cameras) for each in speeds]
     results: dict[str, Result] = {}
     facts: dict[str, Any] = {}
-    for each, answer in zip(speeds, call_each(calls, limit_s), strict=True):
-        results[f"{each.camera} speed on {each.where}"] = _speed_result(answer)
-        facts.setdefault(each.camera, {})[each.where] = {} if answer.error else dataclasses.asdict(answer.value)
+    for (camera, where), answer in zip(calls, call_each(list(calls.values()), limit_s), strict=True):
+        results[f"{camera} speed on {where}"] = _speed_result(answer)
+        facts.setdefault(camera, {})[where] = {} if answer.error else dataclasses.asdict(answer.value)
     return results, facts
 
 

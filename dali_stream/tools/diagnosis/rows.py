@@ -16,6 +16,7 @@ from dali_stream.mp4.timing import BY_FRAME_INDEX, TOLERANCE, find_packets
 from dali_stream.tools.description import find_frames, missing_files
 from dali_stream.tools.diagnosis.looks import look
 from dali_stream.tools.diagnosis.report import OK, PROBLEM, Result
+from dali_stream.tools.work import spread
 
 _SHOWN = 5  # missing files named
 LOCAL, REMOTE = 1000, 32  # episodes or files that are read; for remote data, each may be a request
@@ -55,9 +56,7 @@ class Rows:
 
     def spread(self, count: int) -> list[int]:
         """Return which of `count` episodes or files to check, evenly spread."""
-        most = count if self.deep else min(count, REMOTE if self.dataset.data_store.remote else LOCAL)
-        places: list[int] = np.linspace(0, count - 1, most).round().astype(int).tolist()
-        return places
+        return spread(count, count if self.deep else REMOTE if self.dataset.data_store.remote else LOCAL)
 
     def _keep(self, episode: int, rows: Columns) -> None:
         self._seconds[episode] = self.dataset.seconds(episode, rows)

@@ -3,8 +3,10 @@
 options    what can be changed
 plan       which episodes go into which output file
 task       the unit of work: one output file, as an idempotent function of JSON arguments
+task_input the episodes of one output file, as the source has them
 source     the dataset that is read
-rows, packets, encoders, ffmpeg, quality    how a file is made and verified
+rows, packets, video    how a file is made and verified
+encoders, ffmpeg, quality    how frames are encoded and compared
 place      OUT: a local folder or a remote one
 executors  tasks on any `concurrent.futures.Executor`
 progress   how far a run is

@@ -7,16 +7,11 @@ Each frame of the source becomes one packet, in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from dali_stream.arguments import one_of, positive
 
-Codec = Literal["hevc", "h264", "av1", "vp9"]
-"""Codec of the new videos."""
-EncoderChoice = Literal["cpu", "nvenc"]
-"""Processor on which the encoder runs."""
-CODECS: tuple[Codec, ...] = get_args(Codec)
-ENCODERS: tuple[EncoderChoice, ...] = get_args(EncoderChoice)
+CODECS = ("hevc", "h264", "av1", "vp9")  # of the new videos
+ENCODERS = ("cpu", "nvenc")  # processors on which the encoder runs
 _LONGEST_GOP = 10_000
 _X265_BLOCK = 16  # x265 codes frames in multiples of this many pixels with the preset ultrafast
 
@@ -26,11 +21,11 @@ class Encoder:
     """An encoder with its settings.
 
     Attributes:
-        codec: of its output.
+        codec: Codec of its output.
         name: FFmpeg's name of the encoder.
-        quality: constant quality as the encoder counts it; lower is better.
-        preset: FFmpeg's name; empty if the encoder has none.
-        arguments: for the ffmpeg program, after its input.
+        quality: Constant quality on the encoder's scale. Lower is better.
+        preset: FFmpeg's name of the preset. Empty if the encoder has none.
+        arguments: Arguments of the ffmpeg program, after its input.
     """
 
     codec: str
@@ -58,22 +53,22 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
         size: (height, width) of the frames.
 
     Raises:
-        ValueError: the GPU has none, or it does not support the GOP or quality.
+        ValueError: If the GPU has no such encoder, or the encoder does not support the GOP or quality.
     """
     one_of("codec", codec, CODECS)
     if codec in ("h264", "hevc") and (size[0] % 2 or size[1] % 2):
         raise ValueError(f"size must have even sides for {codec}, got {size[0]}×{size[1]}; give --size, or --codec vp9")
     if positive("gop", gop) > _LONGEST_GOP:
-        raise ValueError(f"Invalid gop {gop}. Give the distance of keyframes in frames, 1 to {_LONGEST_GOP}")
+        raise ValueError(f"gop must be 1 to {_LONGEST_GOP} frames, got {gop}")
     if nvenc and codec == "vp9":
         raise ValueError("NVENC has no VP9 encoder; use the CPU's (--encoder cpu), or another codec")
     name = f"{codec}_nvenc" if nvenc else _CPU[codec]
     if name == "libsvtav1" and gop < 2:
-        raise ValueError("gop is 1, which SVT-AV1 does not support: only the first frame becomes a keyframe; give 2 or more")
+        raise ValueError(f"gop must be 2 or more for SVT-AV1, got {gop}. With 1, only the first frame becomes a keyframe")
     default, highest = (_NVENC_QUALITY if nvenc else _QUALITY)[name]
     quality = default if crf is None else crf
     if isinstance(quality, bool) or not 1 <= quality <= highest:
-        raise ValueError(f"Invalid crf {crf!r}. {name} allows 1 (best) to {highest}; the default is {default}")
+        raise ValueError(f"crf must be 1 (best) to {highest} for {name}, got {crf!r}. Default: {default}")
     preset, arguments = _nvenc(gop, quality) if nvenc else _SETTINGS[name](gop, quality)
     if name == "libx265" and any(side % _X265_BLOCK for side in size):
         arguments += ":min-cu-size=8"  # so that frames are coded without padding, which NVDEC needs
@@ -84,9 +79,8 @@ def encoder(codec: str, gop: int, crf: int | None, *, nvenc: bool, size: tuple[i
 
 
 def _nvenc(gop: int, quality: int) -> tuple[str, str]:
-    keys = f"-g {gop}"
-    if gop == 1:  # NVENC refuses a GOP of 1 even without B-frames
-        keys = "-g 250 -force_key_frames expr:1"
+    # NVENC refuses a GOP of 1 even without B-frames.
+    keys = "-g 250 -force_key_frames expr:1" if gop == 1 else f"-g {gop}"
     return "p5", f"{keys} -preset p5 -rc vbr -cq {quality} -b:v 0 -no-scenecut 1 -forced-idr 1"
 
 
@@ -95,12 +89,11 @@ def _x264(gop: int, quality: int) -> tuple[str, str]:
 
 
 def _x265(gop: int, quality: int) -> tuple[str, str]:
-    params, keys = (
-        f"keyint={gop}:min-keyint={gop}:open-gop=0:scenecut=0:bframes=0:log-level=error:pools=none:frame-threads=1",
-        f"-g {gop}",
-    )
-    if gop == 1:  # with keyint=1, x265 writes the profile Main Intra, of the range extensions, which decoders need not support
-        params, keys = params.replace("keyint=1:min-keyint=1:", ""), "-force_key_frames expr:1 -forced-idr 1"
+    params, keys = "open-gop=0:scenecut=0:bframes=0:log-level=error:pools=none:frame-threads=1", f"-g {gop}"
+    if gop > 1:
+        params = f"keyint={gop}:min-keyint={gop}:{params}"
+    else:  # with keyint=1, x265 writes the profile Main Intra, of the range extensions, which decoders need not support
+        keys = "-force_key_frames expr:1 -forced-idr 1"
     return "ultrafast", f"-preset ultrafast -profile:v main -crf {quality} {keys} -x265-params {params}"
 
 

@@ -131,6 +131,6 @@ def _failed(
         if tries[task["path"]] < _TRIES:
             again.append([task])
         else:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            why = f"its worker died each time ({said}); check its memory"
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why = f"its worker died each time ({cause}); check its memory"
             yield task, {"path": task["path"], "bytes": 0, "error": why}

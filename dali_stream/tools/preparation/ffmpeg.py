@@ -51,9 +51,9 @@ def encode(frames: Iterable[npt.NDArray[np.uint8]], size: tuple[int, int], encod
     command = [os.path.abspath(program), "-hide_banner", "-loglevel", "error", "-xerror", *raw, *written]
     tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
     quiet = os.environ | {"SVT_LOG": "1", "AV_LOG_FORCE_NOCOLOR": "1"}
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         # In its own session, so that Ctrl-C reaches only this process.
-        process = subprocess.Popen(tied, stdin=subprocess.PIPE, stdout=said, stderr=said, env=quiet, start_new_session=True)
+        process = subprocess.Popen(tied, stdin=subprocess.PIPE, stdout=output, stderr=output, env=quiet, start_new_session=True)
         assert process.stdin is not None
         try:
             try:
@@ -67,8 +67,8 @@ def encode(frames: Iterable[npt.NDArray[np.uint8]], size: tuple[int, int], encod
             process.kill()
             process.wait()
         if code:
-            said.seek(0)
-            text = " ".join(said.read().decode(errors="replace").split())[-_SAID:]
+            output.seek(0)
+            text = " ".join(output.read().decode(errors="replace").split())[-_SAID:]
             raise DaliStreamError(
                 f"ffmpeg cannot encode with {encoder.name} (exit code {code}): {text}. `ffmpeg -encoders` lists what it can "
                 "do; NVENC needs a GPU with an encoder (A100 and H100 have none) and its driver"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +19,10 @@ from dali_stream.dataset import Dataset
 from dali_stream.errors import DatasetError
 from dali_stream.lerobot import metadata, v2
 from dali_stream.lerobot.features import ENCODING
-from dali_stream.lerobot.metadata import Episodes
 from dali_stream.lerobot.stats import table_stats
 from dali_stream.tools.preparation.place import Place
 from dali_stream.tools.preparation.plan import DATA_MB, DATA_PATH, VIDEO_MB, VIDEO_PATH, Plan, path_of
+from dali_stream.tools.work import grouped
 
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 DONE = "meta/prepare.json"  # what was done, in a finished dataset
@@ -49,11 +49,12 @@ class _Columns:
     values: dict[str, dict[int, Any]] = field(default_factory=dict)
     added: dict[str, pa.DataType] = field(default_factory=dict)
 
-    def put(self, name: str, old: int, value: Any, kind: pa.DataType | None = None) -> None:
-        """Set a value; with a type, also where the source has no such column."""
-        self.values.setdefault(name, {})[old] = value
-        if kind is not None:
-            self.added[name] = kind
+    def put(self, old: int, values: Mapping[str, Any], added: bool = True) -> None:
+        """Set values of an episode by column, with `added` also those of columns that the source lacks."""
+        for name, value in values.items():
+            self.values.setdefault(name, {})[old] = value
+            if added:
+                self.added[name] = _kind(value)
 
 
 def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place, done: Json) -> None:
@@ -67,15 +68,11 @@ def write(dataset: Dataset, plan: Plan, notes: Mapping[str, Json], place: Place,
         done: Content of meta/prepare.json.
     """
     head, columns = plan.header, _columns(dataset, plan, notes)
-    skipped = {metadata.INFO, DONE, *episode_files(dataset)} | (
-        {v2.EPISODES, v2.TASKS, v2.EPISODES_STATS} if dataset.is_v2 else set()
-    )
-    for name in dataset.store.files("meta"):
-        if name not in skipped and not name.startswith("meta/prepare/"):
-            place.write(name, dataset.store.read_all(name))
-    for name in AT_THE_ROOT:
-        if dataset.store.exists(name):
-            place.write(name, dataset.store.read_all(name))
+    files_of_v2 = (v2.EPISODES, v2.TASKS, v2.EPISODES_STATS) if dataset.is_v2 else ()
+    skipped = {metadata.INFO, DONE, *episode_files(dataset), *files_of_v2}
+    kept = [name for name in dataset.store.files("meta") if name not in skipped and not name.startswith("meta/prepare/")]
+    for name in (*kept, *filter(dataset.store.exists, AT_THE_ROOT)):
+        place.write(name, dataset.store.read_all(name))
     if dataset.is_v2:
         place.write("meta/tasks.parquet", _encoded(metadata.tasks_table(dict(sorted(dataset.tasks.items())))))
     parts = _write_episodes(dataset, plan, columns, place)
@@ -97,18 +94,18 @@ def _encoded(table: pa.Table) -> bytes:
 
 
 def _info(dataset: Dataset, head: Json, episodes: int, frames: int) -> Json:
-    found: Json = metadata.read_json(dataset.store, metadata.INFO)
-    features = {key: deepcopy(feature) for key, feature in found["features"].items() if key in head["features"]}
+    info: Json = metadata.read_json(dataset.store, metadata.INFO)
+    features = {key: deepcopy(feature) for key, feature in info["features"].items() if key in head["features"]}
     fps = int(dataset.fps) if dataset.fps == int(dataset.fps) else dataset.fps
     if dataset.is_v2:
         features = {key: each if each.get("dtype") == "video" else each | {"fps": fps} for key, each in features.items()}
-        found = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in found.items() if key not in _GONE}
-        found |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
+        info = {"total_tasks": len(dataset.tasks)} | {key: value for key, value in info.items() if key not in _GONE}
+        info |= {"codebase_version": "v3.0", "fps": fps}  # without total_tasks, LeRobot reads no tasks
     for key, spec in head["cameras"].items():
         if spec["mode"] != "copy":
             features[key] = _encoded_feature(features[key], spec, fps)
     size = head["options"].get("file_mb")
-    found |= {
+    info |= {
         "total_episodes": episodes,
         "total_frames": frames,
         "chunks_size": head["chunks_size"],
@@ -118,17 +115,17 @@ def _info(dataset: Dataset, head: Json, episodes: int, frames: int) -> Json:
         "video_path": VIDEO_PATH if head["cameras"] else None,
         "features": features,
     }
-    if head["renumber"] and "splits" in found:  # ranges of the old indices
-        found["splits"] = {"train": f"0:{episodes}"}
-    return found
+    if head["renumber"] and "splits" in info:  # ranges of the old indices
+        info["splits"] = {"train": f"0:{episodes}"}
+    return info
 
 
 def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
     """Return the feature of a camera after encoding. Unknown keys stay."""
     (height, width), chosen = spec["size"], spec["encoder"]
     place = next((each for each in ENCODING if isinstance(feature.get(each), dict)), "info")
-    said = {key: value for key, value in (feature.get(place) or {}).items() if key not in _UNTRUE}
-    said |= {
+    encoding = {key: value for key, value in (feature.get(place) or {}).items() if key not in _UNTRUE}
+    encoding |= {
         "video.height": height, "video.width": width, "video.codec": chosen["codec"], "video.pix_fmt": "yuv420p",
         "video.is_depth_map": False, "video.fps": fps, "video.channels": 3, "has_audio": False,
         "video.g": spec["gop"], "video.crf": chosen["quality"], "video.preset": chosen["preset"] or None,
@@ -138,7 +135,7 @@ def _encoded_feature(feature: Json, spec: Json, fps: float) -> Json:
     was = tuple(feature["shape"])
     if len(was) == 3 and was[0] in (1, 3) and was[2] not in (1, 3):  # (C, H, W)
         shape, names = [3, height, width], ["channels", "height", "width"]
-    changed = {"dtype": "video", "shape": shape, place: said}
+    changed = {"dtype": "video", "shape": shape, place: encoding}
     if feature.get("dtype") == "image" or not isinstance(feature.get("names"), list):
         changed["names"] = names
     return {key: value for key, value in feature.items() if key != "fps" or feature.get("dtype") == "video"} | changed
@@ -158,32 +155,29 @@ def _columns(dataset: Dataset, plan: Plan, notes: Mapping[str, Json]) -> _Column
         encoded = camera and head["cameras"][camera]["mode"] != "copy"
         for episode in task["episodes"]:
             old = episode["old"]
-            for name, value in (("chunk_index", chunk), ("file_index", file)):
-                columns.put(prefix + name, old, value, pa.int64())
+            columns.put(old, {f"{prefix}chunk_index": chunk, f"{prefix}file_index": file})
             if not camera:
                 _put_row_columns(columns, head, old, episode)
                 continue
             start = note["from"][str(episode["new"])]
-            columns.put(f"{prefix}from_timestamp", old, start, pa.float64())
-            columns.put(f"{prefix}to_timestamp", old, start + episode["length"] / dataset.fps, pa.float64())
-            for name, value in note["stats"][str(episode["new"])].items() if encoded else ():
-                columns.put(f"stats/{camera}/{name}", old, value, _kind(value))
+            stop = start + episode["length"] / dataset.fps
+            columns.put(old, {f"{prefix}from_timestamp": start, f"{prefix}to_timestamp": stop})
+            stats = note["stats"][str(episode["new"])] if encoded else {}
+            columns.put(old, {f"stats/{camera}/{name}": value for name, value in stats.items()})
     return columns
 
 
 def _put_row_columns(columns: _Columns, head: Json, old: int, episode: Json) -> None:
     new, first, length = episode["new"], episode["first"], episode["length"]
     columns.new[old] = new
-    for name, value in (("episode_index", new), ("dataset_from_index", first), ("dataset_to_index", first + length)):
-        columns.put(name, old, value)
+    columns.put(old, {"episode_index": new, "dataset_from_index": first, "dataset_to_index": first + length})
     changed: dict[str, npt.NDArray[Any]] = {}
     if head["renumber"]:
         changed |= {"index": np.arange(first, first + length), "episode_index": np.full(length, new)}
     if head["regular"]:
         changed["timestamp"] = (np.arange(length) / head["fps"]).astype(np.float32)
     for key, values in changed.items():
-        for name, value in table_stats(values).items():
-            columns.put(f"stats/{key}/{name}", old, value)
+        columns.put(old, {f"stats/{key}/{name}": value for name, value in table_stats(values).items()}, added=False)
 
 
 def _kind(value: Any) -> pa.DataType:
@@ -194,47 +188,44 @@ def _kind(value: Any) -> pa.DataType:
 
 def _write_episodes(dataset: Dataset, plan: Plan, columns: _Columns, place: Place) -> list[pa.Table]:
     """Write the episode table, a part of the source's at a time. Return the columns of statistics, by part."""
-    table = dataset.read_table([key for key, spec in plan.header["cameras"].items() if spec["mode"] != "images"])
-    parts, waiting, size, number = list[pa.Table](), list[pa.Table](), 0, 0
+    stats: list[pa.Table] = []
     most = (plan.header["options"].get("file_mb") or DATA_MB) * (1 << 20)
 
-    def flush() -> None:
-        nonlocal number, size
-        if waiting:
-            whole = pa.concat_tables(waiting)
-            for name, value in zip(("chunk_index", "file_index"), divmod(number, plan.header["chunks_size"]), strict=True):
-                whole = _set(whole, f"meta/episodes/{name}", [value] * len(whole), pa.int64())
-            place.write(path_of(EPISODES_PATH, number, plan.header), _encoded(whole))
-            number, size = number + 1, 0
-            waiting.clear()
+    def parts() -> Iterator[tuple[pa.Table, int]]:
+        for source, nbytes in _episode_tables(dataset):
+            part = _renewed(source, plan.header, columns)
+            stats.append(part.select([name for name in part.column_names if name.startswith("stats/")]))
+            yield part, nbytes
 
-    for found, nbytes in episode_tables(dataset, table):
-        part = _renewed(found, plan.header, columns)
-        if waiting and (size + nbytes > most or not part.schema.equals(waiting[0].schema, check_metadata=True)):
-            flush()
-        waiting.append(part)
-        size += nbytes
-        parts.append(part.select([name for name in part.column_names if name.startswith("stats/")]))
-    flush()
-    return parts
+    files = grouped(parts(), most, lambda pair: pair[1], lambda pair: pair[0].schema.serialize().to_pybytes())
+    for number, file in enumerate(files):
+        table = pa.concat_tables([part for part, _ in file])
+        for name, value in zip(("chunk_index", "file_index"), divmod(number, plan.header["chunks_size"]), strict=True):
+            table = _set(table, f"meta/episodes/{name}", [value] * len(table), pa.int64())
+        place.write(path_of(EPISODES_PATH, number, plan.header), _encoded(table))
+    return stats
 
 
-def _renewed(found: pa.Table, head: Json, columns: _Columns) -> pa.Table:
+def _renewed(part: pa.Table, head: Json, columns: _Columns) -> pa.Table:
     """Return a part of the episode table with the kept episodes and cameras, and their new values."""
-    old = found["episode_index"].to_numpy()
-    kept = np.isin(old, list(columns.new))
-    found, old = found.filter(pa.array(kept)), old[kept].tolist()
-    cameras = [name.split("/")[1:-1] for name in found.column_names if name.startswith("videos/")]
-    gone = {"/".join(parts) for parts in cameras} - set(head["cameras"]) | set(head["without"])
-    gone -= set(head["cameras"])
-    names = [n for n in found.column_names if not any(n.startswith((f"videos/{key}/", f"stats/{key}/")) for key in gone)]
-    encoded = [key for key, spec in head["cameras"].items() if spec["mode"] != "copy"]
-    names = [n for n in names if n in columns.values or not any(n.startswith(f"stats/{key}/") for key in encoded)]
-    found = found.select(names)
+    index = part["episode_index"].to_numpy()
+    kept = np.isin(index, list(columns.new))
+    encoded = {key for key, spec in head["cameras"].items() if spec["mode"] != "copy"}
+
+    def is_kept(name: str) -> bool:
+        kind, _, rest = name.partition("/")
+        key = rest.rpartition("/")[0]
+        if kind == "videos":
+            return key in head["cameras"]
+        if kind == "stats" and key in encoded:
+            return name in columns.values
+        return kind != "stats" or key in head["features"]
+
+    part = part.filter(pa.array(kept)).select([name for name in part.column_names if is_kept(name)])
     for name, values in columns.values.items():
-        if name in found.column_names or name in columns.added:
-            found = _set(found, name, [values[episode] for episode in old], columns.added.get(name))
-    return found
+        if name in part.column_names or name in columns.added:
+            part = _set(part, name, [values[episode] for episode in index[kept].tolist()], columns.added.get(name))
+    return part
 
 
 def _set(table: pa.Table, name: str, values: list[Any], kind: pa.DataType | None) -> pa.Table:
@@ -277,66 +268,56 @@ def _stats(dataset: Dataset, plan: Plan, columns: _Columns, notes: Mapping[str, 
     of_source_file = not dataset.is_v2 or dataset.stored_stats_place == metadata.STATS
     if not changed and of_source_file and set(stored) <= set(head["features"]):
         return None
-    episodes: dict[str, list[dict[str, Any]]] = {}
-    for key in changed:
-        given = {
-            name.rpartition("/")[2]: each for name, each in columns.values.items() if name.rpartition("/")[0] == f"stats/{key}"
-        }
-        episodes[key] = [{name: each[old] for name, each in given.items()} for old in columns.new] if given else []
-    missing = {key for key, own in episodes.items() if not own}
-    for part in parts:
-        by_key: dict[str, dict[str, list[Any]]] = {}
-        for name in part.column_names:
-            key, _, statistic = name.removeprefix("stats/").rpartition("/")
-            if key in missing:
-                by_key.setdefault(key, {})[statistic] = part[name].to_pylist()
-        for key, own in by_key.items():
-            episodes[key] += [dict(zip(own, values, strict=True)) for values in zip(*own.values(), strict=True)]
-    for note in notes.values() if head["row_stats"] else ():
-        for of_episode in note["stats"].values() if "rows" in note else ():
-            for key in missing & set(of_episode):
-                episodes[key].append(of_episode[key])
     new = {key: value for key, value in stored.items() if key in head["features"] and key not in changed}
-    for key, own_episodes in episodes.items():
-        if not own_episodes:
+    for key in changed:
+        episodes = _episode_stats(key, columns, parts, notes)
+        if not episodes:
             _log.warning("stats of %.80r are left out: the source has none for single episodes", key)
             continue
-        made = v2.aggregate([{key: {n: np.asarray(v) for n, v in each.items() if v is not None}} for each in own_episodes])[key]
-        new[key] = {name: value for name, value in made.items() if key not in stored or name in stored[key]}
+        stats = [{key: {name: np.asarray(value) for name, value in each.items() if value is not None}} for each in episodes]
+        new[key] = {name: value for name, value in v2.aggregate(stats)[key].items() if key not in stored or name in stored[key]}
     order = dict.fromkeys(key for key in (*stored, *new) if key in new)
     return {key: {name: value.tolist() for name, value in new[key].items()} for key in order} or None
 
 
-def episode_tables(dataset: Dataset, table: Episodes) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the episode table in parts, each with its bytes as encoded; `table` has all cameras.
+def _episode_stats(key: str, columns: _Columns, parts: list[pa.Table], notes: Mapping[str, Json]) -> list[dict[str, Any]]:
+    """Return the statistics of a feature for each episode: new ones, or else those of the source, or of its rows."""
 
-    For v2.x, columns that depend on the new files are 0.
-    """
+    def named(names: Iterable[str]) -> dict[str, str]:
+        """Return the statistics among columns of the episode table, with their columns."""
+        return {name.rpartition("/")[2]: name for name in names if name.rpartition("/")[0] == f"stats/{key}"}
+
+    if new := named(columns.values):
+        return [{name: columns.values[column][old] for name, column in new.items()} for old in columns.new]
+    own = [
+        part.select(list(names.values())).rename_columns(list(names)) for part in parts if (names := named(part.column_names))
+    ]
+    of_rows = [stats for note in notes.values() if "rows" in note for stats in note["stats"].values()]
+    return [row for part in own for row in part.to_pylist()] or [stats[key] for stats in of_rows if key in stats]
+
+
+def _episode_tables(dataset: Dataset) -> Iterator[tuple[pa.Table, int]]:
+    """Yield the episode table in parts, each with its bytes as encoded. For v2.x, it lacks the columns of new files."""
     if not dataset.is_v2:
         for name in episode_files(dataset):
             yield metadata.read_parquet(dataset.store, name), dataset.store.size(name)
         return
     lines = {entry["episode_index"]: entry for _, entry in v2.read_lines(dataset.store, v2.EPISODES)}
+    table = dataset.read_table([])
     stats = v2.read_episode_stats(dataset.store) if dataset.stored_stats_place == v2.EPISODES_STATS else {}
-    names = dict.fromkeys((key, name) for found in stats.values() for key, of in found.items() for name in of)
+    names = dict.fromkeys((key, name) for episode in stats.values() for key, values in episode.items() for name in values)
     own = _own_columns(dataset, [lines[episode] for episode in table.index.tolist()])
-    cameras = [f"videos/{camera}/{end}" for camera in table.video for end in ("chunk_index", "file_index")]
-    times = [f"videos/{camera}/{end}" for camera in table.video for end in ("from_timestamp", "to_timestamp")]
-    indices = ["data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index", *cameras]
     for at in range(0, len(table.index), _EPISODES):
         index = table.index[at : at + _EPISODES]
         columns: dict[str, Any] = {
             "episode_index": index,
             "tasks": pa.array([_tasks(dataset, lines[e]) for e in index.tolist()], pa.list_(pa.string())),
             "length": table.length[at : at + _EPISODES],
-            **{name: np.zeros(len(index), np.int64) for name in indices},
-            **{name: np.zeros(len(index), np.float64) for name in times},
         }
         columns |= {name: values.slice(at, len(index)) for name, values in own.items() if name not in columns}
         for key, name in names:
             values = [stats.get(episode, {}).get(key, {}).get(name) for episode in index.tolist()]
             columns[f"stats/{key}/{name}"] = _nested(dataset, values, key, name)
-        columns |= {f"meta/episodes/{end}": np.zeros(len(index), np.int64) for end in ("chunk_index", "file_index")}
         encoded = io.BytesIO()
         pq.write_table(pa.table(columns), encoded)
         yield pq.read_table(encoded), encoded.getbuffer().nbytes  # with the types that the new file will have

@@ -1,164 +1,142 @@
-"""Packets that are copied from MP4 files into a new one, with their new times.
+"""MP4 files made of packets that are copied from other MP4 files, with new times.
 
-Nothing is re-encoded. Source files are cut at keyframes, so each new file begins with one and has no gaps. A source file with
-open GOPs is copied whole, since which packets can be dropped without changing the decoded frames depends on the decoder.
-The parts of a new file share timescale, track matrix, display size and codec; their sample descriptions may differ.
+Source files are cut at keyframes, so each new file begins with one and has no gaps. A source file with open GOPs is copied
+whole, since which packets can be dropped without changing the decoded frames depends on the decoder. The parts of a new file
+share timescale, track matrix, display size and codec; their sample descriptions may differ.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from dali_stream.mp4.clip import span
-from dali_stream.mp4.index import Int64, VideoIndex
+from dali_stream.mp4 import muxer
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
 from dali_stream.mp4.muxer import Track
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A source file.
-
-    Attributes:
-        index: Its index.
-        frame: Ticks from one frame to the next.
-        spans: Per episode, its packets [start, stop), from one keyframe to another.
-    """
-
-    index: VideoIndex
-    frame: int
-    spans: dict[int, tuple[int, int]]
+from dali_stream.storage import Store
+from dali_stream.tools.preparation.source import read_packets
 
 
 @dataclass
 class Run:
-    """Packets [start, stop) of a source file. `shift` is added to their times."""
+    """Packets [start, stop) of a source file.
 
-    source: Source
+    Attributes:
+        first: Number of the first of these packets in the new file.
+        shift: Ticks to add to their times.
+    """
+
+    index: VideoIndex
     start: int
     stop: int
+    first: int = 0
     shift: int = 0
 
 
-@dataclass
-class VideoFile:
-    """A new file. `episodes` maps episodes to their run."""
-
-    runs: list[Run] = field(default_factory=list)
-    episodes: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def configs(self) -> tuple[bytes, ...]:
-        return tuple(dict.fromkeys(config for run in self.runs for config in run.source.index.configs))
-
-    def add(self, episode: int, source: Source, start: int, stop: int) -> None:
-        """Adds an episode that needs these packets."""
-        for number, run in enumerate(self.runs):
-            if run.source is source and run.start <= start and stop <= run.stop:
-                self.episodes[episode] = number
-                return
-        if self.runs and self._continues(self.runs[-1], source, start):
-            self.runs[-1].stop = stop
-        else:
-            self.runs.append(Run(source, start, stop))
-        self.episodes[episode] = len(self.runs) - 1
-
-    def _continues(self, run: Run, source: Source, start: int) -> bool:
-        return run.source is source and run.start <= start <= run.stop
-
-    def place(self) -> None:
-        """Places the runs one after the other in time."""
-        at = 0
-        for run in self.runs:
-            pts = run.source.index.pts[run.start : run.stop]
-            run.shift = at - int(pts.min())
-            at += int(np.ptp(pts)) + run.source.frame
-
-
-def kind(table: VideoIndex) -> str:
+def kind(index: VideoIndex) -> str:
     """Return what must be the same for all sources of a new file."""
-    codecs = sorted({config[4:8] for config in table.configs})
-    parts: list[Any] = [table.timescale, table.track_header.hex(), codecs]
-    if table.open_gops:
-        leads = (table.pts[: table.keyframes[1] if len(table.keyframes) > 1 else None] < table.pts[0]).any()
-        parts += [table.configs, table.path if leads else ""]
+    codecs = sorted({config[4:8] for config in index.configs})
+    parts: list[Any] = [index.timescale, index.track_header.hex(), codecs]
+    if index.open_gops:
+        leads = (index.pts[: index.keyframes[1] if len(index.keyframes) > 1 else None] < index.pts[0]).any()
+        parts += [index.configs, index.path if leads else ""]
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
-def make_source(table: VideoIndex, fps: float, shown: Mapping[int, Int64]) -> Source:
-    """Return a source, of whose episodes `shown` has the packets of the rows."""
-    times = np.diff(table.pts[table.display_order])
-    frame = int(np.median(times)) if len(times) else max(1, round(table.timescale / fps))
-    return Source(table, frame, {episode: span_of(table, samples) for episode, samples in shown.items()})
+def needed(index: VideoIndex, packets: Int64) -> tuple[int, int]:
+    """Return [start, stop) of the whole GOPs that decoding the frames of some packets takes."""
+    after = np.searchsorted(index.keyframes, packets.max(), side="right")
+    stop = int(index.keyframes[after]) if after < len(index.keyframes) else len(index)
+    return int(index.decode_starts(packets).min()), stop
 
 
-def _first_needed(table: VideoIndex, shown: Int64) -> int:
-    """The packet that decoding of these starts at."""
-    earliest = shown[table.gop_start[shown] == table.gop_start[shown].min()]
-    return min(span(table, sample)[0] for sample in earliest.tolist())
+def add(runs: list[Run], index: VideoIndex, packets: Int64) -> Run:
+    """Return the run that has the packets of an episode. If there is none, the last run is extended, or a new one appended."""
+    start, stop = (0, len(index)) if index.open_gops else needed(index, packets)
+    for run in runs:
+        if run.index.path == index.path and run.start <= start and stop <= run.stop:
+            return run
+    if runs and runs[-1].index.path == index.path and runs[-1].start <= start <= runs[-1].stop:
+        runs[-1].stop = stop
+    else:
+        runs.append(Run(index, start, stop))
+    return runs[-1]
 
 
-def span_of(table: VideoIndex, shown: Int64) -> tuple[int, int]:
-    if table.open_gops:
-        return 0, len(table)
-    after = np.searchsorted(table.keyframes, shown.max(), side="right")
-    return _first_needed(table, shown), int(table.keyframes[after]) if after < len(table.keyframes) else len(table)
+def join(runs: Sequence[Run], fps: float) -> int:
+    """Place runs one after the other. Return the duration of the last frame, in ticks."""
+    packet = tick = frame = 0
+    for run in runs:
+        pts, intervals = run.index.pts[run.start : run.stop], np.diff(run.index.shown_at[:])
+        run.first, run.shift = packet, tick - int(pts.min())
+        frame = int(np.median(intervals)) if len(intervals) else max(1, round(run.index.timescale / fps))
+        packet += run.stop - run.start
+        tick += int(np.ptp(pts)) + frame
+    return frame
 
 
-def needed(table: VideoIndex, shown: Int64) -> tuple[int, int]:
-    """Return [start, stop) of the packets that decoding these takes."""
-    after = np.searchsorted(table.keyframes, shown.max(), side="right")
-    stop = int(table.keyframes[after]) if after < len(table.keyframes) else len(table)
-    return int(table.decode_starts(shown).min()), stop
+def descriptions(runs: Sequence[Run]) -> tuple[bytes, ...]:
+    """Return the sample descriptions of a new file."""
+    return tuple(dict.fromkeys(config for run in runs for config in run.index.configs))
 
 
-def track(file: VideoFile) -> Track:
-    """The track of a new file."""
-    parts, configs = [(run, run.source.index) for run in file.runs], list(file.configs)
-    numbers = [np.array([configs.index(config) for config in table.configs]) for _, table in parts]
-    return Track(
-        timescale=parts[0][1].timescale,
-        header=parts[0][1].track_header,
-        configs=tuple(configs),
-        size=np.concatenate([table.size[run.start : run.stop] for run, table in parts]),
-        pts=np.concatenate([table.pts[run.start : run.stop] + run.shift for run, table in parts]),
-        sync=np.concatenate([keyframes(table, run.start, run.stop) for run, table in parts]),
-        config=np.concatenate(
-            [number[table.config[run.start : run.stop]] for number, (run, table) in zip(numbers, parts, strict=True)]
-        ),
-        last=file.runs[-1].source.frame,
-    )
+def write(
+    file: Path, store: Store, runs: Sequence[Run], pts: Sequence[Int64], timescale: int, header: bytes, last: int
+) -> tuple[Track, str]:
+    """Write a file.
 
+    Args:
+        file: Path of the new file.
+        store: Storage of the source files.
+        runs: Packets to copy.
+        pts: New times of the packets of each run, in ticks.
+        timescale, header, last: See `Track`.
 
-def keyframes(table: VideoIndex, start: int, stop: int) -> npt.NDArray[np.bool_]:
-    found = np.zeros(stop - start, np.bool_)
-    first, last = np.searchsorted(table.keyframes, [start, stop])
-    found[table.keyframes[first:last] - start] = True
-    return found
-
-
-def mark(sample: memoryview) -> bytes:
-    """A digest of an encoded frame."""
-    return hashlib.blake2b(sample, digest_size=16).digest()
-
-
-def digest(table: VideoIndex, shown: Int64, marks: npt.NDArray[np.uint8], start: int = 0) -> str:
-    """A digest of everything that determines an episode's frames: packets, times, keyframes, descriptions.
-
-    `shown` are the packets of its rows, and `marks` (n, 16) those of packets from `start` on, see `mark`.
+    Returns:
+        The track, and a digest of all packets.
     """
-    first, last = _first_needed(table, shown), int(shown.max()) + 1
-    configs = [hashlib.blake2b(config, digest_size=16).digest() for config in table.configs]
-    found = hashlib.blake2b(table.track_header + table.timescale.to_bytes(4, "big"), digest_size=16)
-    for values in (shown - first, table.pts[first:last] - table.pts[shown[0]], table.size[first:last]):
-        found.update(values.astype("<i8").tobytes())
-    found.update(keyframes(table, first, last).tobytes())
-    for config in table.config[first:last].tolist():
-        found.update(configs[config])
-    found.update(marks[first - start : last - start].tobytes())
-    return found.hexdigest()
+    configs = descriptions(runs)
+    numbers = [np.array([configs.index(config) for config in run.index.configs]) for run in runs]
+    track = Track(
+        timescale=timescale,
+        header=header,
+        configs=configs,
+        size=np.concatenate([run.index.size[run.start : run.stop] for run in runs]),
+        pts=np.concatenate(pts),
+        sync=np.concatenate([np.isin(np.arange(run.start, run.stop), run.index.keyframes[:]) for run in runs]),
+        config=np.concatenate(
+            [number[run.index.config[run.start : run.stop]] for number, run in zip(numbers, runs, strict=True)]
+        ),
+        last=last,
+    )
+    with open(file, "wb") as out:
+        out.write(muxer.head(track))
+        parts = (part for run in runs for part in read_packets(store, run.index, run.start, run.stop))
+        return track, _digest(parts, out.writelines)
+
+
+def read_back(store: Store, path: str, track: Track, digest: str) -> VideoIndex | None:
+    """Return the index of a file that `write` has written, or None if the file differs from what was written."""
+    index = read_index(store, path)
+    same = (
+        (index.timescale, index.track_header, index.configs) == (track.timescale, track.header, track.configs)
+        and np.array_equal(index.keyframes[:], np.flatnonzero(track.sync))
+        and all(np.array_equal(getattr(index, name)[:], getattr(track, name)) for name in ("size", "pts", "config"))
+        and _digest(read_packets(store, index, 0, len(index))) == digest
+    )
+    return index if same else None
+
+
+def _digest(parts: Iterable[list[memoryview]], also: Any = lambda part: None) -> str:
+    """Return a digest of packets, each part of which is also passed to a function."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        also(part)
+        for packet in part:
+            digest.update(packet)
+    return digest.hexdigest()

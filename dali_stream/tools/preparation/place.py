@@ -11,10 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import fsspec
+import obstore
 
 from dali_stream.errors import DatasetError, StorageError
 from dali_stream.storage import OBJECTS
+from dali_stream.storage.object_options import parsed
 from dali_stream.storage.retry import Patience
 from dali_stream.storage.store import checked
 
@@ -22,7 +26,42 @@ T = TypeVar("T")
 _ATTEMPTS = 6  # of an upload, with pauses of up to 0.5, 1, 2, 4 and 8 s
 
 
-class LocalPlace:
+class Place(Protocol):
+    """OUT.
+
+    Attributes:
+        address: Address of OUT.
+    """
+
+    address: str
+
+    def scratch(self) -> contextlib.AbstractContextManager[Path]:
+        """Return a context of an empty folder on this machine, removed at the end."""
+
+    def put(self, path: str, file: Path) -> None:
+        """Move a complete file from scratch into place."""
+
+    def read(self, path: str) -> bytes | None:
+        """Return a small file, or None if it does not exist."""
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return {path: bytes} of the files below a folder."""
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder."""
+
+    def size(self, path: str) -> int | None:
+        """Return the bytes of a file, or None if it does not exist."""
+        return self.sizes(path.rpartition("/")[0]).get(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a small file."""
+        with self.scratch() as folder:
+            (folder / "file").write_bytes(data)
+            self.put(path, folder / "file")
+
+
+class LocalPlace(Place):
     """A local folder. Links below it are not followed."""
 
     def __init__(self, folder: str) -> None:
@@ -31,57 +70,39 @@ class LocalPlace:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield an empty folder on the same file system, removed at the end."""
-        parent = self._place("meta/prepare/scratch/x").parent
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent) as folder:
+        with tempfile.TemporaryDirectory(dir=self._parent("meta/prepare/scratch/x")) as folder:
             yield Path(folder)
 
     def put(self, path: str, file: Path) -> None:
-        """Move a complete file into place."""
-        place = self._place(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(file, place)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a small file."""
-        with self.scratch() as folder:
-            (folder / "file").write_bytes(data)
-            self.put(path, folder / "file")
+        os.replace(file, self._parent(path) / Path(path).name)
 
     def read(self, path: str) -> bytes | None:
-        """Return a small file, or None if it does not exist."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return self._place(path).read_bytes()
         return None
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return {path: bytes} of the files below a folder."""
-        found = ((root, name) for root, _, names in os.walk(self.root / folder) for name in names)
-        paths = (Path(root, name) for root, name in found)
         sizes = {}
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):  # a scratch file of a worker
-                sizes[path.relative_to(self.root).as_posix()] = path.stat().st_size
+        for root, _, names in os.walk(self.root / folder):
+            for path in (Path(root, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):  # a scratch file of a worker
+                    sizes[path.relative_to(self.root).as_posix()] = path.stat().st_size
         return sizes
 
-    def size(self, path: str) -> int | None:
-        """Return the bytes of a file, or None if it does not exist."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return self._place(path).stat().st_size
-        return None
-
     def remove(self, folder: str) -> None:
-        """Remove a folder."""
         shutil.rmtree(self._place(folder), ignore_errors=True)
 
     def lock_path(self) -> Path:
         """Return the path of a lock for this folder, which exists then."""
-        path = self._place("meta/prepare/lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        return self._parent("meta/prepare/lock") / "lock"
+
+    def _parent(self, path: str) -> Path:
+        """Return the folder of a file, which exists then."""
+        parent = self._place(path).parent
+        parent.mkdir(parents=True, exist_ok=True)
+        return parent
 
     def _place(self, path: str) -> Path:
         place = self.root
@@ -92,7 +113,7 @@ class LocalPlace:
         return place
 
 
-class RemotePlace:
+class RemotePlace(Place):
     """A bucket, a repository, or a folder of another fsspec filesystem. Uploads are retried."""
 
     def __init__(self, address: str, options: dict[str, Any] | None) -> None:
@@ -102,39 +123,25 @@ class RemotePlace:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield an empty folder in the system's folder for temporary files, removed at the end."""
         with tempfile.TemporaryDirectory(prefix="dali_stream-prepare-") as folder:
             yield Path(folder)
 
     def put(self, path: str, file: Path) -> None:
-        """Upload a complete file. Raises StorageError."""
         size = file.stat().st_size
         self._retried(path, lambda: self._calls.upload(checked(path), file))
-        if (found := self.size(path)) != size:
-            raise StorageError(f"{self.address}/{path}: {size} bytes were uploaded, and {found} arrived; run the command again")
-
-    def write(self, path: str, data: bytes) -> None:
-        """Upload a small file."""
-        with self.scratch() as folder:
-            (folder / "file").write_bytes(data)
-            self.put(path, folder / "file")
+        if (arrived := self.size(path)) != size:
+            raise StorageError(
+                f"{self.address}/{path}: {size} bytes were uploaded, and {arrived} arrived; run the command again"
+            )
 
     def read(self, path: str) -> bytes | None:
-        """Return a small file, or None if it does not exist."""
         return self._retried(path, lambda: self._calls.read(checked(path)))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return {path: bytes} of the files below a folder."""
         return self._retried(folder, lambda: self._calls.sizes(folder))
 
-    def size(self, path: str) -> int | None:
-        """Return the bytes of a file, or None if it does not exist."""
-        return self.sizes(path.rpartition("/")[0]).get(path)
-
     def remove(self, folder: str) -> None:
-        """Remove a folder."""
-        paths = list(self.sizes(folder))
-        if paths:
+        if paths := list(self.sizes(folder)):
             self._retried(folder, lambda: self._calls.remove(folder, paths))
 
     def _retried(self, path: str, call: Callable[[], T]) -> T:
@@ -158,30 +165,20 @@ class _Objects:
     """The calls of obstore."""
 
     def __init__(self, address: str, options: dict[str, Any]) -> None:
-        from dali_stream.storage.object_options import parsed
-
         self._store = parsed(address, options, Patience()).open()
 
     def upload(self, path: str, file: Path) -> None:
-        import obstore
-
         obstore.put(self._store, path, file)
 
     def read(self, path: str) -> bytes | None:
-        import obstore
-
         with contextlib.suppress(FileNotFoundError):
             return bytes(obstore.get(self._store, path).bytes())
         return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        import obstore
-
         return {each["path"]: each["size"] for page in obstore.list(self._store, folder or None) for each in page}
 
     def remove(self, folder: str, paths: list[str]) -> None:
-        import obstore
-
         obstore.delete(self._store, paths)
 
 
@@ -189,8 +186,6 @@ class _Files:
     """The calls of an fsspec filesystem, such as huggingface_hub's for hf://."""
 
     def __init__(self, address: str, options: dict[str, Any]) -> None:
-        import fsspec
-
         self._files, self._root = fsspec.core.url_to_fs(address, **options)
 
     def upload(self, path: str, file: Path) -> None:
@@ -206,8 +201,8 @@ class _Files:
     def sizes(self, folder: str) -> dict[str, int]:
         self._files.invalidate_cache()
         root = self._root.rstrip("/")
-        found = self._files.find(f"{root}/{folder}".rstrip("/"), detail=True)
-        return {name.removeprefix(root).lstrip("/"): each["size"] for name, each in found.items()}
+        files = self._files.find(f"{root}/{folder}".rstrip("/"), detail=True)
+        return {name.removeprefix(root).lstrip("/"): each["size"] for name, each in files.items()}
 
     def remove(self, folder: str, paths: list[str]) -> None:
         self._files.rm(f"{self._root}/{folder}", recursive=True)  # huggingface_hub takes no list
@@ -230,9 +225,6 @@ def _without_bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
-
-
-Place = LocalPlace | RemotePlace
 
 
 def open_place(address: str, options: dict[str, Any] | None) -> Place:

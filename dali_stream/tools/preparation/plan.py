@@ -12,11 +12,11 @@ A plan is JSON lines: the header, then one task per file:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -36,7 +36,7 @@ from dali_stream.tools.preparation import packets, rows
 from dali_stream.tools.preparation.encoders import CODECS, encoder
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import content_hash
-from dali_stream.tools.work import in_threads
+from dali_stream.tools.work import grouped, in_threads
 
 VERSION = 1  # increased when the same dataset and options are written differently
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Group:
+class Source:
     """Facts of a source file that the plan needs.
 
     Attributes:
@@ -136,15 +136,15 @@ def _camera(dataset: Dataset, key: str, feature: Feature, options: Options) -> J
         )
     if feature.is_video and (feature.is_depth or not options.encodes):
         return {"mode": "copy"}
-    said: Json = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
+    recorded: Json = next((feature[place] for place in ENCODING if isinstance(feature.get(place), dict)), {})
     size = options.size or feature.frame_size
-    codec = options.codec or ("h264" if feature.is_image else said.get("video.codec", ""))
+    codec = options.codec or ("h264" if feature.is_image else recorded.get("video.codec", ""))
     if codec not in CODECS:
         raise ValueError(f"codec of {key!r} is {codec!r}, which is not encoded; give --codec {', '.join(CODECS)}")
     gop = options.gop or 2
     chosen = encoder(codec, gop, options.crf, nvenc=options.encoder == "nvenc", size=size)
-    wanted = {"video.codec": codec, "video.g": gop, "video.crf": chosen.quality, "video.encoder": chosen.name}
-    if feature.is_video and size == feature.frame_size and all(said.get(name) == value for name, value in wanted.items()):
+    requested = {"video.codec": codec, "video.g": gop, "video.crf": chosen.quality, "video.encoder": chosen.name}
+    if feature.is_video and size == feature.frame_size and recorded | requested == recorded:
         return {"mode": "copy"}
     mode = "images" if feature.is_image else "encode"
     return {"mode": mode, "size": list(size), "gop": gop, "encoder": dataclasses.asdict(chosen)}
@@ -156,27 +156,17 @@ def _identity(dataset: Dataset, info: Json) -> str:
     return content_hash(json.dumps([dataset.fingerprint, dataset.cameras, info, files], sort_keys=True).encode())
 
 
-def _inside(key: str) -> str:
-    """Return a camera's key. Raises DatasetError if it leads out of OUT as a path."""
-    try:
-        return checked(key)
-    except DatasetError:
-        raise DatasetError(
-            f"{key[:80]!r} is a path outside the output folder; nothing was written. Rename it in meta/info.json and "
-            "meta/episodes"
-        ) from None
-
-
 def _check_apart(keys: Collection[str]) -> None:
-    """Check that no two cameras have files in the same place."""
+    """Check that cameras have files in places of their own, inside of OUT. Raises DatasetError."""
+    rename = "nothing was written. Rename it in meta/info.json and meta/episodes"
     places: dict[PurePosixPath, str] = {}
     for key in sorted(keys, key=len):
-        place = PurePosixPath(_inside(key))
+        try:
+            place = PurePosixPath(checked(key))
+        except DatasetError:
+            raise DatasetError(f"{key[:80]!r} is a path outside the output folder; {rename}") from None
         for other in {place, *place.parents} & places.keys():
-            raise DatasetError(
-                f"{places[other][:80]!r} and {key[:80]!r} would be written to the same path; nothing was written. Rename one "
-                "in meta/info.json and meta/episodes"
-            )
+            raise DatasetError(f"{key[:80]!r} would be written to the same path as {places[other][:80]!r}; {rename}")
         places[place] = key
 
 
@@ -202,13 +192,12 @@ class Planner:
     def __init__(self, dataset: Dataset, head: Json) -> None:
         self._dataset, self._head = dataset, head
         self._file_mb, self._rows_per_group = (head["options"].get(name) for name in ("file_mb", "rows_per_group"))
-        videos = [key for key, spec in head["cameras"].items() if spec["mode"] != "images"]
-        self._table = dataset.read_table(videos)
+        self._table = dataset.read_table([key for key, spec in head["cameras"].items() if spec["mode"] != "images"])
         self._store = dataset.data_store
         order = np.lexsort((self._table.index, self._table.first_row))
         self._order: Int64 = order[np.isin(order, dataset.rows)]
         self._places = _places(self._table)
-        self._surveyed: dict[str, list[Group]] = {}
+        self._surveyed: dict[str, list[Source]] = {}
 
     def survey(self) -> None:
         """Look at all source files whose parts are copied. One that cannot be read gets a kind of its own, and fails later."""
@@ -218,32 +207,28 @@ class Planner:
                 look = functools.partial(self._look_at_video, camera)
                 self._surveyed[camera] = self._look(self._table.video[camera], look)
 
-    def _look(self, files: metadata.Files, look: Callable[[str], Group]) -> list[Group]:
+    def _look(self, files: metadata.Files, look: Callable[[str], Source]) -> list[Source]:
         used = set(files.index[self._order].tolist())
-        groups: dict[str, Group] = {}
         jobs = {path: functools.partial(look, path) for number, path in enumerate(files.paths) if number in used}
+        with contextlib.closing(in_threads(jobs, reading_threads(self._store.remote), self._store.close)) as reads:
+            sources = {path: source.result() for path, source in reads}
+        return [sources.get(path, Source("", 0)) for path in files.paths]
 
-        def ended(path: str, group: Future[Group]) -> None:
-            groups[path] = group.result()
-
-        in_threads(jobs, reading_threads(self._store.remote), ended, self._store.close)
-        return [groups.get(path, Group("", 0)) for path in files.paths]
-
-    def _look_at_rows(self, path: str) -> Group:
+    def _look_at_rows(self, path: str) -> Source:
         try:
             footer = rows.read_footer(self._store, path)
             rows.check_columns(self._store, self._head["features"], footer)
         except DatasetError:
-            return Group(path, 1)
+            return Source(path, 1)
         schema = rows.without(footer.schema, self._head["without"], self._head["is_v2"])
-        return Group(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
+        return Source(content_hash(schema.serialize().to_pybytes() + footer.codec.encode()), footer.row_bytes)
 
-    def _look_at_video(self, camera: str, path: str) -> Group:
+    def _look_at_video(self, camera: str, path: str) -> Source:
         try:
             index = read_index(self._store, path)
-            return Group(packets.kind(index), float(index.size[:].mean()))
+            return Source(packets.kind(index), float(index.size[:].mean()))
         except DaliStreamError:
-            return Group(path, 1)
+            return Source(path, 1)
 
     def tasks(self, frame_bytes: Mapping[str, float], dropped: Mapping[int, str]) -> list[Json]:
         """Return the tasks.
@@ -270,17 +255,17 @@ class Planner:
             for e in order.tolist()
         ]
         with_first = [episode | {"first": int(first[e])} for episode, e in zip(episodes, order.tolist(), strict=True)]
-        groups = [self._surveyed["data"][n] for n in table.data.index[order]]
-        tasks = list(self._files(with_first, groups, DATA_MB, DATA_PATH))
+        sources = [self._surveyed["data"][n] for n in table.data.index[order]]
+        tasks = list(self._files(with_first, sources, DATA_MB, DATA_PATH))
         for camera, spec in self._head["cameras"].items():
-            groups = [Group("", frame_bytes.get(camera, 1))] * len(order)
+            sources = [Source("", frame_bytes.get(camera, 1))] * len(order)
             if spec["mode"] == "copy":
-                groups = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
-            held = [
+                sources = [self._surveyed[camera][n] for n in table.video[camera].index[order]]
+            videos = [
                 episode | ({} if spec["mode"] == "images" else self._video(camera, e))
                 for episode, e in zip(episodes, order.tolist(), strict=True)
             ]
-            tasks += [each | {"camera": camera} for each in self._files(held, groups, VIDEO_MB, VIDEO_PATH, camera)]
+            tasks += [each | {"camera": camera} for each in self._files(videos, sources, VIDEO_MB, VIDEO_PATH, camera)]
         return tasks
 
     def trials(self) -> list[Json]:
@@ -294,23 +279,20 @@ class Planner:
         return {"video": files.paths[files.index[episode]], "start": start, "stop": stop if np.isfinite(stop) else None}
 
     def _files(
-        self, episodes: list[Json], groups: list[Group], default_mb: float, template: str, camera: str = ""
+        self, episodes: list[Json], sources: list[Source], default_mb: float, template: str, camera: str = ""
     ) -> Iterator[Json]:
         """Yield files of these episodes. A file has one kind of source, and about one size."""
         most = (self._file_mb or default_mb) * (1 << 20)
-        parts, sizes, kind = list[list[Json]](), list[float](), ""
-        for episode, group in zip(episodes, groups, strict=True):
-            size = episode["length"] * group.frame_bytes
-            if not parts or sizes[-1] + size > most or group.kind != kind:
-                parts.append([])
-                sizes.append(0.0)
-            parts[-1].append(episode)
-            sizes[-1], kind = sizes[-1] + size, group.kind
-        for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": part}
+        pairs = zip(episodes, sources, strict=True)
+
+        def nbytes(pair: tuple[Json, Source]) -> float:
+            return float(pair[0]["length"] * pair[1].frame_bytes)
+
+        for number, part in enumerate(grouped(pairs, most, nbytes, lambda pair: pair[1].kind)):
+            task: Json = {"path": path_of(template, number, self._head, camera), "episodes": [episode for episode, _ in part]}
             if not camera:
-                row_bytes = max(size / sum(episode["length"] for episode in part), 1)
-                task["rows_per_group"] = self._rows_per_group or max(1, int(rows.ROW_GROUP / row_bytes))
+                size, length = sum(map(nbytes, part)), sum(episode["length"] for episode, _ in part)
+                task["rows_per_group"] = self._rows_per_group or max(1, int(rows.ROW_GROUP / max(size / length, 1)))
             yield task
 
 

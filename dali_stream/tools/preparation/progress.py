@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dali_stream.tools.preparation.place import Place
@@ -47,56 +47,47 @@ class PrepareStatus:
         return f"{self.state}: {self.done} of {self.total} files done, {self.running} running, {self.failed} failed{rate}{left}"
 
 
-@dataclass
 class Progress:
     """Counts the files of a run, and writes them to OUT now and then.
 
     Args:
         place: OUT.
         total: Number of files.
-        done: Those of earlier runs.
-        show: Called with each new status.
+        done: Number of files of earlier runs.
+        show: Function that is called with each new status.
     """
 
-    place: Place
-    total: int
-    done: int
-    show: Callable[[PrepareStatus], None] = lambda status: None
-    running: int = 0
-    failed: int = 0
-    nbytes: int = 0
-    _before: int = field(init=False)
-    _start: float = field(default_factory=time.monotonic)
-    _written: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._before = self.done
+    def __init__(self, place: Place, total: int, done: int, show: Callable[[PrepareStatus], None]) -> None:
+        self._place, self._total, self._before, self._show = place, total, done, show
+        self._done, self._running, self._failed, self._bytes = done, 0, 0, 0
+        self._start, self._written = time.monotonic(), 0.0
         self.update()
 
     def started(self, count: int) -> None:
         """Count files that were handed to an executor."""
-        self.running += count
+        self._running += count
         self.update()
 
     def ended(self, result: dict[str, Any]) -> None:
         """Count a file that is done or has failed."""
-        self.running = max(self.running - 1, 0)
-        self.failed += "error" in result
-        self.done += "error" not in result
-        self.nbytes += result["bytes"]
+        self._running = max(self._running - 1, 0)
+        self._failed += "error" in result
+        self._done += "error" not in result
+        self._bytes += result["bytes"]
         self.update()
 
     def update(self, state: str = "running") -> None:
         """Show the status, and write it if the last time was long ago, or the run ends."""
-        new, seconds = self.done - self._before, time.monotonic() - self._start
+        new, seconds = self._done - self._before, time.monotonic() - self._start
         rate = new / seconds if seconds and new else 0.0
-        left = (self.total - self.done - self.failed) / rate if rate else None
-        running = min(self.running, self.total - self.done - self.failed) if state == "running" else 0
-        status = PrepareStatus(state, self.done, running, self.failed, self.total, self.nbytes, rate, left, time.time())
+        unfinished = self._total - self._done - self._failed
+        left = unfinished / rate if rate else None
+        running = min(self._running, unfinished) if state == "running" else 0
+        status = PrepareStatus(state, self._done, running, self._failed, self._total, self._bytes, rate, left, time.time())
         if state != "running" or not self._written or time.monotonic() - self._written > _EVERY_S:
             self._written = time.monotonic()
-            self.place.write(PROGRESS, json.dumps(status.as_dict()).encode())
-        self.show(status)
+            self._place.write(PROGRESS, json.dumps(status.as_dict()).encode())
+        self._show(status)
 
 
 def _duration(seconds: float) -> str:

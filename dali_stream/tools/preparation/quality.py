@@ -19,6 +19,7 @@ from dali_stream.mp4.index import VideoIndex
 from dali_stream.mp4.keyframes import has_other_keyframes
 from dali_stream.storage import Store
 from dali_stream.tools.preparation.source import read_packets
+from dali_stream.tools.work import spread
 
 FLOOR = 25.0  # dB in RGB that every compared frame must have: lossy codecs at sensible settings give 30 to 50
 # Two frames count as different if they differ by this many times the encoding error. Recordings hold frames twice that differ
@@ -31,61 +32,57 @@ Frames = npt.NDArray[np.uint8]
 
 def refusal(store: Store, table: VideoIndex, codec: str, gop: int) -> str:
     """Return why an encoded file does not meet the request, by its index and its headers. Empty if it does."""
-    video = describe(table.configs[0])
+    video, configs = describe(table.configs[0]), len(table.configs)
     if video.codec != codec:
         return f"it is {video.codec}"
-    if len(table.configs) > 1:
-        return f"it has {len(table.configs)} sample descriptions"
-    if (video.chroma, video.depth) != ("420", 8) or video.profile not in PROFILES[codec]:
-        return f"it is {video.pixel_format} of profile {video.profile}"
-    if not video.like_bt601:
-        return f"its colour matrix is {video.matrix}, and not BT.601"
-    if table.track_header[:36] != UPRIGHT:
-        return "its frames are rotated"
-    if table.reordered or table.open_gops:
-        return "it has B-frames or open GOPs"
-    if table.longest_gop > gop:
-        return f"its longest GOP has {table.longest_gop} frames"
-    if has_other_keyframes(store, table, codec):
-        return "it has keyframes that are not IDR frames"
-    return video.header_error or _padding(video)
+    faults = {
+        f"it has {configs} sample descriptions": configs > 1,
+        f"it is {video.pixel_format} of profile {video.profile}": (
+            (video.chroma, video.depth) != ("420", 8) or video.profile not in PROFILES[codec]
+        ),
+        f"its colour matrix is {video.matrix}, and not BT.601": not video.like_bt601,
+        "its frames are rotated": table.track_header[:36] != UPRIGHT,
+        "it has B-frames or open GOPs": table.reordered or table.open_gops,
+        f"its longest GOP has {table.longest_gop} frames": table.longest_gop > gop,
+        "it has keyframes that are not IDR frames": has_other_keyframes(store, table, codec),
+        "its frames are interlaced": video.interlaced,
+    }
+    fault = next((text for text, applies in faults.items() if applies), "")
+    return fault or video.header_error or _padding(video)
 
 
 def _padding(video: VideoFormat) -> str:
-    """Return how a file wastes space around its frames, or that it is interlaced. Empty if it does neither."""
+    """Return how a file wastes space around its frames. Empty if it does not."""
     size = video.height, video.width
     smallest = smallest_coded_size(video.codec, *size)
-    if video.interlaced:
-        return "its frames are interlaced"
     if video.coded in (None, smallest):
         return ""
-    what, coded = f"{size[0]}×{size[1]} is coded as", "{}×{}".format(*(video.coded or size))
-    return f"{what} {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
+    coded = "{}×{}".format(*(video.coded or size))
+    return f"{size[0]}×{size[1]} is coded as {coded}, and {smallest[0]}×{smallest[1]} is possible: use --encoder cpu"
 
 
 def check_packets(store: Store, table: VideoIndex, start: int, stop: int) -> None:
     """Read packets. Raise DecodeError if one is damaged, which a decoder would conceal, and the encoded copy would hide."""
-    heads = np.zeros(len(table), np.bool_)
-    heads[table.keyframes] = True
+    is_keyframe = np.isin(np.arange(len(table)), table.keyframes[:])
     checks = [checker(config) for config in table.configs]
     packets = itertools.chain.from_iterable(read_packets(store, table, start, stop))
     for number, data in enumerate(map(bytes, packets), start):
         check = checks[table.config[number]]
-        if data and check and (wrong := check(data, 0, len(data), bool(heads[number]))):
+        if data and check and (wrong := check(data, 0, len(data), bool(is_keyframe[number]))):
             where = f"at bytes {table.offset[number]} to {table.offset[number] + len(data)}"
             raise DecodeError(f"the encoded frame {where} is damaged: {wrong}. Copy the file again")
 
 
 def compared(length: int) -> list[int]:
     """Return the frames of an episode that are compared: evenly spaced, with the first and the last."""
-    return np.unique(np.linspace(0, length - 1, min(length, COMPARED)).round().astype(int)).tolist()
+    return spread(length, COMPARED)
 
 
-def compare(what: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:
+def compare(where: str, frame: int, own: Frames, new: Frames, neighbours: list[tuple[int, Frames]]) -> tuple[float, float]:
     """Compare an encoded frame with the one that went into the encoder, and with its neighbours.
 
     Args:
-        what: File, camera and episode, for the message.
+        where: File, camera and episode, for the message.
         frame: Number of the frame in its episode.
         own, new: Frame before and after encoding, shape (H, W, 3).
         neighbours: Numbers and frames before and after it.
@@ -100,11 +97,11 @@ def compare(what: str, frame: int, own: Frames, new: Frames, neighbours: list[tu
     for number, other in neighbours:
         distance = _difference(new, other)
         if distance < error and _difference(own, other) > DIFFERS * distance:
-            raise DaliStreamError(f"{what}, frame {frame}: it looks like frame {number} of the source")
+            raise DaliStreamError(f"{where}, frame {frame}: it looks like frame {number} of the source")
     psnr = min(10 * math.log10(255**2 / error), _LOSSLESS) if error else _LOSSLESS
     if psnr < FLOOR:
         raise DaliStreamError(
-            f"{what}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required; "
+            f"{where}, frame {frame}: PSNR against the source is {psnr:.1f} dB, and at least {FLOOR:g} is required; "
             "give a lower --crf"
         )
     return psnr, ssim(own, new)
@@ -122,5 +119,5 @@ def ssim(a: Frames, b: Frames) -> float:
     var_x, var_y = ((avg_pool2d(v * v, 7, 1) - m * m) * unbiased for v, m in ((x, mean_x), (y, mean_y)))
     both = (avg_pool2d(x * y, 7, 1) - mean_x * mean_y) * unbiased
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    found = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
-    return float(found.mean())
+    similarity = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return float(similarity.mean())

@@ -24,7 +24,7 @@ from dali_stream.lerobot.metadata import INFO
 from dali_stream.lerobot.selection import EpisodeFilter
 from dali_stream.process import cores, reading_threads
 from dali_stream.storage import LocalStore
-from dali_stream.tools.preparation import executors, metadata, plan, task
+from dali_stream.tools.preparation import executors, metadata, plan, task, video
 from dali_stream.tools.preparation.options import Options
 from dali_stream.tools.preparation.place import LocalPlace, Place, open_place
 from dali_stream.tools.preparation.progress import PROGRESS, PrepareStatus, Progress
@@ -156,7 +156,10 @@ def prepare(
     if files_per_call is not None:
         positive("files_per_call", files_per_call)
 
-    def run_of(call: executors.Call, tasks: list[Json], **more: Any) -> Iterator[tuple[Json, Json]]:
+    def run_of(
+        function: Callable[[Json, Json], Json], job: Json, tasks: list[Json], **more: Any
+    ) -> Iterator[tuple[Json, Json]]:
+        call = functools.partial(_call_each, function, job)
         per_call = files_per_call or (1 if executor is None else max(1, -(-len(tasks) // _CALLS)))
         return executors.run_tasks(executor or executors.local(jobs), call, tasks, jobs, per_call, **more)
 
@@ -166,11 +169,10 @@ def prepare(
         head = plan.header(dataset, options, cameras is None)
         if (finished := place.read(metadata.DONE)) is not None and place.read(INFO) is not None:
             return _finished(place, json.loads(finished), head)
-        shared = {
+        shared = source | {
             "uri": dataset.store.address if isinstance(dataset.store, LocalStore) else os.fspath(uri),
             "revision": dataset.store.revision,
             "data_files_root": None if data_files_root is None else _absolute(os.fspath(data_files_root)),
-            "storage_options": storage_options,
             "out": place.address,
             "out_options": out_storage_options,
         }
@@ -191,11 +193,11 @@ def _finished(place: Place, done: Json, head: Json) -> PrepareReport:
     return PrepareReport(**report | {"cameras": cameras, "written": 0})
 
 
-def _check_same(place: Place, found: Json, head: Json, what: str) -> None:
-    differs = [name for name in head if found.get(name) != json.loads(json.dumps(head[name]))]
+def _check_same(place: Place, stored: Json, head: Json, content: str) -> None:
+    differs = [name for name in head if stored.get(name) != json.loads(json.dumps(head[name]))]
     if differs:
         raise ValueError(
-            f"{place.address} holds {what} with another {' and another '.join(differs)}; repeat the earlier command to "
+            f"{place.address} holds {content} with another {' and another '.join(differs)}; repeat the earlier command to "
             "continue it, remove it, or give another folder"
         )
 
@@ -220,14 +222,12 @@ def _locked(place: Place) -> Iterator[None]:
     if place.root.is_dir() and os.listdir(place.root) and not (place.root / "meta/prepare").is_dir():
         raise ValueError(f"{place.root} is not empty, and holds no unfinished run; give a folder that is empty or new")
     lock = filelock.FileLock(place.lock_path(), timeout=0, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{place.root} is being written by another process; wait for it, or give another folder") from None
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except filelock.Timeout:
+            raise ValueError(f"{place.root} is being written by another process; wait for it, or give another folder") from None
         yield
-    finally:
-        lock.release()
 
 
 def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: Any) -> plan.Plan:
@@ -242,16 +242,16 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     planner.survey()
     job = head | shared | {"renumber": False, "row_stats": False}
 
-    def each(name: str, tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
-        for one, result in run_of(functools.partial(_call, name, job), tasks):
+    def run_all(function: Callable[[Json, Json], Json], tasks: list[Json]) -> Iterator[tuple[Json, Json]]:
+        for each, result in run_of(function, job, tasks):
             if "error" in result:
                 raise DaliStreamError(result["error"])
-            yield one, result
+            yield each, result
 
-    frame_bytes = {one["camera"]: result["frame_bytes"] for one, result in each("trial", planner.trials())}
+    frame_bytes = {each["camera"]: result["frame_bytes"] for each, result in run_all(video.trial, planner.trials())}
     dropped: dict[int, str] = {}
     if head["options"].get("drop_broken"):
-        for _, result in each("check_episodes", planner.tasks(frame_bytes, {})):
+        for _, result in run_all(task.check_episodes, planner.tasks(frame_bytes, {})):
             dropped |= {int(episode): why for episode, why in result["broken"].items()}
     tasks = planner.tasks(frame_bytes, dropped)
     if not tasks:
@@ -266,9 +266,8 @@ def _planned(dataset: Dataset, place: Place, head: Json, shared: Json, run_of: A
     return made
 
 
-def _call(name: str, job: Json, tasks: Sequence[Json]) -> list[Json]:
-    """Call a function of `task` for each task."""
-    return [getattr(task, name)(job, each) for each in tasks]
+def _call_each(function: Callable[[Json, Json], Json], job: Json, tasks: Sequence[Json]) -> list[Json]:
+    return [function(job, each) for each in tasks]
 
 
 def _run(
@@ -282,9 +281,7 @@ def _run(
     failed: dict[str, str] = {}
     state = "stopped"
     try:
-        for each, result in run_of(
-            functools.partial(_call, "write_file", job), todo, starting=lambda part: progress.started(len(part))
-        ):
+        for each, result in run_of(task.write_file, job, todo, starting=lambda part: progress.started(len(part))):
             progress.ended(result)
             if "error" in result:
                 failed[each["path"]] = result["error"]
@@ -311,24 +308,27 @@ def _notes(place: Place) -> dict[str, Json]:
 
 
 def _report(made: plan.Plan, notes: dict[str, Json], failed: dict[str, str], written: int) -> PrepareReport:
-    rows = [each for each in made.tasks if "camera" not in each]
     cameras = {}
     for key, spec in made.header["cameras"].items():
         own = [notes[each["path"]] for each in made.tasks if each.get("camera") == key and each["path"] in notes]
-        encoded = spec["mode"] != "copy"
-        values = {name: [v for note in own for v in note[name].values()] if encoded else [] for name in ("psnr", "ssim")}
-        low, mean = ({n: _over(v, i, f) for n, v in values.items()} for i, f in ((0, min), (1, statistics.fmean)))
         cameras[key] = PreparedCamera(
-            len(own), sum(note["bytes"] for note in own), spec["encoder"]["name"] if encoded else "",
-            low["psnr"], mean["psnr"], low["ssim"], mean["ssim"],
-        )  # fmt: skip
+            files=len(own),
+            bytes=sum(note["bytes"] for note in own),
+            encoder="" if spec["mode"] == "copy" else spec["encoder"]["name"],
+            **_quality(own, "psnr"),
+            **_quality(own, "ssim"),
+        )
+    rows = [each for each in made.tasks if "camera" not in each]
     lengths = [episode["length"] for each in rows for episode in each["episodes"]]
     nbytes = sum(note["bytes"] for note in notes.values())
     return PrepareReport(len(lengths), sum(lengths), len(rows), nbytes, written, cameras, failed, made.header["dropped"])
 
 
-def _over(values: list[list[float]], which: int, of: Callable[[list[float]], float]) -> float | None:
-    return of([value[which] for value in values]) if values else None
+def _quality(notes: list[Json], name: str) -> dict[str, float | None]:
+    """Return the least and the mean quality of a camera's episodes. None if its packets were copied."""
+    pairs = [pair for note in notes for pair in note.get(name, {}).values()]
+    mean = statistics.fmean(mean for _, mean in pairs) if pairs else None
+    return {f"{name}_min": min((least for least, _ in pairs), default=None), f"{name}_mean": mean}
 
 
 def _verify(place: Place, report: PrepareReport, options: Json | None) -> None:
@@ -349,8 +349,8 @@ def status(out: str | os.PathLike[str], storage_options: dict[str, Any] | None =
         report = json.loads(done)["report"]
         files = report["data_files"] + sum(camera["files"] for camera in report["cameras"].values())
         return PrepareStatus("finished", files, 0, 0, files, report["bytes"], 0.0, None, time.time())
-    if (found := place.read(PROGRESS)) is None:
+    if (stored := place.read(PROGRESS)) is None:
         raise ValueError(f"{place.address} holds no run of prepare; give its OUT")
-    last = PrepareStatus(**json.loads(found))
+    last = PrepareStatus(**json.loads(stored))
     silent = last.state == "running" and time.time() - last.at > _SILENT_S
     return dataclasses.replace(last, state="stopped", running=0) if silent else last

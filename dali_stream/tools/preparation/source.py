@@ -73,19 +73,19 @@ class Window(Store):
 
     def __init__(self, store: Store) -> None:
         self.store, self.address, self.remote, self.revision = store, store.address, store.remote, store.revision
-        self._held = ("", 0, b"")
+        self._loaded = ("", 0, b"")
 
     def load(self, path: str, start: int, stop: int) -> None:
         """Fetch [start, stop) of a file, unless it is loaded."""
-        held, begin, data = self._held
-        if held != path or not begin <= start <= stop <= begin + len(data):
-            self._held = ("", 0, b"")
+        loaded, begin, data = self._loaded
+        if loaded != path or not begin <= start <= stop <= begin + len(data):
+            self._loaded = ("", 0, b"")
             parts = [self.store.read(path, at, min(at + RANGE, stop)) for at in range(start, stop, RANGE)]
-            self._held = (path, start, b"".join(parts))
+            self._loaded = (path, start, b"".join(parts))
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        held, begin, data = self._held
-        if held == path and begin <= start <= stop <= begin + len(data):
+        loaded, begin, data = self._loaded
+        if loaded == path and begin <= start <= stop <= begin + len(data):
             return data[start - begin : stop - begin]
         return self.store.read(path, start, stop)
 
@@ -97,9 +97,6 @@ class Window(Store):
 
     def files(self, folder: str) -> list[str]:
         return self.store.files(folder)
-
-    def where(self, path: str) -> str:
-        return self.store.where(path)
 
     def close(self) -> None:
         self.store.close()

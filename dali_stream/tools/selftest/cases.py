@@ -9,10 +9,9 @@ import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from dali_stream.decode import dali, torchcodec_cuda
 from dali_stream.decode.capability import capability
 from dali_stream.decode.route import TORCHCODEC_CUDA, refusal_of_file
 from dali_stream.demo import stamp
+from dali_stream.demo.encode import CODECS, Codec, encode_video
 from dali_stream.errors import DecodeError
 from dali_stream.mp4.format import describe
 from dali_stream.mp4.index import read_index
@@ -34,31 +34,31 @@ _TIMED = 50  # clips of one frame, whose time shows whether each gets a new deco
 DECODERS = ("dali", TORCHCODEC_CUDA)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A video, by its encoder in FFmpeg, (height, width), and the encoder's options."""
+class Case(NamedTuple):
+    """A video, by its encoder, (height, width), and the distance of its keyframes in frames."""
 
-    encoder: str
+    codec: Codec
     size: tuple[int, int]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    gop: int
 
 
-def _x265(size: tuple[int, int], block: int) -> Case:
-    params = f"open-gop=0:scenecut=0:keyint=4:min-keyint=4:bframes=0:min-cu-size={block}:log-level=none"
-    return Case("libx265", size, {"preset": "ultrafast", "x265-params": params})
+def _x264(params: str) -> Codec:
+    return Codec("libx264", None, "veryfast", {"x264-params": f"keyint={{gop}}:{params}"})
 
 
-_VP9 = {"b": 0, "crf": 32, "deadline": 1, "cpu-used": 8, "auto-alt-ref": 0, "lag-in-frames": 0, "g": 12}
+def _x265(block: int) -> Codec:
+    params = f"open-gop=0:scenecut=0:keyint={{gop}}:min-keyint={{gop}}:bframes=0:min-cu-size={block}:log-level=none"
+    return Codec("libx265", None, "ultrafast", {"x265-params": params})
+
+
 CASES = {
-    "h264 without IDR frames": Case(
-        "libx264", (240, 320), {"preset": "veryfast", "x264-params": "open-gop=1:keyint=13:bframes=1:b-adapt=0"}
-    ),
-    "h264, interlaced": Case("libx264", (240, 320), {"preset": "veryfast", "x264-params": "keyint=12:tff=1"}),
-    "hevc of 360 lines in 368": _x265((360, 640), 16),
-    "hevc of 360 lines in 384": _x265((360, 640), 32),
-    "hevc of 720 lines in 736": _x265((720, 640), 32),
-    "av1 of odd size": Case("libaom-av1", (241, 321), {"cpu-used": 8, "crf": 30, "g": 2, "lag-in-frames": 0}),
-    "vp9 of odd size": Case("libvpx-vp9", (241, 321), _VP9),
+    "h264 without IDR frames": Case(_x264("open-gop=1:bframes=1:b-adapt=0"), (240, 320), 13),
+    "h264, interlaced": Case(_x264("tff=1"), (240, 320), 12),
+    "hevc of 360 lines in 368": Case(_x265(16), (360, 640), 4),
+    "hevc of 360 lines in 384": Case(_x265(32), (360, 640), 4),
+    "hevc of 720 lines in 736": Case(_x265(32), (720, 640), 4),
+    "av1 of odd size": Case(Codec("libaom-av1", 30, None, {"cpu-used": 8, "lag-in-frames": 0}), (241, 321), 2),
+    "vp9 of odd size": Case(CODECS["vp9"], (241, 321), 12),
 }
 
 
@@ -94,9 +94,10 @@ def _refusal(video: Video, decoder: str, gpu: int | None) -> str:
         return refusal_of_file(gpu, video.format, video.table, video.store)
     if gpu is None:
         return ""
-    kind = video.format
-    asked = capability(gpu, kind.codec, kind.chroma, kind.depth)
-    return torchcodec_cuda.unavailable(gpu) or asked.refusal(kind.height, kind.width)
+    form = video.format
+    return torchcodec_cuda.unavailable(gpu) or capability(gpu, form.codec, form.chroma, form.depth).refusal(
+        form.height, form.width
+    )
 
 
 def _decode_with_torchcodec(gpu: int | None, requests: Sequence[Request]) -> list[dali.Frames]:
@@ -111,14 +112,13 @@ def _time_clips(
     video: Video, decode: Callable[[Sequence[Request]], list[dali.Frames]], gpu: int | None
 ) -> tuple[float | None, int | None]:
     """Return the median time of a frame's clip in ms, and the growth of the memory in use on the GPU in bytes."""
-    rng, times = np.random.default_rng(0), []
+    frames, times = np.random.default_rng(0).integers(len(video.identity), size=_TIMED).tolist(), []
     try:
         decode([(video, [0])])
         before = environment.gpu_bytes_used(gpu)
-        for _ in range(_TIMED):
-            shown = [int(rng.integers(len(video.identity)))]
+        for frame in frames:
             started = time.perf_counter()
-            decode([(video, shown)])
+            decode([(video, [frame])])
             times.append(time.perf_counter() - started)
     except DecodeError:
         return None, None
@@ -128,17 +128,9 @@ def _time_clips(
 
 def _write(case: Case, folder: Path) -> Video:
     """Write a video whose frames contain their identity. Raises RuntimeError if FFmpeg cannot encode it."""
-    import torch
-    from torchcodec.encoders import VideoEncoder  # type: ignore[attr-defined]  # exported, but not by __all__
-
-    images, path = _draw(case.size), folder / "video.mp4"
-    options = {key: value for key, value in case.options.items() if key not in ("crf", "preset")}
-    VideoEncoder(torch.from_numpy(images).permute(0, 3, 1, 2), frame_rate=20).to_file(
-        path, codec=case.encoder, pixel_format="yuv420p", extra_options=options,
-        crf=case.options.get("crf"), preset=case.options.get("preset"),
-    )  # fmt: skip
+    encode_video(_draw(case.size), folder / "video.mp4", codec=case.codec, gop=case.gop, fps=20)
     store = LocalStore(str(folder))
-    table = read_index(store, path.name)
+    table = read_index(store, "video.mp4")
     return Video(store, table, describe(table.configs[0]), np.array([(0, frame, 0) for frame in range(_FRAMES)]))
 
 

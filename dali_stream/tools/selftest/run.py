@@ -173,20 +173,19 @@ class _Run:
         rounds = {f"GOP {gop}": [(gop, SIZE)] for gop in self._gops}
         rounds |= {name: [(SHORT, size) for size in sizes] for name, sizes in (("sizes", SIZES), ("padded sizes", PADDED))}
         rows = []
-        for name, of_round in rounds.items():
-            codecs = [codec for codec in self._tried() if of_round[0][0] >= CODECS[codec].min_gop]
-            wanted = {codec: [(codec, *video) for video in of_round] for codec in codecs}
-            self._write([video for own in wanted.values() for video in own])
+        for name, kinds in rounds.items():
+            codecs = [codec for codec in self._tried() if kinds[0][0] >= CODECS[codec].min_gop]
+            self._write([(codec, *kind) for codec in codecs for kind in kinds])
             jobs = {
-                f"{codec}, {name}": {"folders": [self._folder(video) for video in own], "gpu": self._gpu}
-                for codec, own in wanted.items()
-                if self._written.issuperset(own)
+                f"{codec}, {name}": {"folders": [self._folder((codec, *kind)) for kind in kinds], "gpu": self._gpu}
+                for codec in codecs
+                if self._written.issuperset((codec, *kind) for kind in kinds)
             }
             for label, result in self._each("identity", jobs):
                 codec = label.partition(",")[0]
                 rows += _shape_rows({"codec": codec, "videos": name}, result)
-                if len(of_round) == 1 and not result.get("refused"):
-                    self._longest[codec] = max(self._longest.get(codec, 0), of_round[0][0])
+                if len(kinds) == 1 and not result.get("refused"):
+                    self._longest[codec] = max(self._longest.get(codec, 0), kinds[0][0])
         return rows
 
     def cases(self) -> list[Report]:
@@ -225,14 +224,12 @@ class _Run:
         video = next(((codec, SHORT, FAST) for codec in self._longest), None)
         if video is None or not self._write([video]):
             return {}
-        codec = video[0]
+        codec, rows = video[0], list[Report]()
         cpu = self._on_cpu(f"{codec} on the CPU", video, seconds)
-        rows: list[Report] = []
         for decoder in ["dali"] + [TORCHCODEC_CUDA] * self._decodes_with_torchcodec():
-            job: Report = {"folder": self._folder(video), "decoder": decoder, "gpu": self._gpu, "seconds": seconds}
-            job["threads"] = list(_BUSY_THREADS)
-            for _, result in self._each("busy", {f"{codec}, {decoder}": job}, 4 * seconds * len(_BUSY_THREADS)):
-                rows += result.get("rows", [result])
+            job: Report = {"folder": self._folder(video), "decoder": decoder, "gpu": self._gpu, "threads": list(_BUSY_THREADS)}
+            job["seconds"] = seconds
+            rows += self._rows("busy", f"{codec}, {decoder}", job, 4 * seconds * len(_BUSY_THREADS))
         nvdec = [row["frames_per_s"] for row in rows if "frames_per_s" in row]
         ratio = max(nvdec) / cpu[0]["frames_per_s"] if nvdec and cpu and cpu[0].get("frames_per_s") else None
         return {"codec": codec, "rows": rows + cpu, "ratio": ratio}
@@ -246,11 +243,11 @@ class _Run:
         av1 = ("av1", SHORT, SIZE)
         if self._gpu is not None and self._write([av1]):
             mixed, decode = str(self._root / "mixed"), "auto"
-            self._each("mix", {"two datasets": {"folder": mixed, "top": folder, "side": self._folder(av1)}})
+            self._rows("mix", "two datasets", {"folder": mixed, "top": folder, "side": self._folder(av1)})
             folder = mixed
         seconds = max(0.0, min(seconds, self.until - time.perf_counter() - _START_S))
         job = {"folder": folder, "device": self._device, "decode": decode, "seconds": seconds}
-        return dict(self._each("soak", {"the Loader": job}, 2 * seconds)).get("the Loader", {})
+        return next(iter(self._rows("soak", "the Loader", job, 2 * seconds)), {})
 
     def speed(self, seconds: float) -> list[Report]:
         """Return a row per codec, size and setting, and one of torchcodec per codec and size."""
@@ -259,16 +256,12 @@ class _Run:
         rows = []
         for size, tried in ((FAST, settings), (PADDED[1], settings[:1])):
             for video in [(codec, SHORT, size) for codec in self._tried()]:
-                if not self._write([video]):
-                    continue
-                label = f"{video[0]}, {size[0]}×{size[1]}"
-                job = {"folder": self._folder(video), "gpu": self._gpu, "settings": tried, "seconds": seconds}
-                own: list[Report] = []
-                for _, result in self._each("speed", {label: job}, 4 * seconds * len(tried)):
-                    own = [{"decoder": "dali", **row} for row in result.get("rows", [result])]
-                    own[-1]["gpu_bytes"] = result.get("gpu_bytes")
-                own += self._on_cpu(label, video, seconds)
-                rows += [{"codec": video[0], "size": list(size), **row} for row in own]
+                if self._write([video]):
+                    label = f"{video[0]}, {size[0]}×{size[1]}"
+                    job = {"folder": self._folder(video), "gpu": self._gpu, "settings": tried, "seconds": seconds}
+                    own = [{"decoder": "dali", **row} for row in self._rows("speed", label, job, 4 * seconds * len(tried))]
+                    own += self._on_cpu(label, video, seconds)
+                    rows += [{"codec": video[0], "size": list(size), **row} for row in own]
         return rows
 
     def unwritten(self) -> list[str]:
@@ -278,8 +271,8 @@ class _Run:
     def _on_cpu(self, label: str, video: Video, seconds: float) -> list[Report]:
         """Return the row of torchcodec on all cores. Empty without time."""
         job = {"folder": self._folder(video), "threads": process.cores(), "seconds": seconds}
-        results = self._each("torchcodec", {label: job}, 4 * seconds)
-        return [{"decoder": "torchcodec", "threads": job["threads"], **result} for _, result in results]
+        rows = self._rows("torchcodec", label, job, 4 * seconds)
+        return [{"decoder": "torchcodec", "threads": job["threads"], **row} for row in rows]
 
     def _decodes_with_torchcodec(self) -> bool:
         """Whether torchcodec decodes on this GPU."""
@@ -294,23 +287,26 @@ class _Run:
 
     def _write(self, wanted: Sequence[Video]) -> bool:
         """Write these videos unless they exist. Return whether all do. A codec that FFmpeg cannot encode is left out."""
-        missing = {
-            f"{codec}, GOP {gop}, {size[0]}×{size[1]}": (codec, gop, size)
-            for codec, gop, size in wanted
-            if (codec, gop, size) not in self._written
+        videos = {
+            f"{codec}, GOP {gop}, {height}×{width}": (codec, gop, (height, width)) for codec, gop, (height, width) in wanted
         }
-        jobs = {
-            label: {"folder": self._folder(video), **dict(zip(("codec", "gop", "size"), video, strict=True))}
-            for label, video in missing.items()
+        jobs: dict[str, Report] = {
+            label: {"folder": self._folder(video), "codec": video[0], "gop": video[1], "size": video[2]}
+            for label, video in videos.items()
+            if video not in self._written
         }
         for label, result in self._each("write", jobs):
-            codec = missing[label][0]
+            codec = jobs[label]["codec"]
             if result.get("failed"):
                 self._unwritten.setdefault(codec, f"its videos cannot be written: {result['failed']}")
                 self.codecs[codec] = self.codecs[codec] or self._unwritten[codec]
             else:
-                self._written.add(missing[label])
+                self._written.add(videos[label])
         return self._written.issuperset(wanted)
+
+    def _rows(self, name: str, label: str, job: Report, seconds: float = 0.0) -> list[Report]:
+        """Run a step once. Return its rows, or its result as the only row. Empty without time."""
+        return [row for _, result in self._each(name, {label: job}, seconds) for row in result.get("rows", [result])]
 
     def _each(self, name: str, jobs: Mapping[str, Report], seconds: float = 0.0) -> list[tuple[str, Report]]:
         """Run a step per job.

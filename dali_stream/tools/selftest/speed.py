@@ -32,14 +32,16 @@ def measure(folder: str, gpu: int | None, settings: list[tuple[int, int, int]], 
         seconds: Time per setting, in seconds, after three batches that are not counted.
 
     Returns:
-        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. `gpu_bytes`: bytes in use on the GPU at the end,
-        which covers the largest setting, since DALI keeps its memory. None on a CPU.
+        `rows`, per setting: `per_clip`, `threads`, `prefetch`, `frames_per_s`. The last one also has `gpu_bytes`, the bytes in
+        use on the GPU at the end, which covers the largest setting, since DALI keeps its memory. None on a CPU.
     """
-    rows = []
-    for per_clip, threads, prefetch in settings:
-        rate = _rate(_pipeline(_batches(folder, per_clip), gpu, threads, prefetch), seconds)
-        rows.append({"per_clip": per_clip, "threads": threads, "prefetch": prefetch, "frames_per_s": rate})
-    return {"rows": rows, "gpu_bytes": environment.gpu_bytes_used(gpu)}
+    names = ("per_clip", "threads", "prefetch")
+    rows: list[dict[str, Any]] = [
+        dict(zip(names, setting, strict=True)) | {"frames_per_s": _rate(_dali(folder, gpu, *setting), seconds)}
+        for setting in settings
+    ]
+    rows[-1]["gpu_bytes"] = environment.gpu_bytes_used(gpu)
+    return {"rows": rows}
 
 
 def measure_busy(folder: str, decoder: str, gpu: int | None, threads: list[int], seconds: float) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def measure_busy(folder: str, decoder: str, gpu: int | None, threads: list[int],
     with _busy(gpu):
         for count in threads:
             if decoder == "dali":
-                rate = _rate(_pipeline(_batches(folder, 1), gpu, count, 1, wait=False), seconds)
+                rate = _rate(_dali(folder, gpu, 1, count, 1, wait=False), seconds)
             else:
                 rate = measure_torchcodec(folder, count, seconds, gpu, per_clip=1)["frames_per_s"]
             rows.append({"decoder": decoder, "threads": count, "frames_per_s": rate})
@@ -74,27 +76,25 @@ def _busy(gpu: int | None) -> Iterator[None]:
         return
     import torch
 
-    work, stop = lockstep.work(f"cuda:{gpu}"), threading.Event()
+    work, stop, stream = lockstep.work(f"cuda:{gpu}"), threading.Event(), torch.cuda.Stream(gpu)
     torch.cuda.synchronize(gpu)
 
     def keep_busy() -> None:
-        with torch.cuda.stream(torch.cuda.Stream(gpu)):
-            before = None
+        with torch.cuda.stream(stream):
+            end = torch.cuda.Event()
             while not stop.is_set():
                 work()
-                now = torch.cuda.Event()
-                now.record()
-                if before is not None:
-                    before.synchronize()
-                before = now
+                end.synchronize()  # of the round before
+                end = torch.cuda.Event()
+                end.record()
 
-    thread = threading.Thread(target=keep_busy, name="dali_stream selftest: busy")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    with ThreadPoolExecutor(1, thread_name_prefix="dali_stream selftest: busy") as pool:
+        busy = pool.submit(keep_busy)
+        try:
+            yield
+        finally:
+            stop.set()
+        busy.result()
 
 
 def measure_torchcodec(folder: str, threads: int, seconds: float, gpu: int | None = None, per_clip: int = 16) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def _batches(folder: str, per_clip: int) -> list[list[Clip]]:
     return [[clip() for _ in range(BATCH // per_clip)] for _ in range(BATCHES)]
 
 
-def _pipeline(clips: list[list[Clip]], gpu: int | None, threads: int, prefetch: int, wait: bool = True) -> Callable[[], Any]:
-    """Return a function that decodes the next batch. With `wait`, it waits for all work of the GPU."""
-    batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in clips])
-    pipeline = dali.pipeline(lambda: next(batches), len(clips[0]), gpu, threads, prefetch)
+def _dali(folder: str, gpu: int | None, per_clip: int, threads: int, prefetch: int, wait: bool = True) -> Callable[[], Any]:
+    """Return a function that decodes the next batch with DALI. With `wait`, it waits for all work of the GPU."""
+    batches = itertools.cycle([[dali.encoded(clip) for clip in batch] for batch in _batches(folder, per_clip)])
+    pipeline = dali.pipeline(lambda: next(batches), BATCH // per_clip, gpu, threads, prefetch)
     pipeline.build()
     if gpu is None or not wait:
         return pipeline.run

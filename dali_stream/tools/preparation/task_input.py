@@ -1,0 +1,99 @@
+"""The input of a task: the episodes of one output file, as the source has them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dali_stream.errors import DecodeError
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.tools.preparation import packets, quality, rows
+from dali_stream.tools.preparation.source import Clock, Window, open_cached, refuse_sound
+
+Json = dict[str, Any]
+Times = npt.NDArray[np.float32]
+
+
+class TaskInput:
+    """The episodes of one output file, as the source has them.
+
+    Args:
+        job, task: See `plan`.
+        where: Address of the output file, for messages.
+
+    Attributes:
+        episodes: See `plan`.
+        camera: Key of the camera. Empty for a file of rows.
+        spec: How the camera is written, see `plan.header`.
+        store: Storage of the source's files.
+        window: The same, for packets of videos that are read in large ranges.
+        new_clock: Clock of the new rows.
+    """
+
+    def __init__(self, job: Json, task: Json, where: str = "") -> None:
+        self.job, self.where = job, where
+        self.episodes, self.camera = task["episodes"], task.get("camera", "")
+        self.rows_per_group: int = task.get("rows_per_group", 0)
+        self.spec: Json = job["cameras"].get(self.camera, {})
+        revision = None if job["data_files_root"] else job["revision"]
+        self.store = open_cached(job["data_files_root"] or job["uri"], job["storage_options"], revision)
+        self.window = Window(self.store)
+        self.fps, self.regular = float(job["fps"]), bool(job["regular"])
+        self._clock = Clock(self.fps, job["clock"], job["tolerance_s"])
+        self.new_clock = Clock(self.fps, "timestamp", None) if self.regular else self._clock
+        self.footer = functools.lru_cache(4)(lambda path: rows.read_footer(self.store, path))
+        self._index = functools.lru_cache(16)(self._read_index)
+
+    def _read_index(self, path: str) -> VideoIndex:
+        refuse_sound(self.store, path)
+        return read_index(self.store, path)
+
+    def check(self) -> None:
+        """Read all episodes. Raise DaliStreamError if one cannot be read."""
+        read = self.rows()
+        for episode in self.episodes:
+            table = read(episode)
+            if self.camera and self.spec["mode"] != "images":
+                index, shown = self.shown(episode, table)
+                with self.naming(episode):
+                    quality.check_packets(self.store, index, *packets.needed(index, shown))
+
+    def rows(self, columns: list[str] | None = None) -> Callable[[Json], pa.Table]:
+        """Return a function that reads the rows of an episode."""
+        until: dict[str, int] = {}
+        for episode in self.episodes:
+            until[episode["data"]] = max(until.get(episode["data"], 0), episode["place"] + episode["length"])
+        reader = rows.EpisodeRows(self.store, self.footer, until, columns)
+        return lambda episode: reader.read(episode["data"], episode["old"], episode["place"], episode["length"])
+
+    def shown(self, episode: Json, table: pa.Table) -> tuple[VideoIndex, Int64]:
+        """Return the index of an episode's video file, and the packets of the episode's rows."""
+        index = self._index(episode["video"])
+        stop = math.inf if episode["stop"] is None else episode["stop"]
+        where = f"{self.store.where(index.path)}: {self.camera}, episode {episode['old']}"
+        times = self._times(table, self._clock.name == "frame_index")
+        return index, self._clock.locate(where, index, (episode["start"], stop), times)
+
+    def new_times(self, table: pa.Table) -> Times:
+        """Return the times that locate the frames of rows in the new file, in seconds since their episode began."""
+        return self._times(table, self.regular)
+
+    def _times(self, table: pa.Table, regular: bool) -> Times:
+        times = table["frame_index"].to_numpy() / self.fps if regular else table["timestamp"].to_numpy()
+        return times.astype(np.float32)
+
+    @contextlib.contextmanager
+    def naming(self, episode: Json) -> Iterator[None]:
+        """Add file and camera to an error that lacks them."""
+        try:
+            yield
+        except DecodeError as error:
+            path = self.store.where(episode.get("video") or episode["data"])
+            raise DecodeError(str(error) if path in str(error) else f"{path}: {self.camera}: {error}") from error

@@ -1,0 +1,220 @@
+"""Writing and verifying MP4 files: of packets that are copied, or of frames that are resized and encoded."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from dali_stream.decode import images, torchcodec
+from dali_stream.decode.resize import resize
+from dali_stream.errors import DaliStreamError, DatasetError, DecodeError
+from dali_stream.lerobot.features import Feature
+from dali_stream.lerobot.stats import MAX_IMAGES, image_histogram, image_stats
+from dali_stream.mp4.boxes import UPRIGHT
+from dali_stream.mp4.format import describe
+from dali_stream.mp4.index import Int64, VideoIndex, read_index
+from dali_stream.mp4.muxer import Track
+from dali_stream.storage import LocalStore
+from dali_stream.tools.preparation import ffmpeg, packets, quality
+from dali_stream.tools.preparation.encoders import Encoder
+from dali_stream.tools.preparation.packets import Run
+from dali_stream.tools.preparation.task_input import Json, TaskInput, Times
+from dali_stream.tools.work import spread
+
+TIMESCALE = 90_000  # ticks per second of encoded files: whole ticks at 24, 25, 30, 50 and 60 frames per second
+_MOST_CONFIGS = 127  # sample descriptions per file that the reader allows
+_PART = 16  # frames of one step of decoding, at least; it ends with a GOP
+_TRIAL = 64  # frames, about
+_CLOCKS = ["episode_index", "timestamp", "frame_index"]
+
+
+class _Episode(NamedTuple):
+    """An episode in the new file: its start in seconds, the times of its rows, and their packets."""
+
+    number: int
+    start: float
+    times: Times
+    packets: Int64
+
+
+def copy(task: TaskInput, file: Path) -> Json:
+    """Write and verify a file of packets that are copied."""
+    read, runs, copied = task.rows(_CLOCKS), list[Run](), []
+    for episode in task.episodes:
+        table = read(episode)
+        index, shown = task.shown(episode, table)
+        copied.append((episode, task.new_times(table), shown, packets.add(runs, index, shown)))
+    last, count = packets.join(runs, task.fps), len(packets.descriptions(runs))
+    if count > _MOST_CONFIGS:
+        raise DecodeError(f"{task.where}: its sources have {count} sample descriptions; give a smaller --file-mb")
+    pts = [run.index.pts[run.start : run.stop] + run.shift for run in runs]
+    index = runs[0].index
+    track, digest = packets.write(file, task.store, runs, pts, index.timescale, index.track_header, last)
+    episodes = [
+        _Episode(episode["new"], _moved(episode["start"], run.index.timescale, run.shift), times, shown - run.start + run.first)
+        for episode, times, shown, run in copied
+    ]
+    with contextlib.closing(LocalStore(str(file.parent))) as scratch:
+        _verify(task, scratch, file, track, digest, episodes)
+    return {"from": {episode.number: episode.start for episode in episodes}}
+
+
+def _verify(task: TaskInput, store: LocalStore, file: Path, track: Track, digest: str, episodes: list[_Episode]) -> VideoIndex:
+    """Check that a file has the packets that were written, and that its rows locate the right ones. Return its index."""
+    index = packets.read_back(store, file.name, track, digest)
+    if index is None:
+        raise DaliStreamError(f"{task.where}: its encoded frames or their times differ from the source's; check the disk")
+    starts = sorted({episode.start for episode in episodes})
+    stops = dict(zip(starts, [*starts[1:], math.inf], strict=True))
+    for number, start, times, expected in episodes:
+        where = f"{task.where}: {task.camera}, episode {number}"
+        if (task.new_clock.locate(where, index, (start, stops[start]), times) != expected).any():
+            raise DaliStreamError(f"{where}: a timestamp has another frame than in the source; check the disk")
+    return index
+
+
+def encode(task: TaskInput, file: Path) -> Json:
+    """Write and verify a file of frames that are encoded, each episode on its own."""
+    encoder, size, frame = _encoder(task), tuple(task.spec["size"]), round(TIMESCALE / task.fps)
+    read = task.rows(None if task.spec["mode"] == "images" else _CLOCKS)
+    runs, pts, episodes, samples = list[Run](), list[Int64](), list[_Episode](), list[dict[int, quality.Frames]]()
+    first = tick = 0
+    with contextlib.closing(LocalStore(str(file.parent))) as scratch:
+        for episode in task.episodes:
+            table, length, number = read(episode), episode["length"], episode["new"]
+            times = task.new_times(table)
+            pts.append(tick + np.round(_grid(task, number, times) * TIMESCALE / task.fps).astype(np.int64))
+            samples.append({})
+            with task.naming(episode):
+                frames = _resized(_frames(task, episode, table), size, length, samples[-1])
+                runs.append(Run(_encode_episode(scratch, f"episode-{number}.mp4", frames, size, encoder), 0, length))
+            if (count := len(runs[-1].index)) != length:
+                where = f"{task.where}: {task.camera}, episode {number}"
+                raise DecodeError(f"{where}: {encoder.name} got {length} frames and wrote {count}")
+            episodes.append(_Episode(number, tick / TIMESCALE, times, first + np.arange(length)))
+            first, tick = first + length, int(pts[-1][-1]) + frame
+        header = UPRIGHT + b"".join((side << 16).to_bytes(4, "big") for side in (size[1], size[0]))
+        track, digest = packets.write(file, scratch, runs, pts, TIMESCALE, header, frame)
+        index = _verify(task, scratch, file, track, digest, episodes)
+        if why := quality.refusal(scratch, index, encoder.codec, task.spec["gop"]):
+            raise DecodeError(f"{task.where}: {task.camera}: {encoder.name} did not meet the request: {why}")
+        note: Json = {name: {} for name in ("from", "psnr", "ssim", "stats")}
+        for episode, kept in zip(episodes, samples, strict=True):
+            note["from"][episode.number] = episode.start
+            for name, value in _compare(task, scratch, index, episode, kept).items():
+                note[name][episode.number] = value
+    return note
+
+
+def _compare(task: TaskInput, store: LocalStore, index: VideoIndex, episode: _Episode, kept: dict[int, quality.Frames]) -> Json:
+    """Return the quality of an episode's encoded frames, as (least, mean), and their statistics."""
+    where, length = f"{task.where}: {task.camera}, episode {episode.number}", len(episode.packets)
+    sampled, compared = spread(length, MAX_IMAGES), quality.compared(length)
+    wanted = sorted({*sampled, *compared})
+    frames = torchcodec.decode(store, [index] * len(wanted), episode.packets[wanted].tolist(), describe(index.configs[0]))[0]
+    figures = []
+    for frame in compared:
+        near = [(other, kept[other]) for other in (frame - 1, frame + 1) if other in kept]
+        figures.append(quality.compare(where, frame, kept[frame], frames[wanted.index(frame)], near))
+    psnr, ssim = zip(np.min(figures, 0).tolist(), np.mean(figures, 0).tolist(), strict=True)
+    return {"psnr": psnr, "ssim": ssim, "stats": image_stats([image_histogram(frames[np.isin(wanted, sampled)])])}
+
+
+def trial(job: Json, first: Json) -> Json:
+    """Encode the first frames of a task's first episode.
+
+    Returns:
+        {"frame_bytes": bytes of a frame}, a guess if the episode is broken; or {"error": why frames cannot be encoded}.
+    """
+    task = TaskInput(job, first | {"episodes": first["episodes"][:1]})
+    [episode], size = task.episodes, tuple(task.spec["size"])
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(LocalStore(folder)) as scratch:
+        try:
+            parts = itertools.islice(_frames(task, episode, task.rows()(episode)), _TRIAL // _PART)
+            index = _encode_episode(scratch, "trial.mp4", _resized(parts, size, 1, {}), size, _encoder(task))
+            return {"frame_bytes": float(index.size[:].mean())}
+        except (DatasetError, DecodeError):  # named when its file is written
+            return {"frame_bytes": math.prod(size) / 10}
+        except DaliStreamError as error:
+            return {"error": str(error)}
+
+
+def _encoder(task: TaskInput) -> Encoder:
+    return Encoder(**task.spec["encoder"] | {"arguments": tuple(task.spec["encoder"]["arguments"])})
+
+
+def _encode_episode(
+    scratch: LocalStore, path: str, frames: Iterator[quality.Frames], size: tuple[int, int], encoder: Encoder
+) -> VideoIndex:
+    """Encode frames to a new file. Return its index."""
+    ffmpeg.encode(frames, size, encoder, Path(scratch.address, path))
+    index = read_index(scratch, path)
+    if index.reordered:
+        raise DecodeError(f"{encoder.name} did not meet the request, and wrote B-frames")
+    return index
+
+
+def _grid(task: TaskInput, episode: int, times: Times) -> Int64:
+    """Return the time of each row's frame as a multiple of 1/fps."""
+    grid = np.round(times.astype(np.float64) * task.fps).astype(np.int64)
+    if grid[0] != 0 or (np.diff(grid) <= 0).any():
+        raise DatasetError(
+            f"{task.where}: episode {episode}: its timestamps are not near multiples of 1/fps from 0 on, so its frames "
+            "cannot be encoded at the dataset's rate; give --clock frame_index, which writes regular timestamps"
+        )
+    return grid
+
+
+def _frames(task: TaskInput, episode: Json, table: pa.Table) -> Iterator[quality.Frames]:
+    """Yield the frames of an episode, which has these rows, in arrays of shape (n, H, W, 3)."""
+    if task.spec["mode"] == "images":
+        feature = Feature(task.job["features"][task.camera])
+        for value in table[task.camera].to_pylist():
+            image = images.decode(value["bytes"] if isinstance(value, dict) else value, feature)
+            yield np.repeat(image, 3, 2)[None] if image.shape[2] == 1 else image[None]
+        return
+    index, shown = task.shown(episode, table)
+    start, stop = packets.needed(index, shown)
+    task.window.load(index.path, int(index.offset[start]), int(index.offset[stop - 1] + index.size[stop - 1]))
+    with task.naming(episode):
+        quality.check_packets(task.window, index, start, stop)
+        for part in _parts(index, shown):
+            yield torchcodec.decode(
+                task.window, [index] * len(part), part.tolist(), describe(index.configs[index.config[part[0]]])
+            )[0]
+
+
+def _parts(index: VideoIndex, shown: Int64) -> Iterator[Int64]:
+    """Yield packets in parts of whole GOPs of one sample description, of at least `_PART` packets if possible."""
+    gops, configs, start = index.gop_start[shown], index.config[shown], 0
+    for stop in range(1, len(shown) + 1):
+        if stop == len(shown) or configs[stop] != configs[start] or (stop - start >= _PART and gops[stop] != gops[stop - 1]):
+            yield shown[start:stop]
+            start = stop
+
+
+def _resized(
+    frames: Iterator[quality.Frames], size: tuple[int, int], length: int, kept: dict[int, quality.Frames]
+) -> Iterator[quality.Frames]:
+    """Yield frames resized as a loader does, and keep those that are compared later, with their neighbours."""
+    wanted = {frame + step for frame in quality.compared(length) for step in (-1, 0, 1)}
+    number = itertools.count()
+    for part in frames:
+        part = resize(part, size)
+        kept |= {n: frame.copy() for frame, n in zip(part, number, strict=False) if n in wanted}
+        yield part
+
+
+def _moved(seconds: float, clock: int, shift: int) -> float:
+    """Return a time moved by whole ticks. A time within rounding of a whole tick becomes one."""
+    ticks = seconds * clock
+    whole = round(ticks)
+    return ((whole if abs(ticks - whole) < 1e-3 else ticks) + shift) / clock
