@@ -97,12 +97,12 @@ class Mixture(CombinedSource[Dataset]):
     ) -> None:
         one_of("missing", missing, MISSING)
         if not isinstance(datasets, Mapping) or not datasets or not all(isinstance(name, str) for name in datasets):
-            raise ValueError(f"datasets is {str(datasets)[:80]}; it is a dict of one or more datasets by name")
+            raise ValueError(f"datasets must be a dict of one or more datasets by name, got {str(datasets)[:80]}")
         for what, given in (("weights", weights), ("repeats", repeats), ("keys", keys)):
             check_names(what, given, datasets, every=what != "keys")
         for name, renamed in (keys or {}).items():
             if not isinstance(renamed, Mapping) or not all(isinstance(key, str) for key in (*renamed, *renamed.values())):
-                raise ValueError(f"keys[{name!r}] is {str(renamed)[:80]!r}; it is a dict {{key in the dataset: common key}}")
+                raise ValueError(f"keys[{name!r}] must be a dict {{key in the dataset: common key}}, got {str(renamed)[:80]!r}")
         opened = open_all(datasets)
         try:
             super().__init__(opened, keys or {}, missing)
@@ -228,7 +228,9 @@ class Mixture(CombinedSource[Dataset]):
         return self.shares.epoch_samples
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError("a dali_stream.Mixture has no items; its datasets are in `datasets`, and Loader(mixture, ...) reads it")
+        raise TypeError(
+            "dali_stream.Mixture is not indexable. Its datasets are in `datasets`, and Loader(mixture, ...) reads it"
+        )
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {target:.3g}" for name, target in zip(self.datasets, self.shares.targets, strict=True))
@@ -263,11 +265,11 @@ def check_names(what: str, given: object, datasets: Mapping[str, Any], every: bo
     if given is None:
         return
     if not isinstance(given, Mapping):
-        raise ValueError(f"{what} is {str(given)[:80]}; it is a dict by the names of the datasets, {', '.join(datasets)}")
+        raise ValueError(f"{what} must be a dict by the names of the datasets, {', '.join(datasets)}, got {str(given)[:80]}")
     if unknown := [name for name in given if name not in datasets]:
-        raise ValueError(f"{what} names {unknown[0]!r}, which is no dataset. Available: {', '.join(datasets)}")
+        raise ValueError(f"Unknown dataset {unknown[0]!r} in {what}. Available: {', '.join(datasets)}")
     if every and (left := [name for name in datasets if name not in given]):
-        raise ValueError(f"{what} lacks {left[0]!r}; give each dataset one, or leave the dataset out")
+        raise ValueError(f"{what} must name each dataset, got none for {left[0]!r}. Add one, or leave the dataset out")
 
 
 def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[str, Any]]) -> dict[str, Dataset]:
@@ -284,7 +286,7 @@ def open_all(datasets: Mapping[str, Dataset | str | os.PathLike[str] | Mapping[s
             raise type(error)(f"dataset {name!r}: {error}") from error
         if not isinstance(dataset, Dataset):
             allowed = "a Dataset, an address, or a dict of arguments of a Dataset"
-            raise ValueError(f"dataset {name!r} is {str(dataset)[:80]}; it is {allowed}")
+            raise ValueError(f"dataset {name!r} must be {allowed}, got {str(dataset)[:80]}")
         return dataset
 
     with ThreadPoolExecutor(min(len(datasets), _OPENED_AT_ONCE), "dali_stream open") as pool:

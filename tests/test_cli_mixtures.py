@@ -128,7 +128,7 @@ def test_what_does_not_go_together_is_one_line(
         (["info", mixture, demo], 2, "A mixture file must be the only URI, got "),
         (["info", demo, rows / "large/a", "--image-size", 96, 128], 2, "--image-size needs one dataset, got several"),
         (["info", mixture, "--data-files-root", demo], 2, "--data-files-root belongs to one dataset"),
-        (["info", bad], 2, "bad.json: the file has the unknown key 'weight'"),
+        (["info", bad], 2, "bad.json: Unknown key 'weight' in the file"),
         (["info", tmp_path / "none.yaml"], 2, "none.yaml: No such file"),
         (["info", demo, tmp_path / "none"], 1, "dataset 'none': "),
         (["preview", rows / "large/a", rows / "small/a"], 1, "plots of state and action are of one dataset"),

@@ -255,7 +255,7 @@ def test_a_git_lfs_pointer_is_named_wherever_it_lies(name: str, sound: Callable[
     root = copied(sound(broken.WAYS[name].codec), tmp_path)
     broken.WAYS[name].apply(root)
     said = refused(root)
-    assert "it is a Git LFS pointer and not the file itself: run `git lfs pull`" in said
+    assert "the file is a Git LFS pointer, which only names the content. Run `git lfs pull`" in said
     assert "hf://datasets/OWNER/NAME" in said
 
 
@@ -396,7 +396,7 @@ def test_an_edit_list_that_hides_frames(tmp_path: Path) -> None:
     whole = encode(draw(), tmp_path / "whole.mp4", h264(12))
     ffmpeg("-ss", "0.5", "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
     findings, _ = looked_at(write_dataset(tmp_path / "data", [tmp_path / "cut.mp4"]))
-    assert "its edit list hides" in findings[f"{CAMERA} file 1"].text
+    assert "the edit list must not hide frames" in findings[f"{CAMERA} file 1"].text
 
 
 def test_rows_that_cannot_be_read(demo_copy: Path) -> None:

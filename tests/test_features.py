@@ -256,18 +256,18 @@ def test_text_is_delivered_as_lists_of_str(tmp_path: Path, stored: str) -> None:
 
 IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
     "uint64 above int64": (
-        "uint64", [1], pa.array([0, 0, 0, 2**63, 0], pa.uint64()), r"has the value 9223372036854775808 \(uint64\).*is int64",
+        "uint64", [1], pa.array([0, 0, 0, 2**63, 0], pa.uint64()), r"int64 in batches, got 9223372036854775808 \(uint64\)",
     ),
-    "a fraction for an integer": ("int64", [1], pa.array([0, 0, 0, 0.5, 0]), r"value 0.5 \(double\), and .* says int64"),
-    "NaN for an integer": ("int64", [1], pa.array([0, 0, 0, np.nan, 0]), r"value nan \(double\), and .* says int64"),
-    "2 for bool": ("bool", [1], pa.array([0, 0, 0, 2, 0]), r"value 2 \(int64\), and .* says bool"),
-    "a list of two for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[0.0, 1.0]] * 2), r"another shape than \[1\]"),
-    "a list of none for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[], [0.0]]), r"another shape than \[1\]"),
-    "a number for a list": ("float32", [2], pa.array([0.0] * 5), r"holds double, and meta/info.json says shape \[2\]"),
+    "a fraction for an integer": ("int64", [1], pa.array([0, 0, 0, 0.5, 0]), r"must hold int64, .*got 0.5 \(double\)"),
+    "NaN for an integer": ("int64", [1], pa.array([0, 0, 0, np.nan, 0]), r"must hold int64, .*got nan \(double\)"),
+    "2 for bool": ("bool", [1], pa.array([0, 0, 0, 2, 0]), r"must hold bool, .*got 2 \(int64\)"),
+    "a list of two for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[0.0, 1.0]] * 2), r"have shape \[1\], .*another"),
+    "a list of none for one number": ("float32", [1], pa.array([[0.0]] * 3 + [[], [0.0]]), r"must have shape \[1\], .*another"),
+    "a number for a list": ("float32", [2], pa.array([0.0] * 5), r"must have shape \[2\], as meta/info.json says, got double"),
     "a missing number": ("float32", [1], pa.array([0.0, 0.0, 0.0, None, 0.0]), "1 of 2 values are missing"),
-    "text for numbers": ("float32", [1], pa.array(list("abcde")), "holds string, and .* says float32"),
+    "text for numbers": ("float32", [1], pa.array(list("abcde")), "must hold float32 .*, got string"),
     "a missing text": ("string", [1], pa.array(["", "", "", None, ""]), "1 of 2 values are missing"),
-    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "holds bytes, and str is needed"),
+    "bytes for text": ("string", [1], pa.array([b"a"] * 5), "must hold str, got bytes"),
 }  # fmt: skip
 
 
@@ -275,7 +275,7 @@ IMPOSSIBLE: dict[str, tuple[str, list[int], pa.Array, str]] = {
 def test_a_value_that_its_feature_cannot_have_is_an_error_with_a_remedy(tmp_path: Path, stored: str) -> None:
     dtype, shape, values, said = IMPOSSIBLE[stored]
     dataset = Dataset(one_column(tmp_path, dtype, shape, values), episodes=[1])
-    with pytest.raises(DatasetError, match=rf"file-000.parquet: episode 1: x: .*{said}"):
+    with pytest.raises(DatasetError, match=rf"file-000.parquet: episode 1: x:? .*{said}"):
         delivered(dataset)
     assert delivered(dataset.without(["x"]), "index").tolist() == [3, 4]  # type: ignore[attr-defined]
 
@@ -307,7 +307,7 @@ def test_features_can_be_left_out(odd: Path) -> None:
 
 @pytest.mark.parametrize("key", ["nothing", "timestamp", "index"])
 def test_what_every_dataset_has_cannot_be_left_out(odd: Path, key: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{key}' cannot be left out. Allowed: observation.image, note, "):
+    with pytest.raises(ValueError, match=rf"can be left out, got '{key}'. Available: observation.image, note, "):
         Dataset(odd).without([key])
 
 

@@ -109,9 +109,9 @@ def test_a_file_of_an_image_that_is_missing_or_outside_is_named(tmp_path: Path) 
         delivered(root)
     for number, name in enumerate(("/tmp/cache/frame.png", "gs://bucket/frame.png")):
         outside = written(tmp_path / f"{number}", pa.array([name] * len(PNGS)))
-        with pytest.raises(DatasetError, match=rf"episode 0: {ODD_CAMERA}: frame 0: .*{name}.*Embed it"):
+        with pytest.raises(DatasetError, match=rf"episode 0: {ODD_CAMERA}: the image of frame 0 .*{name}.*Embed it"):
             delivered(outside)
-    with pytest.raises(DatasetError, match=r"leads out of the dataset"):
+    with pytest.raises(DatasetError, match=r"must be a path within the dataset"):
         delivered(written(tmp_path / "up", pa.array(["../frame.png"] * len(PNGS))))
 
 
@@ -224,7 +224,7 @@ def test_an_image_that_cannot_be_delivered_as_it_is_is_an_error(tmp_path: Path, 
 
 @pytest.mark.parametrize("shape", [[120], [120, 128], [120, 128, 2], [120, 128, 3, 1]])
 def test_a_shape_that_no_image_has_is_an_error(tmp_path: Path, shape: list[int]) -> None:
-    with pytest.raises(DatasetError, match=r"camera 'observation.image' has shape .* it is \(H, W, C\) or \(C, H, W\)"):
+    with pytest.raises(DatasetError, match=r"shape of camera 'observation.image' .*: must be \(H, W, C\) or \(C, H, W\)"):
         Dataset(written(tmp_path, structs(PNGS), tuple(shape)))
 
 

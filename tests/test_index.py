@@ -117,7 +117,7 @@ def test_broken_files_are_named_and_the_others_read(
     report = index(capsys, server, tmp_path / "cache", code=1)
     assert {request.path.lstrip("/") for request in server.requests} >= {*videos, *rows}
     assert list(report["broken"]) == sorted([videos[0], videos[-1], rows[0]])
-    assert "not a whole Parquet file" in report["broken"][rows[0]]
+    assert "Invalid Parquet file" in report["broken"][rows[0]]
     assert "no such file" in report["broken"][videos[-1]]
     assert main(["index", server.url, "--cache-dir", str(tmp_path / "cache")]) == 1
     said = capsys.readouterr().out.splitlines()

@@ -222,7 +222,7 @@ def test_av1_that_declares_other_lines_than_it_codes_is_kept_from_nvdec(
         table, video = table_of(path)
         found = route.choose("auto", 0, video, table, store)
         assert found.decoder == decoder
-    assert found.reason == "its bitstream has frames of 1080×1920, and its sample description says 1088×1920"
+    assert found.reason == "its bitstream must have frames of 1088×1920, as its sample description says, got 1080×1920"
 
 
 def test_a_later_file_without_idr_frames_moves_its_camera(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

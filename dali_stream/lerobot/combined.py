@@ -64,15 +64,15 @@ class CombinedSource(Generic[D]):
         found, names = common(have), list(self.datasets)
         if found.conflicts:
             raise ValueError(
-                "the datasets have features under one key that cannot be one:\n"
+                "Features with the same key must be compatible, got:\n"
                 f"{table(found.conflicts, names, have)}\nGive one of them another key with keys=, or leave it out with "
                 "Dataset.without"
             )
         if found.differences and missing == "error":
             raise ValueError(
-                f"the datasets differ:\n{table(found.differences, names, have)}\n"
-                'Give missing="pad" to fill up with zeros and masks; keys={name: {key: common key}} where they are the same '
-                "under other keys; or leave features out with Dataset.without"
+                f"Datasets must have the same features, got:\n{table(found.differences, names, have)}\n"
+                'Give missing="pad" to fill up with zeros and masks, or keys={name: {key: common key}} where they are the same '
+                "under other keys, or leave features out with Dataset.without"
             )
         self.features, self._features = found.features, have
         self.cameras = tuple(key for key, feature in self.features.items() if feature.is_camera)
@@ -169,8 +169,8 @@ class CombinedSource(Generic[D]):
         """Return (height, width) of a camera's frames. Raises ValueError if the datasets have different sizes."""
         if len({have[camera].frame_size for have in self._features if camera in have}) > 1:
             raise ValueError(
-                f"image_size is None, and the frames of {camera!r} differ in size:\n"
-                f"{table([camera], list(self.datasets), self._features)}\nGive image_size=(height, width) to make them equal"
+                f"image_size must be (height, width) because the frames of {camera!r} differ in size, got None:\n"
+                f"{table([camera], list(self.datasets), self._features)}"
             )
         return self.features[camera].frame_size
 
@@ -344,16 +344,18 @@ def own_keys(name: str, dataset: DatasetFiles, keys: Mapping[str, str]) -> dict[
     for key, other in keys.items():
         if key not in dataset.features or (key in NEEDED and key != other):
             can = ", ".join(key for key in dataset.features if key not in NEEDED)
-            raise ValueError(f"keys[{name!r}] has {key!r}, which dataset {name!r} cannot rename. Available: {can}")
+            raise ValueError(f"keys[{name!r}] must rename features of dataset {name!r}, got {key!r}. Available: {can}")
         if other in RESERVED and other != key:
-            raise ValueError(f"keys[{name!r}] gives {key!r} the key {other!r}, under which batches have something else")
+            raise ValueError(
+                f"keys[{name!r}] must not rename {key!r} to {other!r}, because batches have another value under that key"
+            )
     found: dict[str, str] = {}
     for key in dataset.features:
         new = keys.get(key, key)
         if new in found:
             raise ValueError(
-                f"keys[{name!r}] gives {new!r} to both {found[new]!r} and {key!r} of dataset {name!r}; give one of them "
-                "another key, or leave it out with Dataset.without"
+                f"keys[{name!r}] must give each feature its own key, got {new!r} for both {found[new]!r} and {key!r}. Give one "
+                "of them another key, or leave it out with Dataset.without"
             )
         found[new] = key
     return found

@@ -65,12 +65,12 @@ class DatasetFiles:
             feature = self.features[key]
             if len(feature.shape) != 3 or feature.channels not in CHANNELS:
                 raise DatasetError(
-                    f"{self.store.where(metadata.INFO)}: camera {key!r} has shape {feature['shape']}; it is (H, W, C) or "
-                    f"(C, H, W), and images have {', '.join(map(str, CHANNELS))} channels"
+                    f"Invalid shape of camera {key!r} in {self.store.where(metadata.INFO)}: must be (H, W, C) or (C, H, W) "
+                    f"with {' or '.join(map(str, CHANNELS))} channels, got {feature['shape']}"
                 )
         for key in NEEDED:
             if key not in info.features:
-                raise DatasetError(f"{self.store.where(metadata.INFO)}: lacks the feature {key!r}, which every dataset has")
+                raise DatasetError(f"Missing feature {key!r} in {self.store.where(metadata.INFO)}. Every dataset must have it")
         self.skips_images = any(f.is_image and key not in self.features for key, f in info.features.items())
         self.videos = tuple(key for key in self.cameras if self.features[key].is_video)
         self.table = self.read_table(self.videos)
@@ -98,8 +98,8 @@ class DatasetFiles:
         ranges = ranges.dropping(self.lengths, drop_first, drop_last)
         if not ranges.counts.any():
             raise ValueError(
-                f"frames, drop_first={drop_first} and drop_last={drop_last} leave none of the {int(self.lengths.sum())} frames "
-                f"of {self.num_episodes} episodes; give wider ranges, or drop fewer frames"
+                f"frames, drop_first={drop_first} and drop_last={drop_last} must leave at least one of the "
+                f"{int(self.lengths.sum())} frames of {self.num_episodes} episodes. Give wider ranges, or drop fewer frames"
             )
         self._take(self.rows, ranges)
 
@@ -322,9 +322,9 @@ class DatasetFiles:
     def __getitem__(self, index: object) -> NoReturn:
         # A PyTorch DataLoader calls this method.
         raise TypeError(
-            "a dali_stream.Dataset has no items: it describes files and decodes nothing. Iterate dali_stream.Loader(dataset, "
-            "...) without a DataLoader, since a Loader uses its own threads; or give the DataLoader a LeRobotDataset, "
-            "with dali_stream.FrameSampler(dataset) as its sampler"
+            "dali_stream.Dataset is not indexable, because it describes files and decodes nothing. Iterate "
+            "dali_stream.Loader(dataset, ...) without a DataLoader, or give the DataLoader a LeRobotDataset with "
+            "dali_stream.FrameSampler(dataset) as its sampler"
         )
 
     def __repr__(self) -> str:
@@ -342,7 +342,7 @@ def check_left_out(keys: Collection[str], features: Collection[str]) -> None:
     for key in keys:
         if key not in features or key in NEEDED:
             can = ", ".join(other for other in features if other not in NEEDED)
-            raise ValueError(f"{key!r} cannot be left out. Allowed: {can}")
+            raise ValueError(f"keys must be features that can be left out, got {key!r}. Available: {can}")
 
 
 def _without(feature: Mapping[str, Any], *keys: str) -> dict[str, Any]:

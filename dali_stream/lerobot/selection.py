@@ -37,7 +37,7 @@ def cameras(info: metadata.Info, given: Sequence[str] | None) -> tuple[str, ...]
     if given is None:
         return there
     if isinstance(given, str):
-        raise ValueError(f"cameras is the string {given!r}; it is a list of keys")
+        raise ValueError(f"cameras must be a list of keys, got the string {given!r}")
     for camera in given:
         if camera in info.left_out:
             raise ValueError(f"Camera {camera!r} {info.left_out[camera]}. Available: {', '.join(there) or 'none'}")
@@ -71,10 +71,10 @@ def rows(index: Int64, episodes: Sequence[int] | None, episode_filter: EpisodeFi
 def _named(index: Int64, episodes: Sequence[int]) -> Int64:
     wanted = np.asarray(episodes)
     if wanted.ndim != 1 or not len(wanted) or not np.issubdtype(wanted.dtype, np.integer):
-        raise ValueError(f"episodes is {episodes!r}; it is a list of one or more episode indices")
+        raise ValueError(f"episodes must be a list of one or more episode indices, got {episodes!r}")
     wanted, count = np.unique(wanted, return_counts=True)
     if (count > 1).any():
-        raise ValueError(f"episodes has {wanted[count > 1][0]} more than once")
+        raise ValueError(f"episodes must have each index once, got {wanted[count > 1][0]} more than once")
     rows = np.minimum(np.searchsorted(index, wanted), len(index) - 1)
     unknown = wanted[index[rows] != wanted]
     if len(unknown):
@@ -95,7 +95,7 @@ def _matching(episode_filter: EpisodeFilter, read: ReadColumns) -> Int64:
                 kept = table.filter(episode_filter)
             except (pa.ArrowException, TypeError) as error:
                 raise ValueError(
-                    f"episode_filter is {episode_filter}, which does not fit the episode table: {error}; its columns are "
+                    f"episode_filter must fit the episode table, got {episode_filter}: {error}. Available columns: "
                     f"{', '.join(name for name in table.column_names if not name.startswith('stats/'))}"
                 ) from error
         return kept["episode_index"].to_numpy()

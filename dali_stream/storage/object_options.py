@@ -56,13 +56,13 @@ _S3 = _Cloud(
         "secret": "secret_access_key",
         "token": "session_token",
     },
-    f"give storage_options={{'key': …, 'secret': …}} or AWS's environment or, after `{install_command('s3')}`, its "
-    "config files; for a public bucket {'anon': True}",
+    f"Give storage_options={{'key': …, 'secret': …}} or AWS's environment or, after `{install_command('s3')}`, its "
+    "config files, or for a public bucket {'anon': True}",
 )
 _GS = _Cloud(
     GCSStore,
     {"anon": "skip_signature", "endpoint_url": "base_url", "project": "", "requester_pays": "", "token": ""},
-    "run `gcloud auth application-default login`, or give storage_options={'token': PATH}; for a public bucket "
+    "Run `gcloud auth application-default login`, or give storage_options={'token': PATH}, or for a public bucket "
     "{'token': 'anon'}",
 )
 _AZ = _Cloud(
@@ -75,7 +75,8 @@ _AZ = _Cloud(
         "endpoint_url": "endpoint",
         "sas_token": "sas_key",
     },
-    "give storage_options={'account_name': …, 'account_key': …} or Azure's environment; for a public container {'anon': True}",
+    "Give storage_options={'account_name': …, 'account_key': …} or Azure's environment, or for a public container "
+    "{'anon': True}",
 )
 CLOUDS = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "az": _AZ, "abfs": _AZ, "abfss": _AZ}
 _CONNECTION = {  # keys of Azure's connection strings
@@ -164,7 +165,7 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
             given.setdefault("account_name", name.partition(".")[0])
             name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
-        raise ValueError(f"{shown!r} names no bucket; give an address like {parts.scheme}://bucket/folder")
+        raise ValueError(f"address must name a bucket, such as {parts.scheme}://bucket/folder, got {shown!r}")
     config = {
         cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
         for key, value in given.items()
@@ -176,12 +177,14 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         bucket.store(config)
         return bucket
     except Exception as error:  # not shown to the user, because its text contains the values of the options
-        wrong = re.search(r"key: '?(\w+)", str(error))
-        problem = f"storage_options has {wrong[1]}" if wrong else "obstore does not accept the values of storage_options"
+        unknown = re.search(r"key: '?(\w+)", str(error))
+        problem = (
+            f"unknown storage_options {unknown[1]}" if unknown else "obstore does not accept the values of storage_options"
+        )
         if "Account must be specified" in str(error):
-            problem = "storage_options lacks account_name"
+            problem = "storage_options must have account_name"
     known = ", ".join(sorted([*cloud.names, "timeout", "client_options"]))
-    raise ValueError(f"{shown}: {problem}; allowed for {parts.scheme}:// are {known}, and the names of obstore's options")
+    raise ValueError(f"{shown}: {problem}. Allowed for {parts.scheme}://: {known}, and the names of obstore's options")
 
 
 def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
     connect_s, read_s = limits.pop("connect_timeout", silent_s), limits.pop("read_timeout", silent_s)
     if unknown := [*kwargs, *limits]:
         raise ValueError(
-            f"storage_options has {', '.join(unknown)} in client_kwargs or config_kwargs; allowed there are endpoint_url, "
+            f"Unknown storage_options in client_kwargs or config_kwargs: {', '.join(unknown)}. Allowed: endpoint_url, "
             "region_name, connect_timeout and read_timeout"
         )
     return {
@@ -225,7 +228,7 @@ def _google(given: dict[str, Any], client: dict[str, Any]) -> None:
     if pays:
         payer = pays if isinstance(pays, str) else project
         if not payer:
-            raise ValueError("storage_options has requester_pays; give the project that pays as well: {'project': …}")
+            raise ValueError("storage_options with requester_pays must name the project that pays, {'project': …}")
         client["default_headers"] = {"x-goog-user-project": payer}
 
 
@@ -255,7 +258,7 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
             session = botocore.session.Session(profile=bucket.profile)
             scoped, region = session.get_scoped_config(), session.get_config_variable("region")
         except botocore.exceptions.ProfileNotFound:
-            raise StorageError(f"{bucket.address}: AWS's config files have no profile of this name; check it") from None
+            raise StorageError(f"{bucket.address}: AWS's config files have no profile of this name. Check it") from None
     endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL") or scoped.get("endpoint_url")
     config = {**({"endpoint": endpoint} if endpoint else {}), **bucket.config}
     if "region" not in config:
@@ -266,7 +269,7 @@ def _as_aws(bucket: Bucket) -> tuple[dict[str, Any], Callable[[], Any] | None]:
     with private():  # filters the loggers of botocore, which may just have been imported
         credentials = session.get_credentials()
     if credentials is None:
-        raise StorageError(f"{bucket.address}: access denied (no credentials were found); {bucket.hint}")
+        raise StorageError(f"{bucket.address}: access denied (no credentials were found). {bucket.hint}")
 
     def current() -> dict[str, Any]:
         """Return the credentials as obstore's S3Credential."""
