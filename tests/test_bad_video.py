@@ -201,7 +201,7 @@ def test_a_frame_size_that_the_bitstream_contradicts(broken: Callable[..., Path]
     """The sample description and info.json agree, and the encoded frames are larger."""
 
     message = error_of(broken(other_size, size=(96, 96)))
-    assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*encoded frames are 128×160.*says 96×96", message)
+    assert re.search(rf"{data.CAMERA}: episode \d, frame \d+: .*{FILE}.*encoded frames must be 96×96.*got 128×160", message)
 
 
 def test_several_video_tracks(videos: Callable[[str], Path], tmp_path: Path) -> None:

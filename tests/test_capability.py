@@ -100,7 +100,7 @@ def test_two_different_gpus_are_asked_each_for_itself(fake_driver: FakeDriver, t
 def test_a_mig_slice_without_engines(fake_driver: FakeDriver) -> None:
     found = ask(fake_driver("mig"))
     assert not supported(found["caps"][0])
-    assert found["h264"]["reason"] == "this GPU has no NVDEC engine; a MIG slice may have none"
+    assert found["h264"]["reason"] == "this GPU has no NVDEC engine, as is possible for a MIG slice"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_driver_that_fails_says_how_and_what_to_do(
     ("call", "error", "reason"),
     [
         ("cuDeviceGet", 101, "CUDA_ERROR_INVALID_DEVICE (101) when GPU 0 was opened"),
-        ("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY (2) when a context on GPU 0 was asked for; free memory"),
+        ("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY (2) when a context on GPU 0 was asked for: free memory"),
         ("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
         ("cuCtxPushCurrent_v2", 1, "CUDA_ERROR_INVALID_VALUE (1) when the context on GPU 0 was made current"),
         (

@@ -459,7 +459,7 @@ def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:
     info["features"][TOP]["shape"][:2] = [64, 64]
     (demo_copy / INFO).write_text(json.dumps(info))
     findings, _ = looked_at(demo_copy)
-    assert "128×160, and meta/info.json promises 64×64" in findings[f"{TOP} timestamps"].text
+    assert "frames must be 64×64, as meta/info.json says, got 128×160" in findings[f"{TOP} timestamps"].text
     assert findings[SIDE].status == "ok"
 
 

@@ -292,7 +292,7 @@ def test_a_column_of_another_dtype_is_passed_over_with_one_line(
     with Loader(plain, batch_size=2) as expected, Loader(root, batch_size=2) as found:
         assert all(equal(*pair) for pair in zip(expected, found, strict=True))
     [said] = [record.getMessage() for record in caplog.records]
-    assert f"feature 'y' has dtype {str(dtype)!r}, which is not read; batches will lack it" in said
+    assert f"feature 'y' has dtype {str(dtype)!r}, which is not read. Batches will lack it" in said
 
 
 def test_features_can_be_left_out(odd: Path) -> None:
@@ -430,7 +430,9 @@ def test_a_column_with_the_key_of_a_text_gives_way_to_the_text(odd: Path, tmp_pa
 
 def test_windows_on_a_key_and_on_the_key_of_its_mask_are_refused(odd: Path, tmp_path: Path) -> None:
     root = with_column(copied(odd, tmp_path), "one_is_pad", "flag")
-    with pytest.raises(ValueError, match=r"delta_timestamps has 'one_is_pad'.*the mask of the window on 'one' is delivered"):
+    with pytest.raises(
+        ValueError, match=r"delta_timestamps must not have 'one_is_pad'.*the mask of the window on 'one' is delivered"
+    ):
         Loader(root, batch_size=4, delta_timestamps={"one": [0.0, 0.1], "one_is_pad": [0.0, 0.1]})
     with Loader(root, batch_size=4, delta_timestamps={"one_is_pad": [0.0, 0.1]}) as loader:
         assert next(iter(loader))["one_is_pad_is_pad"].shape == (4, 2)

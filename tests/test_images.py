@@ -202,14 +202,26 @@ def deep_png(channels: int) -> bytes:
 
 
 REFUSED: dict[str, tuple[int, Change, str]] = {
-    "16-bit grey": (1, lambda _: deep_png(1), r"PNG of 16 bits a channel \(Pillow's mode I;16\), and L .*cameras="),
-    "16-bit RGB": (3, lambda _: deep_png(3), r"PNG of 16 bits a channel \(Pillow's mode RGB\), and RGB .*cameras="),
-    "float": (1, lambda image: image_file(image.convert("F"), "TIFF"), r"no 8-bit grey or RGB image \(Pillow's mode F\)"),
+    "16-bit grey": (
+        1,
+        lambda _: deep_png(1),
+        r"must be L of .*, got a PNG of 16 bits per channel \(Pillow's mode I;16\).*cameras=",
+    ),
+    "16-bit RGB": (
+        3,
+        lambda _: deep_png(3),
+        r"must be RGB of .*, got a PNG of 16 bits per channel \(Pillow's mode RGB\).*cameras=",
+    ),
+    "float": (
+        1,
+        lambda image: image_file(image.convert("F"), "TIFF"),
+        r"with 8 bits per channel, got another format \(Pillow's mode F\)",
+    ),
     "CMYK": (3, lambda image: image_file(image.convert("CMYK"), "JPEG"), "mode CMYK"),
-    "RGB for grey": (1, image_file, "the image is RGB of 120×128, and L of 120×128 is promised"),
-    "transparent RGBA for RGB": (3, lambda image: image_file(clear(image)), "the image is RGBA of 120×128, and RGB"),
-    "another size": (3, lambda image: image_file(image.resize((130, 120))), "RGB of 120×130, and RGB of 120×128 is promised"),
-    "a turned size": (3, lambda image: image_file(image.resize((120, 128))), "RGB of 128×120, and RGB of 120×128 is promised"),
+    "RGB for grey": (1, image_file, "the image must be L of 120×128, got RGB of 120×128"),
+    "transparent RGBA for RGB": (3, lambda image: image_file(clear(image)), "the image must be RGB of .*, got RGBA of 120×128"),
+    "another size": (3, lambda image: image_file(image.resize((130, 120))), "must be RGB of 120×128, got RGB of 120×130"),
+    "a turned size": (3, lambda image: image_file(image.resize((120, 128))), "must be RGB of 120×128, got RGB of 128×120"),
     "half a file": (3, lambda image: image_file(image)[:9999], "the image is damaged"),
 }
 

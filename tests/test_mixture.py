@@ -447,7 +447,7 @@ def test_an_error_names_the_dataset(demo: Path, tmp_path: Path) -> None:
             Mixture({"a": demo, "b": wrong})
     with pytest.raises(ValueError, match="dict of one or more datasets"):
         Mixture({})
-    with pytest.raises(ValueError, match=r"make a mixture of it: Loader\(dali_stream.Mixture\(datasets\)"):
+    with pytest.raises(ValueError, match=r"Use Loader\(dali_stream.Mixture\(datasets\)"):
         Loader({"a": demo})
     with pytest.raises(ValueError, match=r"Mixture.from_file\(path\)"):
         Loader(tmp_path / "mixture.yaml")

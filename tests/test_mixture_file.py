@@ -107,7 +107,7 @@ def test_names_that_are_no_folder_beside_the_file_are_of_the_hub(
         ("datasets: {a: data/pick}\nepoch_samples: yes", "epoch_samples of the file must be an integer, got 'True'"),
         ("datasets: {a: data/pick}\nweights: [1]", r"weights of the file must be a dict, got '\[1\]'"),
         ("datasets: {a: data/pick}\nweights: {b: 1}", "Unknown dataset 'b' in weights. Available: a"),
-        ("datasets: {a: data/pick}\nweights: {a: much}", "weights of dataset 'a' is 'much'; it is a finite number above 0"),
+        ("datasets: {a: data/pick}\nweights: {a: much}", "weights of dataset 'a' must be a finite number above 0, got 'much'"),
         ("datasets: {a: data/pick}\nkeys: {a: state}", r"keys\['a'\] must be a dict {.*}, got 'state'"),
         (
             "datasets: {a: data/pick}\nkeys: {a: {state: 5}}",

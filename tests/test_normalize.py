@@ -143,8 +143,8 @@ def test_what_the_users_function_renames_is_not_left_as_it_is(demo: Path, normal
     [
         ("std", r"normalize\[.*\] must be one of 'mean_std', 'min_max', 'quantiles' or None, .* got 'std'"),
         ({ACTION: "zscore"}, r"normalize\['action'\] must be one of .*, got 'zscore'"),
-        ({"acton": "min_max"}, r"normalize has 'acton', which is not a float feature\. Available: observation"),
-        ({"index": "min_max"}, "normalize has 'index'"),
+        ({"acton": "min_max"}, r"normalize must name float features, got 'acton'\. Available: observation"),
+        ({"index": "min_max"}, "normalize must name float features, got 'index'"),
         (True, "normalize must be one of 'mean_std', 'min_max', 'quantiles', a dict .*, got True"),
         ([ACTION], r"normalize must be one of .*, got \['action'\]"),
         ({ACTION: ["min_max"]}, r"normalize\['action'\] must be one of .* got \['min_max'\]"),
@@ -300,7 +300,10 @@ def test_statistics_that_are_given_change_no_order_and_no_state(demo: Path) -> N
         ("mine.json", r"stats is mine.json; Invalid statistics: .*{key: {statistic: numbers}}"),
         ({ACTION: [1, 2]}, "Invalid statistics"),
         ({STATE: {"mean": [0.0]}}, "normalize needs mean of action, and stats= has nothing of it"),
-        ({ACTION: {"mean": [0.0], "std": [1.0]}}, r"stats=: mean of action is \[0.0\], of shape \(1,\); .* of shape \(4,\)"),
+        (
+            {ACTION: {"mean": [0.0], "std": [1.0]}},
+            r"mean of action in stats= must be .* of shape \(4,\), got \[0.0\] of shape \(1,\)",
+        ),
     ],
 )
 def test_statistics_that_are_none(demo: Path, stats: Any, message: str) -> None:

@@ -207,7 +207,7 @@ def test_devices_without_a_gpu(rows_only: Dataset) -> None:
     for device in ("auto", "cpu", "cpu:0", torch.device("cpu", 0)):
         assert batches_of(rows_only, device=device)[0]["index"].device.type == "cpu"
     for device in ("cuda", "cuda:1"):
-        with pytest.raises(ValueError, match=f"device is '{device}', and torch .* finds no GPU; use device=\"cpu\""):
+        with pytest.raises(ValueError, match=f'device must be "cpu" or "auto", because torch .* finds no GPU, got .*{device}'):
             Loader(rows_only, device=device)
 
 
@@ -285,11 +285,11 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"image_size": 224}, r"image_size must be \(height, width\) or None, got 224"),
         ({"image_size": (224,)}, r"image_size must be .*, got \(224,\)"),
         ({"image_size": (224, 0)}, "the width of image_size must be a positive integer, got 0"),
-        ({"shuffle": "random"}, "shuffle is 'random'; allowed"),
-        ({"seed": None}, "seed is None"),
+        ({"shuffle": "random"}, "shuffle must be .*, got 'random'"),
+        ({"seed": None}, "seed must be .*, got None"),
         ({"consumers": 0}, "consumers must be a positive integer, got 0"),
         ({"episode_pool_size": 0}, "episode_pool_size must be a positive integer, got 0"),
-        ({"device": "gpu"}, "device is 'gpu'; allowed"),
+        ({"device": "gpu"}, "device must be .*, got 'gpu'"),
         ({"device": "cpu:1"}, "device is 'cpu:1'"),
         ({"decode": "nvdec"}, "decode must be one of 'auto', 'fastest', 'dali', 'torchcodec', 'torchcodec-cuda', got 'nvdec'"),
         ({"num_threads": 0}, "num_threads must be a positive integer, got 0"),
@@ -298,10 +298,10 @@ def test_what_a_loader_is_of(demo: Path) -> None:
         ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, .*, got 0"),
         ({"last_batch": "keep"}, "last_batch must be one of 'drop', 'partial', 'pad', got 'keep'"),
         ({"on_error": "skip"}, "on_error must be one of 'raise', 'substitute', got 'skip'"),
-        ({"rank": 1}, "rank is 1 and world_size is None; give both or neither"),
+        ({"rank": 1}, "rank and world_size must both be passed or both be None, got 1 and None"),
         ({"rank": 0, "world_size": 0}, "rank must be at least 0 and below world_size, got rank=0 and world_size=0"),
         ({"rank": 2, "world_size": 2}, "rank must be at least 0 and below world_size, got"),
-        ({"rank": 0, "world_size": 7, "consumers": 32}, "does not divide consumers=32; allowed .* 1, 2, 4, 8, 16, 32"),
+        ({"rank": 0, "world_size": 7, "consumers": 32}, "must divide consumers=32, got 7. Allowed .* 1, 2, 4, 8, 16, 32"),
         ({"delta_timestamps": {"nothing": [0.0]}}, "Unknown key 'nothing' in delta_timestamps"),
         ({"delta_timestamps": {"action": [0.03]}}, "multiples of 1/fps"),
     ],
@@ -418,7 +418,7 @@ def test_a_loader_is_shown_in_one_line(demo: Path, rows_only: Dataset) -> None:
         ({"episodes": []}, "a list of one or more episode indices"),
         ({"episodes": [1, 1]}, "episodes must have each index once, got 1 more than once"),
         ({"episodes": [1.0]}, "a list of one or more episode indices"),
-        ({"revision": "main"}, "revision is 'main'"),
+        ({"revision": "main"}, "revision must be .*, got 'main'"),
     ],
 )
 def test_bad_selections_are_refused(demo: Path, arguments: dict[str, Any], message: str) -> None:
@@ -429,8 +429,8 @@ def test_bad_selections_are_refused(demo: Path, arguments: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": "0", "world_size": 1}, "rank is '0'"),
-        ({"rank": 0.0, "world_size": 1}, "rank is 0.0"),
+        ({"rank": "0", "world_size": 1}, "rank and world_size must be integers, got '0' and 1"),
+        ({"rank": 0.0, "world_size": 1}, "rank and world_size must be integers, got 0.0 and 1"),
         ({"delta_timestamps": [1]}, r"delta_timestamps must be a dict .*, got \[1\]"),
         ({"dali_graph": 3}, "dali_graph must be a function"),
     ],

@@ -95,7 +95,7 @@ def test_a_step_that_no_epoch_has_is_refused(rows: Dataset) -> None:
     with make(rows) as loader:
         with pytest.raises(ValueError, match=r"batch must be at most 5, .* got 6; .*divmod\(count, len\(loader\)\)"):
             loader.resume(epoch=0, batch=6)
-        with pytest.raises(ValueError, match="epoch must be .*, got -1"):
+        with pytest.raises(ValueError, match=r"epoch must be .*, got -1"):
             loader.resume(epoch=-1, batch=0)
         loader.resume(epoch=3, batch=5)
         assert (loader.epoch, loader.batch_index) == (4, 0)
@@ -484,7 +484,7 @@ def test_a_damaged_state_is_refused(rows: Dataset, change: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("state", [None, 3, "state", [], {}, [("version", 1)], {"epoch": 0, "position": 0}])
 def test_what_is_no_state_is_refused(rows: Dataset, state: Any) -> None:
-    with make(rows) as loader, pytest.raises(ResumeError, match="this is no state of a Loader"):
+    with make(rows) as loader, pytest.raises(ResumeError, match="state must be that of a Loader"):
         loader.load_state_dict(state)
 
 

@@ -102,7 +102,7 @@ def test_a_tolerance_keeps_to_the_episode(root: Path) -> None:
 def test_a_smaller_tolerance_is_kept(root: Path) -> None:
     shifted(root, 0.1)
     assert len(list(loader(root))) > 0
-    with pytest.raises(DecodeError, match=r"0.0033 s away, and at most 0.0001 s \(0.003 frames\) is allowed"):
+    with pytest.raises(DecodeError, match=r"0.0033 s away, but at most 0.0001 s \(0.003 frames\) is allowed"):
         list(loader(Dataset(root, tolerance_s=1e-4)))
 
 

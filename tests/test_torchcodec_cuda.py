@@ -108,7 +108,7 @@ def test_a_frame_with_another_time_is_an_error(demo: Path, monkeypatch: pytest.M
 
     with Loader(demo, batch_size=8, device="cpu", decode="torchcodec-cuda") as loader:
         monkeypatch.setattr(torchcodec, "VideoDecoder", Late)
-        with pytest.raises(DecodeError, match="delivered other frames than the 1 asked for"):
+        with pytest.raises(DecodeError, match="delivered other frames than the 1 requested"):
             next(iter(loader))
 
 

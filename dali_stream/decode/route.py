@@ -167,9 +167,9 @@ def _padding_refusal(video: VideoFormat) -> str:
     if coded == size:
         return ""
     helps = smallest_coded_size("hevc", *size) == size
-    advice = "; `dali-stream prepare URI OUT --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
-    what = f"{size[0]}×{size[1]} is coded as {coded[0]}×{coded[1]} in {video.codec}"
-    return f"{what}, which DALI's cache of NVDEC decoders confuses with frames of that size{advice}"
+    advice = ". `dali-stream prepare URI OUT --codec hevc` re-encodes the dataset for NVDEC" if helps else ""
+    sizes = f"{size[0]}×{size[1]} is coded as {coded[0]}×{coded[1]} in {video.codec}"
+    return f"{sizes}, which DALI's cache of NVDEC decoders confuses with frames of that size{advice}"
 
 
 def _name(video: VideoFormat) -> str:

@@ -166,7 +166,7 @@ def read_info(store: Store) -> Info:
     video_path = _template(info["video_path"], "video_path", fields, store) if info.get("video_path") else None
     left_out = {key: why for key, feature in features.items() if (why := _left_out(key, feature, store))}
     for key, why in left_out.items():
-        _log.warning("%s: feature %.80r %s; batches will lack it", store.where(INFO), key, why)
+        _log.warning("%s: feature %.80r %s. Batches will lack it", store.where(INFO), key, why)
     return Info(
         version=version,
         fps=fps,
