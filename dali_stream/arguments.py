@@ -131,7 +131,7 @@ def byte_count(budget: int | str, name: str = "memory_budget") -> int:
         "gi": 1 << 30,
         "ti": 1 << 40,
     }
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
-    if isinstance(budget, bool) or not found or found[2] not in units or float(found[1]) <= 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(budget).lower())
+    if isinstance(budget, bool) or not match or match[2] not in units or float(match[1]) <= 0:
         raise ValueError(f'{name} must be a positive number of bytes, such as "512MiB" or "4GiB", got {budget!r}')
-    return int(float(found[1]) * units[found[2]])
+    return int(float(match[1]) * units[match[2]])

@@ -91,13 +91,13 @@ def _numbers(array: pa.Array, feature: Feature, where: str) -> npt.NDArray[Any]:
     if values.dtype == feature.numpy:
         return values
     with np.errstate(invalid="ignore", over="ignore"):
-        found: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
-    if not feature.is_float and values.dtype != found.dtype and (wrong := found != values).any():
+        converted: npt.NDArray[Any] = values.astype(feature.numpy, copy=False)
+    if not feature.is_float and values.dtype != converted.dtype and (wrong := converted != values).any():
         raise DatasetError(
-            f"{where} must hold {feature.dtype}, as meta/info.json says, which is {found.dtype} in batches, got "
+            f"{where} must hold {feature.dtype}, as meta/info.json says, which is {converted.dtype} in batches, got "
             f"{values[wrong][0]} ({kind}){_LEAVE_OUT}"
         )
-    return found
+    return converted
 
 
 def _encoded(array: pa.Array, where: str, read: Callable[[str], bytes] | None) -> list[Any]:

@@ -94,7 +94,7 @@ class DatasetFiles:
         if frames is None:
             ranges = frame_ranges.whole(self.lengths)
         else:
-            ranges = frame_ranges.given(frames, self.table.index, self.table.length).of(self.rows)
+            ranges = frame_ranges.parse_ranges(frames, self.table.index, self.table.length).of(self.rows)
         ranges = ranges.dropping(self.lengths, drop_first, drop_last)
         if not ranges.counts.any():
             raise ValueError(
@@ -161,21 +161,21 @@ class DatasetFiles:
         features = {key: _without(feature, *ENCODING, "fps") for key, feature in self._info.features.items()}
         # Only min, max and count are exact after the statistics of episodes are aggregated, so only they are hashed.
         stats = {
-            key: {name: _numbers(found[name]) for name in ("min", "max", "count") if name in found}
-            for key, found in self.stored_stats.items()
+            key: {name: _numbers(statistics[name]) for name in ("min", "max", "count") if name in statistics}
+            for key, statistics in self.stored_stats.items()
         }
         return self._digest([float(self.fps), features], json.dumps(stats, sort_keys=True).encode())
 
-    def has_fingerprint(self, found: object) -> bool:
+    def has_fingerprint(self, fingerprint: object) -> bool:
         """Return whether a fingerprint from a saved state matches this dataset.
 
         For v3.0, the fingerprint of earlier releases, which did not read v2.x, matches too.
         """
-        if found == self.fingerprint or self.is_v2:
-            return found == self.fingerprint
+        if fingerprint == self.fingerprint or self.is_v2:
+            return fingerprint == self.fingerprint
         features = {key: _without(feature, *ENCODING) for key, feature in self._info.features.items()}
         stats = self.store.read_all(metadata.STATS) if self.store.exists(metadata.STATS) else b""
-        return found == self._digest([self.fps, features], stats)
+        return fingerprint == self._digest([self.fps, features], stats)
 
     def _digest(self, head: list[Any], stats: bytes) -> str:
         table = self.table
@@ -296,7 +296,7 @@ class DatasetFiles:
         rest = object.__new__(type(self))
         vars(rest).update({name: value for name, value in vars(self).items() if not name.startswith("row_bytes")})
         rest.features = {key: feature for key, feature in self.features.items() if key not in keys}
-        rest.cameras, rest.videos = (tuple(key for key in of if key not in keys) for of in (self.cameras, self.videos))
+        rest.cameras, rest.videos = (tuple(key for key in group if key not in keys) for group in (self.cameras, self.videos))
         rest.skips_images = self.skips_images or any(self.features[key].is_image for key in keys)
         return rest
 
@@ -328,8 +328,8 @@ class DatasetFiles:
         )
 
     def __repr__(self) -> str:
-        what = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
-        return f"Dataset({self.uri!r}: {what}, cameras: {', '.join(self.cameras) or 'none'})"
+        contents = f"{counted(self.num_episodes, 'episode')}, {counted(self.num_frames, 'frame')} at {self.fps:g} fps"
+        return f"Dataset({self.uri!r}: {contents}, cameras: {', '.join(self.cameras) or 'none'})"
 
     def close(self) -> None:
         """Close file handles and connections. Reading opens them again."""

@@ -52,8 +52,8 @@ class FrameRanges:
         """
         # `place` counts the frames of all ranges, laid end to end.
         place = self._before[episode] + number
-        found = np.searchsorted(self._ends, place, side="right")
-        return self.stop[found] - (self._ends[found] - place)
+        range_index = np.searchsorted(self._ends, place, side="right")
+        return self.stop[range_index] - (self._ends[range_index] - place)
 
     def within(self, start: Int64, stop: Int64) -> FrameRanges:
         """Return the intersection of the ranges with one range [start, stop) per episode.
@@ -81,8 +81,8 @@ class FrameRanges:
             episodes: Numbers of the episodes, in increasing order, shape (E',).
         """
         place = np.searchsorted(episodes, self.episode)
-        there = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
-        return FrameRanges(len(episodes), place[there], self.start[there], self.stop[there])
+        is_selected = (place < len(episodes)) & (episodes[np.minimum(place, len(episodes) - 1)] == self.episode)
+        return FrameRanges(len(episodes), place[is_selected], self.start[is_selected], self.stop[is_selected])
 
     def to_bytes(self) -> bytes:
         """Return bytes that identify the ranges, for a fingerprint."""
@@ -103,7 +103,7 @@ def whole(lengths: Int64) -> FrameRanges:
     return FrameRanges(len(lengths), episode, np.zeros(len(episode), np.int64), lengths[episode])
 
 
-def given(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) -> FrameRanges:
+def parse_ranges(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) -> FrameRanges:
     """Convert ranges from a user, and check them against all episodes of the dataset.
 
     Args:
@@ -123,15 +123,15 @@ def given(frames: Frames | str | os.PathLike[str], index: Int64, length: Int64) 
             f"frames must be {{episode index: [(start, stop), ...]}} or a JSON file of that, got {str(frames)[:80]}"
         )
     places = {int(episode): place for place, episode in enumerate(index.tolist())}
-    found: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int]] = []
     for key, ranges in frames.items():
         place = places.get(_episode(key))
         if place is None:
             raise ValueError(
                 f"Unknown episode {key} in frames. Available: {len(index)} episodes, from {index[0]} to {index[-1]}"
             )
-        found += [(place, *checked) for checked in _checked(ranges, key, int(length[place]))]
-    table = np.array(sorted(found), np.int64).reshape(-1, 3)
+        rows += [(place, *checked) for checked in _checked(ranges, key, int(length[place]))]
+    table = np.array(sorted(rows), np.int64).reshape(-1, 3)
     return FrameRanges(len(index), *(table[:, column].copy() for column in range(3)))
 
 

@@ -334,7 +334,7 @@ def read_stats(store: Store) -> Stats:
 def stats_of(values: Any) -> Stats:
     """Convert statistics from nested lists or arrays to arrays. Raises ValueError if they have another form."""
     try:
-        return {key: {name: np.asarray(v) for name, v in found.items()} for key, found in values.items()}
+        return {key: {name: np.asarray(v) for name, v in statistics.items()} for key, statistics in values.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"must be {{key: {{statistic: numbers}}}} ({error})") from error
 
@@ -404,9 +404,9 @@ def _looks(store: Store) -> str:
     return "It has neither meta/episodes/ (v3.0) nor meta/episodes.jsonl (v2.x). Give the folder that holds meta/"
 
 
-def _object(value: Any, store: Store, what: str, path: str = INFO) -> dict[str, Any]:
+def _object(value: Any, store: Store, name: str, path: str = INFO) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DatasetError(f"Invalid {what} in {store.where(path)}: must be a JSON object, got {type(value).__name__}")
+        raise DatasetError(f"Invalid {name} in {store.where(path)}: must be a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -464,14 +464,14 @@ def _template(value: Any, name: str, fields: dict[str, str], store: Store) -> st
     try:
         if not isinstance(value, str):
             raise ValueError(f"must be text, got {type(value).__name__}")
-        found = [
+        template_fields = [
             (key, form or "", conversion) for _, key, form, conversion in string.Formatter().parse(value) if key is not None
         ]
-        for key, form, conversion in found:
+        for key, form, conversion in template_fields:
             plain = re.fullmatch("" if key == "video_key" else r"(0?\d{1,2}d?)?", form)
             if key not in fields or conversion or not plain:
                 raise ValueError(f"unknown field {{{key}:{form}}}"[:80])
-        lacking = sorted(needed & fields.keys() - {key for key, _, _ in found}) if "episode_index" in fields else []
+        lacking = sorted(needed & fields.keys() - {key for key, _, _ in template_fields}) if "episode_index" in fields else []
         if lacking:
             raise ValueError(f"missing field {{{lacking[0]}}}")
     except ValueError as error:

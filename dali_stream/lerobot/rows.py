@@ -183,8 +183,8 @@ class _Group:
 
     def take_bytes(self) -> int:
         """Return the number of bytes that were read since the last call, so that they are counted only once."""
-        taken, self.bytes_read = self.bytes_read, 0
-        return taken
+        count, self.bytes_read = self.bytes_read, 0
+        return count
 
 
 class RowReader:
@@ -244,9 +244,9 @@ class RowReader:
                     f"metadata says, got {group.rows_of(index)}. Copy the dataset again"
                 )
             lengths = group.lengths if is_new else {episode: length}
-            found = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
-            _ = found[episode]  # convert the episode now, so that `read` raises its errors
-        return found
+            episode_rows = Found(lengths, lambda group, e: self._columns(group, path, e), self._dataset.row_bytes, group)
+            _ = episode_rows[episode]  # convert the episode now, so that `read` raises its errors
+        return episode_rows
 
     def _group(self, file: RowFile, path: str, groups: list[int]) -> tuple[_Group, bool]:
         """Return decoded row groups, and whether this call, or one that it shared, read them from the file."""

@@ -34,10 +34,10 @@ def read_episodes(store: Store, info: Info, cameras: Iterable[str]) -> Episodes:
     """
     cameras = list(cameras)
     video_path = metadata.video_template(store, info) if cameras else ""
-    found = [
+    entries = [
         (_whole(entry, "episode_index", where), _whole(entry, "length", where)) for where, entry in read_lines(store, EPISODES)
     ]
-    table = np.array(sorted(found), np.int64).reshape(-1, 2)
+    table = np.array(sorted(entries), np.int64).reshape(-1, 2)
     index, length = table[:, 0].copy(), table[:, 1].copy()
     metadata.check_episodes({"episode_index": index, "length": length}, store.where(EPISODES), store, info)
     return Episodes(
@@ -105,14 +105,14 @@ def read_stats(store: Store, info: Info) -> Stats:
     """
     if stats_place(store, info) == STATS:
         return metadata.read_stats(store)
-    found = read_episode_stats(store)
-    if info.episodes is not None and len(found) != info.episodes:
+    episode_stats = read_episode_stats(store)
+    if info.episodes is not None and len(episode_stats) != info.episodes:
         _log.warning(
             "%s has statistics of %d episodes, although the dataset has %d. The statistics of these episodes are used",
-            store.where(EPISODES_STATS), len(found), info.episodes,
+            store.where(EPISODES_STATS), len(episode_stats), info.episodes,
         )  # fmt: skip
     try:
-        return aggregate(list(found.values()))
+        return aggregate(list(episode_stats.values()))
     except ValueError as error:
         raise DatasetError(f"Invalid statistics in {store.where(EPISODES_STATS)}: {error}") from error
 
@@ -126,16 +126,16 @@ def read_episode_stats(store: Store) -> dict[int, Stats]:
     Raises:
         DatasetError: If a line is broken, or if two lines have the same episode.
     """
-    found: dict[int, Stats] = {}
+    episode_stats: dict[int, Stats] = {}
     for where, entry in read_lines(store, EPISODES_STATS):
         index = _whole(entry, "episode_index", where)
-        if index in found:
+        if index in episode_stats:
             raise DatasetError(f"Invalid entry in {where}: episode_index {index} is duplicated")
         try:
-            found[index] = metadata.stats_of(entry.get("stats"))
+            episode_stats[index] = metadata.stats_of(entry.get("stats"))
         except ValueError as error:
             raise DatasetError(f"Invalid statistics of episode {index} in {where}: {error}") from error
-    return dict(sorted(found.items()))
+    return dict(sorted(episode_stats.items()))
 
 
 def aggregate(parts: Sequence[Stats]) -> Stats:

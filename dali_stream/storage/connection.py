@@ -117,8 +117,8 @@ class Client:
             user, _, host = urlsplit(proxy).netloc.rpartition("@")
             options: dict[str, Any] = {"maxsize": PER_HOST, "ssl_context": ssl.create_default_context()}
             if proxy:
-                given = {"proxy-authorization": basic_authorization(user)} if user else {}
-                pool: urllib3.PoolManager = urllib3.ProxyManager(f"http://{host}", proxy_headers=given, **options)
+                proxy_headers = {"proxy-authorization": basic_authorization(user)} if user else {}
+                pool: urllib3.PoolManager = urllib3.ProxyManager(f"http://{host}", proxy_headers=proxy_headers, **options)
             else:
                 pool = urllib3.PoolManager(**options)
             self._pools.setdefault(key, pool)

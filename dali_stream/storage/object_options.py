@@ -152,23 +152,23 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
         ValueError: If an option is unknown or invalid, or the address has no bucket.
     """
     parts = urlsplit(address)
-    cloud, given = CLOUDS[parts.scheme], {key: value for key, value in options.items() if value is not None}
-    client = _client(given, patience)
-    profile = given.pop("profile", None) if cloud is _S3 else None
+    cloud, settings = CLOUDS[parts.scheme], {key: value for key, value in options.items() if value is not None}
+    client = _client(settings, patience)
+    profile = settings.pop("profile", None) if cloud is _S3 else None
     if cloud is _GS:
-        _google(given, client)
+        _google(settings, client)
     shown, (user, _, name) = cleaned(address).rstrip("/"), parts.netloc.rpartition("@")
     if cloud is _AZ:
-        pairs = (item.partition("=") for item in given.pop("connection_string", "").split(";"))
-        given |= {_CONNECTION[key]: value for key, _, value in pairs if key in _CONNECTION}
+        pairs = (item.partition("=") for item in settings.pop("connection_string", "").split(";"))
+        settings |= {_CONNECTION[key]: value for key, _, value in pairs if key in _CONNECTION}
         if user:  # abfs://container@account.dfs.core.windows.net/folder
-            given.setdefault("account_name", name.partition(".")[0])
+            settings.setdefault("account_name", name.partition(".")[0])
             name, shown = user, f"{parts.scheme}://{user}@{name}{parts.path}".rstrip("/")
     if not name:
         raise ValueError(f"address must name a bucket, such as {parts.scheme}://bucket/folder, got {shown!r}")
     config = {
         cloud.names.get(key) or _PREFIX.sub("", key.lower(), 1): value if isinstance(value, bool) else str(value)
-        for key, value in given.items()
+        for key, value in settings.items()
     }
     if config.get("skip_signature"):
         config = {key: value for key, value in config.items() if key not in _SIGNING}
@@ -187,16 +187,16 @@ def parsed(address: str, options: Mapping[str, Any], patience: Patience) -> Buck
     raise ValueError(f"{shown}: {problem}. Allowed for {parts.scheme}://: {known}, and the names of obstore's options")
 
 
-def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
-    """Return the options of obstore's client, and remove the options of s3fs and botocore from `given`.
+def _client(options: dict[str, Any], patience: Patience) -> dict[str, Any]:
+    """Return the options of obstore's client, and remove the options of s3fs and botocore from `options`.
 
     Raises:
         ValueError: If `client_kwargs` or `config_kwargs` have unknown keys.
     """
-    kwargs, limits = dict(given.pop("client_kwargs", {})), dict(given.pop("config_kwargs", {}))
-    given |= {name: kwargs.pop(name) for name in ("endpoint_url", "region_name") if name in kwargs}
-    silent_s = silence_s(given)
-    given.pop("timeout", None)
+    kwargs, limits = dict(options.pop("client_kwargs", {})), dict(options.pop("config_kwargs", {}))
+    options |= {name: kwargs.pop(name) for name in ("endpoint_url", "region_name") if name in kwargs}
+    silent_s = silence_s(options)
+    options.pop("timeout", None)
     connect_s, read_s = limits.pop("connect_timeout", silent_s), limits.pop("read_timeout", silent_s)
     if unknown := [*kwargs, *limits]:
         raise ValueError(
@@ -208,23 +208,23 @@ def _client(given: dict[str, Any], patience: Patience) -> dict[str, Any]:
         "read_timeout": timedelta(seconds=min(read_s, patience.total_s / 3)),  # leaves time for further attempts
         "timeout": timedelta(seconds=patience.total_s),
         "pool_max_idle_per_host": str(PER_HOST),
-        **given.pop("client_options", {}),
+        **options.pop("client_options", {}),
     }
 
 
-def _google(given: dict[str, Any], client: dict[str, Any]) -> None:
+def _google(options: dict[str, Any], client: dict[str, Any]) -> None:
     """Translate gcsfs's `token`, `project` and `requester_pays` in place.
 
     Raises:
         ValueError: If the requester pays and no project is set.
     """
-    token, project, pays = (given.pop(name, None) for name in ("token", "project", "requester_pays"))
+    token, project, pays = (options.pop(name, None) for name in ("token", "project", "requester_pays"))
     if token == "anon":
-        given["skip_signature"] = True
+        options["skip_signature"] = True
     elif isinstance(token, Mapping):
-        given["service_account_key"] = json.dumps(dict(token))
+        options["service_account_key"] = json.dumps(dict(token))
     elif token not in (None, "google_default", "cloud"):
-        given["application_credentials"] = token
+        options["application_credentials"] = token
     if pays:
         payer = pays if isinstance(pays, str) else project
         if not payer:
