@@ -187,7 +187,7 @@ def _of_statistics(stats: Mapping[str, npt.NDArray[np.float64]], dataset: Datase
         flat, shift = flat | (least == most), np.where(least == most, least, shift)
     if flat.any():
         names = ", ".join(_name(dataset, key, place) for place in np.flatnonzero(flat).tolist())
-        _log.warning("%s: dimension %s never changes by the dataset's statistics (%s); it is shifted to 0, and not divided",
+        _log.warning("%s: dimension %s never changes by the dataset's statistics (%s). It is shifted to 0, and not divided",
                      key, names, why)  # fmt: skip
     return shift.astype(np.float32), np.where(flat, 1, scale).astype(np.float32)
 

@@ -194,7 +194,7 @@ def test_a_coarse_clock_is_no_fault(videos: Callable[[str], Path], tmp_path: Pat
 
 def test_frames_of_another_size_than_promised(broken: Callable[..., Path]) -> None:
     message = error_of(broken(lambda video: video, size=(96, 160)))
-    assert re.search(rf"{data.CAMERA}: episode \d.*{FILE}.*128×160.*promises 96×160", message)
+    assert re.search(rf"{data.CAMERA}: episode \d.*{FILE}.*frames must be 96×160.*got 128×160", message)
 
 
 def test_a_frame_size_that_the_bitstream_contradicts(broken: Callable[..., Path]) -> None:

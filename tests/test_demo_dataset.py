@@ -360,7 +360,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
         ({"size": (118, 320)}, r"size must be .*at least \(120, .*, got \(118, 320\)"),
         ({"size": (241, 320)}, "both even"),
         ({"size": (240,)}, "size must be"),
-        ({"codec": "mpeg2"}, "codec must be one of av1, h264, hevc, vp9, got 'mpeg2'"),
+        ({"codec": "mpeg2"}, "codec must be one of av1, h264, hevc, vp9, .*got 'mpeg2'"),
         ({"gop": 0, "codec": "h264"}, "gop must be an integer"),
         ({"gop": 1}, "from 2 to 10000 with codec av1"),
         ({"fps": 0}, "fps must be an integer from 5 to 60, got 0"),

@@ -397,7 +397,7 @@ def test_a_column_named_sample_is_delivered_where_nothing_is_augmented(odd: Path
 
 def test_a_column_named_sample_is_refused_where_frames_are_augmented(odd: Path, tmp_path: Path) -> None:
     root = with_column(copied(odd, tmp_path), "sample", "one")
-    with pytest.raises(ValueError, match=r"a feature 'sample'.*leave the feature out with dataset.without\(\['sample'\]\)"):
+    with pytest.raises(ValueError, match=r"the feature 'sample'.*Leave it out with dataset.without\(\['sample'\]\)"):
         Loader(root, batch_size=4, dali_graph=lambda nodes: nodes)
     with Loader(Dataset(root).without(["sample"]), batch_size=4, dali_graph=lambda nodes: nodes) as loader:
         assert "sample" not in next(iter(loader))

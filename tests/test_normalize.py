@@ -156,18 +156,18 @@ def test_what_cannot_be_normalised(demo: Path, normalize: Any, message: str) -> 
 
 
 def test_frames_are_normalised_as_floats(demo: Path) -> None:
-    with pytest.raises(ValueError, match=f'normalize names {TOP}.*image_dtype="float32"'):
+    with pytest.raises(ValueError, match=f'image_dtype must be "float32" to normalize {TOP}, got .uint8.'):
         Loader(demo, batch_size=4, normalize={TOP: "mean_std"}, image_dtype="uint8")
 
 
 def test_statistics_that_are_missing_or_wrong(demo_copy: Path) -> None:
     changed(demo_copy, ACTION, q01=None)
-    with pytest.raises(ValueError, match=r"normalize needs q01 of action, and meta/stats.json has min, max, .* of it"):
+    with pytest.raises(ValueError, match=r"normalize needs q01 of action, but meta/stats.json has min, max, .* of it"):
         Loader(demo_copy, batch_size=4, normalize={ACTION: "quantiles"})
     (kept := demo_copy / "meta/kept.json").write_bytes((demo_copy / "meta/stats.json").read_bytes())
     (demo_copy / "meta/stats.json").unlink()
     how = r"Dataset\(uri, stats=dataset\.compute_stats\(\)\), or `dali-stream stats URI"
-    with pytest.raises(ValueError, match=rf"needs mean of .*, and meta/stats\.json is missing or empty\. Compute it: {how}"):
+    with pytest.raises(ValueError, match=rf"needs mean of .*, but meta/stats\.json is missing or empty\. Compute it: {how}"):
         Loader(demo_copy, batch_size=4, normalize="mean_std")
     kept.rename(demo_copy / "meta/stats.json")
     changed(demo_copy, ACTION, mean=[1.0, 2.0])
@@ -297,9 +297,9 @@ def test_statistics_that_are_given_change_no_order_and_no_state(demo: Path) -> N
 @pytest.mark.parametrize(
     ("stats", "message"),
     [
-        ("mine.json", r"stats is mine.json; Invalid statistics: .*{key: {statistic: numbers}}"),
-        ({ACTION: [1, 2]}, "Invalid statistics"),
-        ({STATE: {"mean": [0.0]}}, "normalize needs mean of action, and stats= has nothing of it"),
+        ("mine.json", r"stats must be {key: {statistic: numbers}} .*, got mine.json"),
+        ({ACTION: [1, 2]}, "stats must be {key: {statistic: numbers}} .*, got {'action'"),
+        ({STATE: {"mean": [0.0]}}, "normalize needs mean of action, but stats= has nothing of it"),
         (
             {ACTION: {"mean": [0.0], "std": [1.0]}},
             r"mean of action in stats= must be .* of shape \(4,\), got \[0.0\] of shape \(1,\)",

@@ -93,7 +93,7 @@ def test_every_step_of_two_epochs_leads_to_the_very_next_batch(rows: Dataset, la
 
 def test_a_step_that_no_epoch_has_is_refused(rows: Dataset) -> None:
     with make(rows) as loader:
-        with pytest.raises(ValueError, match=r"batch must be at most 5, .* got 6; .*divmod\(count, len\(loader\)\)"):
+        with pytest.raises(ValueError, match=r"batch must be at most 5, .* got 6\. For .*divmod\(count, len\(loader\)\)"):
             loader.resume(epoch=0, batch=6)
         with pytest.raises(ValueError, match=r"epoch must be .*, got -1"):
             loader.resume(epoch=-1, batch=0)
@@ -401,7 +401,7 @@ def test_consumers_that_do_not_divide_the_global_batch_get_one_warning(rows: Dat
         list(loader)
         [text] = told()
         assert text.startswith("consumers=12 does not divide the global batch of 3 samples (batch_size 3, 1 rank): ")
-        assert text.endswith("a multiple of 12; a new run can also leave consumers out, which makes it 3")
+        assert text.endswith("a multiple of 12. A new run can also leave consumers out, which makes it 3")
         state = loader.state_dict()
     with plain(rows, 3) as loader:
         assert told() == []

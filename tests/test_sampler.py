@@ -480,7 +480,7 @@ def test_a_step_beyond_what_was_given_out_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 8}, r"batch must be at most 6, .* with batch_size=2 on 4 ranks, got 8; .*divmod\(count"),
+        ({"batch": 8}, r"batch must be at most 6, .* with batch_size=2 on 4 ranks, got 8. For .*divmod\(count"),
         ({"batch": -1}, "batch must be a nonnegative integer, got -1"),
         ({"epoch": 0.5}, "epoch must be a nonnegative integer, got 0.5"),
         ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),

@@ -111,7 +111,7 @@ def cuda_version() -> tuple[int, int]:
         DriverError: If the driver is missing or fails.
     """
     version = ctypes.c_int()
-    _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was asked for")
+    _check(_cuda().cuDriverGetVersion(ctypes.byref(version)), "its version was requested")
     return version.value // 1000, version.value % 1000 // 10
 
 
@@ -241,7 +241,7 @@ def _context(cuda: ctypes.CDLL, gpu: int) -> Iterator[None]:
     """
     handle, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(cuda.cuDeviceGet(ctypes.byref(handle), gpu), f"GPU {gpu} was opened")
-    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"a context on GPU {gpu} was asked for")
+    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"a context on GPU {gpu} was requested")
     try:
         _check(cuda.cuCtxPushCurrent_v2(context), f"the context on GPU {gpu} was made current")
         try:

@@ -110,7 +110,7 @@ def _read_sequence(codec: str, parts: Mapping[bytes, bytes]) -> Sequence | None:
     sequences = read(parts.get(kind, b""))
     unit = "sequence header" if codec == "av1" else "SPS"
     if not sequences:
-        raise DecodeError(f"{kind.decode()} must have a {unit}")
+        raise DecodeError(f"missing {unit} in {kind.decode()}")
     if any(sequence != sequences[0] for sequence in sequences):
         raise DecodeError(f"{kind.decode()} must have one {unit}, got {len(sequences)} that differ")
     return sequences[0]

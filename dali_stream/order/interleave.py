@@ -51,7 +51,7 @@ class Interleave:
             second.append(second_child)
         self._children = np.array([second, first], np.int64)
         # `at` walks all draws down the tree together, for as many steps as the deepest leaf needs. A draw that reaches its leaf
-        # earlier stays there, because a leaf is its own first child.
+        # earlier stays at it, because a leaf is its own first child.
         self._depth, below = 0, np.array([len(first) - 1])
         while (below >= datasets).any():
             below, self._depth = np.unique(self._children[:, below]), self._depth + 1

@@ -40,7 +40,7 @@ class HubStore(HttpStore):
     Raises:
         DatasetError: If the repository, bucket or revision does not exist, or the address is invalid.
         StorageError: If access is denied, the Hub cannot be reached, or huggingface_hub is in offline mode.
-        ValueError: If a storage option is unknown or invalid, there are two different revisions, or a bucket has a revision.
+        ValueError: If a storage option is unknown or invalid, if the revisions differ, or if a bucket has a revision.
     """
 
     listings = True

@@ -20,7 +20,7 @@ _FAILURES = {
     "Connect": "cannot connect to the host",
     "Timeout": "timed out",
     "Interrupted": "the connection broke",
-    "UnexpectedRange": "Content-Range is of another range",
+    "UnexpectedRange": "the response has another range than requested",
     "NoContentRange": "Content-Range is missing",
 }
 _NAMES = re.compile(rf"\b({'|'.join(_FAILURES)})\b")
