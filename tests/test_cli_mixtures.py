@@ -142,7 +142,7 @@ def test_a_table_of_differences_has_its_lines_and_fits_on_a_terminal(
     assert main(["preview", str(rows / "large/a"), str(rows / "small/b")]) == 2
     first, *table, last = capsys.readouterr().err.splitlines()
     assert first.startswith("dali-stream: ")
-    assert "cannot be one" in first
+    assert "Features with the same key must be compatible" in first
     assert last.startswith("Give one of them another key")
     assert len(table) > 1
     names = [f"a_name_that_takes_its_place_{number}" for number in range(4)]

@@ -335,8 +335,8 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "empty": (lambda _: b"", "the file is empty", "fetch or copy"),
     "gzip": (gzip.compress, "gzip", "unpack it"),
     "zeros": (lambda data: bytes(len(data)), "zeros", "fetch or copy"),
-    "cut": (_cut, "its box 'mdat' at byte", "fetch or copy"),
-    "fat": (_fat, "its box 'mdat' at byte", "fetch or copy"),
+    "cut": (_cut, ": box 'mdat' at byte", "fetch or copy"),
+    "fat": (_fat, ": box 'mdat' at byte", "fetch or copy"),
     "no index": (_late_index, "its recording was not finished", "record it again"),
     "noise": (lambda data: bytes(range(1, 255)) * 9, "an unknown format", "fetch or copy"),
 }
@@ -450,8 +450,8 @@ def test_a_timestamp_that_falls(demo_copy: Path) -> None:
     pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", pa.array(times)), path)
     findings, _ = looked_at(demo_copy)
     assert findings["rows"].status == "problem"
-    assert f"{path}: episode 5: row " in findings["rows"].text
-    assert "its timestamp is 0.1500 s, and that of row" in findings["rows"].text
+    message = rf"Invalid timestamp of row \d+ in {re.escape(str(path))}: episode 5: must be greater than .*, got 0\.1500 s"
+    assert re.search(message, findings["rows"].text)
 
 
 def test_frames_of_another_size_than_promised(demo_copy: Path) -> None:

@@ -410,7 +410,7 @@ def test_credentials_of_instance_and_web_identity_roles(
 
 @pytest.mark.parametrize(
     ("address", "module", "words"),
-    [("sftp://robots/set", "paramiko", "paramiko"), ("nonsense://robots/set", "json", "nonsense:// is unknown")],
+    [("sftp://robots/set", "paramiko", "paramiko"), ("nonsense://robots/set", "json", "unknown scheme nonsense://")],
 )
 def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch, address: str, module: str, words: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)

@@ -191,10 +191,10 @@ FILES: dict[str, tuple[tuple[int, int], tuple[str, ...], str]] = {  # size, enco
     "hevc with CRA frames": ((128, 160), (*X265, f"{CLOSED}8:open-gop=1"), "hevc with keyframes that are not IDR frames: they"),
     "av1": ((122, 150), video_data.av1(2), ""),
     "av1 of odd size": (
-        (121, 151), ("-c:v", "libaom-av1", "-cpu-used", "8", "-g", "1", "-pix_fmt", "yuv420p"), "even sizes, and these are 121×"
+        (121, 151), ("-c:v", "libaom-av1", "-cpu-used", "8", "-g", "1", "-pix_fmt", "yuv420p"), "even sizes, and not of 121×"
     ),
     "vp9": ((122, 150), video_data.vp9(12), ""),
-    "vp9 of odd size": ((122, 151), video_data.vp9(12), "even sizes, and these are 122×151"),
+    "vp9 of odd size": ((122, 151), video_data.vp9(12), "even sizes, and not of 122×151"),
 }  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def test_a_file_that_dali_cannot_decode_moves_its_camera_and_not_the_position(
         assert seen == list(range(loader.dataset.num_frames))
         assert {camera: found.decoder for camera, found in before.items()} == dict.fromkeys(before, "dali")
         assert {camera for camera, found in loader.routes.items() if found.decoder == "torchcodec"} == {TOP}
-        assert "this is h264" in loader.routes[TOP].reason
+        assert "and not h264" in loader.routes[TOP].reason
         assert loader.stats()["route_changes"] == 1
     assert [record.message.partition(":")[0] for record in caplog.records] == ["Falling back to torchcodec"]
 

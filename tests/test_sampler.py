@@ -249,13 +249,14 @@ def test_what_does_not_fit_a_mixture_is_refused(parts: dict[str, Dataset]) -> No
     with pytest.raises(ValueError, match=r"drop_last must be 0 for a mixture, got 0 and 3\. Pass them to each Dataset"):
         make(mixture, drop_last=3)
     with pytest.raises(
-        ValueError, match=r"an epoch of the mixture of c has 2 samples for world_size=3; .* larger epoch_samples"
+        ValueError,
+        match=r"an epoch of the mixture of c must have .* each of world_size=3 ranks, got 2 samples. .* larger epoch_samples",
     ):
         make(Mixture({"c": parts["c"]}, temperature=1, epoch_samples=2), world=3)
     with pytest.raises(ResumeError, match=r"order of the state must be .*'mixture'.* Resume with the same arguments"):
         make(Mixture(parts, repeats={"a": 2, "b": 1, "c": 1})).load_state_dict(state)
     for others in ({"b": parts["b"], "a": parts["a"], "c": parts["c"]}, parts | {"b": parts["a"]}):
-        with pytest.raises(ResumeError, match="of other episodes"):
+        with pytest.raises(ResumeError, match="must be the fingerprint of these episodes"):
             make(Mixture(others)).load_state_dict(state)
 
 
