@@ -149,7 +149,9 @@ def test_wrong_frames_in_the_trial_are_refused(demo: Path, monkeypatch: pytest.M
         return np.flip(decode_clip(clip, video), -1) if device else decode_clip(clip, video)
 
     monkeypatch.setattr(trial, "decode_clip", wrong)
-    with pytest.raises(ValueError, match=r'decode="torchcodec-cuda": torchcodec\'s frames differ .* Use decode="auto"'):
+    with pytest.raises(
+        ValueError, match=r'decode="torchcodec-cuda": torchcodec\'s first frames must differ .* Use decode="auto"'
+    ):
         Loader(demo, device="cpu", decode="torchcodec-cuda")
 
 
